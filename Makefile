@@ -1,0 +1,38 @@
+# Two commands do everything, set-up included:  make demo   make test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test test-slow check format clean
+
+setup: $(READY)
+
+# torch goes first and pinned: whatever asks for a range of torch later finds it there and brings no other build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Vitrail needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt) -c constraints.txt
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' -c constraints.txt
+	touch $(READY)
+
+demo: setup
+	$(BIN)/vitrail train
+
+test: setup check
+	$(BIN)/python -m pytest -m "not slow and not gpu and not network"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu and not network"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,75 @@
+"""What tests of several rooms share: small real data sets and a config that trains in a second or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from PIL import Image
+
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
+
+settings.register_profile("vitrail", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("vitrail")
+
+
+@pytest.fixture
+def colour_folder(tmp_path: Path) -> Path:
+    """Class folders blue, green, red of 12 PNG files each, of uneven sizes, whose colour tells the class."""
+    return make_colour_folder(tmp_path / "colours")
+
+
+def make_colour_folder(root: Path, *, images: int = 12, classes: tuple[str, ...] = ("blue", "green", "red")) -> Path:
+    """Writes the folder that `colour_folder` gives."""
+    random = np.random.default_rng(0)
+    for channel, name in enumerate(reversed(classes)):
+        (root / name).mkdir(parents=True)
+        for number in range(images):
+            height, width = 9 + number, 30 - number
+            pixels = random.integers(0, 80, (height, width, 3), dtype=np.uint8)
+            pixels[..., channel % 3] += 150
+            Image.fromarray(pixels).save(root / name / f"{number:02}.png")
+    return root
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Makes configs of a tiny network on 200 of the bundled images, in float32 on the CPU; fields can be replaced."""
+    data = tmp_path / "data"
+
+    def make(**fields: object) -> TrainConfig:
+        if "data" not in fields:
+            make_idx_folder(data)
+        defaults = {
+            "data": str(data), "run": str(tmp_path / "run"), "steps": 12, "batch_size": 16, "width": 16, "depth": 2,
+            "heads": 2, "mlp_width": 32, "precision": "float32", "device": "cpu", "threads": 2, "evaluations": 3,
+            "checkpoints": 3, "validation_share": 0.1, "keep": "best",
+        }  # fmt: skip
+        return RECIPES["demo"]().override(**{**defaults, **fields})
+
+    return make
+
+
+def make_idx_folder(root: Path, *, train: int = 200, test: int = 50) -> Path:
+    """A folder of IDX files with the first images of the bundled set."""
+    from vitrail.data.sources.fashion_mnist import BUNDLED
+    from vitrail.data.sources.idx import find_idx, read_idx
+
+    if root.exists():
+        return root
+    root.mkdir(parents=True)
+    for split, prefix, count in (("train", "train", train), ("test", "t10k", test)):
+        images, labels = (read_idx(path)[:count] for path in find_idx(BUNDLED, split) or ())
+        (root / f"{prefix}-images-idx3-ubyte").write_bytes(idx_bytes(images))
+        (root / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+    return root
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    """An array of bytes in the IDX format."""
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()

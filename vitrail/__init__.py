@@ -1,0 +1,44 @@
+"""Vision Transformers, whole: pre-train, transfer, look inside, serve."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitrail.models.variants import create as create
+    from vitrail.recipes import RECIPES as RECIPES
+    from vitrail.training.config import TrainConfig as TrainConfig
+    from vitrail.training.run import RunResult as RunResult
+    from vitrail.training.run import resume as resume
+    from vitrail.training.run import train as train
+    from vitrail.weights.bundle import Bundle as Bundle
+    from vitrail.weights.bundle import Prediction as Prediction
+    from vitrail.weights.bundle import load as load
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["RECIPES", "Bundle", "Prediction", "RunResult", "TrainConfig", "create", "load", "resume", "train"]
+
+_HOMES = {
+    "RECIPES": "vitrail.recipes",
+    "Bundle": "vitrail.weights.bundle",
+    "Prediction": "vitrail.weights.bundle",
+    "RunResult": "vitrail.training.run",
+    "TrainConfig": "vitrail.training.config",
+    "create": "vitrail.models.variants",
+    "load": "vitrail.weights.bundle",
+    "resume": "vitrail.training.run",
+    "train": "vitrail.training.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that `vitrail --help` need not wait for torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

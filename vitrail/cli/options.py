@@ -1,0 +1,26 @@
+"""Words of the command line to dataclasses (tyro), the same way for every verb."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import tyro
+
+__all__ = ["parse"]
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], words: Sequence[str], *, usage: str, description: str, default: T | None = None) -> T:
+    """The options as an instance of `cls`, whose field docstrings are the help. Leaves with code 2 on wrong usage."""
+    parsed: T | None = tyro.cli(
+        cls,
+        prog=usage,
+        description=description,
+        args=list(words),
+        default=default,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+    )
+    assert parsed is not None, "tyro leaves rather than return nothing"
+    return parsed

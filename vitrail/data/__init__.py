@@ -1,0 +1,1 @@
+"""Bytes -> order -> pixels -> batches."""

@@ -1,0 +1,73 @@
+"""IDX files, the format of the MNIST family: a header of sizes, then bytes, plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from vitrail.data.source import Sample
+from vitrail.errors import DataError
+
+__all__ = ["IdxSource", "find_idx", "read_idx"]
+
+SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test"), "validation": ("val", "validation")}
+
+
+class IdxSource:
+    """Grey images and their labels from a pair of IDX files, held in memory as bytes."""
+
+    def __init__(self, images: Path, labels: Path, classes: tuple[str, ...] | None = None) -> None:
+        self.images = read_idx(images)
+        self.labels = read_idx(labels)
+        if self.images.ndim != 3 or self.labels.ndim != 1 or len(self.images) != len(self.labels):
+            raise DataError(
+                f"{images} holds an array of {self.images.shape} and {labels} one of {self.labels.shape}; "
+                "images are (n, height, width) and labels (n,) with the same n"
+            )
+        highest = int(self.labels.max(initial=0))
+        self.classes = classes or tuple(str(number) for number in range(highest + 1))
+        if highest >= len(self.classes):
+            raise DataError(f"{labels} has the label {highest}; the {len(self.classes)} classes are numbered from 0")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), self.images[index, :, :, None], self.label(index))
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def label(self, index: int) -> int:
+        return int(self.labels[index])
+
+
+def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
+    """The image and label files of a split ("train", "validation", "test") in `folder`, or None."""
+    for prefix in SPLIT_PREFIXES[split]:
+        for suffix in (".gz", ""):
+            images = folder / f"{prefix}-images-idx3-ubyte{suffix}"
+            labels = folder / f"{prefix}-labels-idx1-ubyte{suffix}"
+            if images.is_file() and labels.is_file():
+                return images, labels
+    return None
+
+
+def read_idx(path: Path) -> UInt8[np.ndarray, ...]:
+    """The array in an IDX file of unsigned bytes. Raises `DataError` when it is not one, or is cut short."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if len(data) < 4 or data[:3] != b"\x00\x00\x08":
+        raise DataError(f"{path} is not an IDX file of unsigned bytes: it begins with {data[:4].hex() or 'nothing'}")
+    dimensions = data[3]
+    start = 4 + 4 * dimensions
+    shape = tuple(int(size) for size in np.frombuffer(data[4:start], ">u4"))
+    if len(shape) < dimensions or len(data) - start != math.prod(shape):
+        raise DataError(f"{path} is damaged: its header says {shape}, and {max(0, len(data) - start)} bytes follow")
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

@@ -1,0 +1,79 @@
+"""What this machine is and has: device, number formats, memory, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from vitrail.errors import ConfigError
+
+__all__ = ["cpu_name", "describe", "has_bf16_matrix_units", "peak_memory", "pick_device"]
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """The device called `name`; "auto" is the first GPU that is there, else the CPU. Raises `ConfigError`."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={name!r} cannot be used here ({reason}); choices: 'auto', 'cpu', 'cuda'") from None
+    return device
+
+
+def has_bf16_matrix_units(device: torch.device) -> bool:
+    """Whether matrix products in bfloat16 beat float32: CUDA from Ampere, AMX, AVX512-BF16, Arm's bf16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return False
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [line for line in file if line.startswith(("flags", "Features"))]
+    except OSError:
+        return False
+    flags = set(lines[0].split()) if lines else set()
+    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held: on the GPU where it computes on one, else resident in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cpu_name() -> str:
+    """The processor's name as the operating system gives it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Machine and versions, for the record of a run."""
+    packages = ("vitrail", "torch", "numpy", "grain", "pillow")
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }

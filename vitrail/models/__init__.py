@@ -1,0 +1,1 @@
+"""Images -> features -> logits. Start at `vit.py`."""

@@ -1,0 +1,25 @@
+"""Any folder of images, from scratch."""
+
+from __future__ import annotations
+
+from vitrail.data.augment import Augment
+from vitrail.training.config import ImageConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+__all__ = ["folder"]
+
+
+def folder() -> TrainConfig:
+    """A small network on colour images of 64 x 64 pixels: where `vitrail train --data DIR` starts.
+
+    Command: `vitrail train --data DIR`, where DIR holds a folder of images for each class, or train/, val/ and test/
+    with such folders. A network from scratch needs hundreds of images a class to be of use.
+    """
+    return TrainConfig(
+        epochs=40,
+        batch_size=64,
+        label_smoothing=0.1,
+        model=ModelConfig(variant="ViT-Nano/8", pool="gap", position_std=0.3, activation="gelu-tanh"),
+        images=ImageConfig(image_size=(64, 64), channels=3, resize="crop"),
+        augment=Augment(flip=True, shift=4),
+        optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
+    )

@@ -1,0 +1,1 @@
+"""The one loop, and what it needs: state, optimiser, schedule, precision, checkpoints, journal. Start at `loop.py`."""

@@ -1,0 +1,217 @@
+"""What a run is: one frozen, typed config. Recipes return it, the command line overrides it, `run.json` records it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from vitrail.data.augment import Augment
+from vitrail.data.preprocess import Interpolation, Preprocess, Resize
+from vitrail.errors import ConfigError, nearest
+from vitrail.models.variants import variant_config
+from vitrail.models.vit import Activation, Pool, ViTConfig
+from vitrail.weights.bundle import Scores
+
+__all__ = ["ImageConfig", "ModelConfig", "OptimizerConfig", "TrainConfig"]
+
+OptimizerName = Literal["adamw", "sgd"]
+ScheduleName = Literal["cosine", "linear", "constant"]
+Precision = Literal["auto", "bf16", "float32"]
+Keep = Literal["best", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network: a size by name, and what departs from it."""
+
+    variant: str = "ViT-Pico/7"
+    """Size and patch, as `vitrail models` lists them: ViT-S/16."""
+    width: int | None = None
+    """Length of a token; by default the variant's, like depth, heads and mlp-width."""
+    depth: int | None = None
+    """Number of blocks."""
+    heads: int | None = None
+    """Attention heads; they divide the width."""
+    mlp_width: int | None = None
+    """Hidden units of each block's MLP."""
+    pool: Pool = "cls"
+    """What the head sees: the class token, or the mean of the patch tokens."""
+    head_hidden: int = 0
+    """Units of a tanh layer before the head; 0 for none."""
+    activation: Activation = "gelu"
+    """Exact GELU or its tanh approximation."""
+    norm_eps: float = 1e-6
+    """Epsilon of the layer norms."""
+    position_std: float = 0.02
+    """Standard deviation of the position embedding at the start."""
+    dropout: float = 0.0
+    """Chance that a value is dropped after a dense layer."""
+    stochastic_depth: float = 0.0
+    """Chance that the last block is skipped; it grows linearly from 0 at the first."""
+
+    def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> ViTConfig:
+        """The network's config for data of this shape. Raises `ConfigError`."""
+        fields = {name: value for name, value in vars(self).items() if value is not None and name != "variant"}
+        return variant_config(self.variant, image_size=image_size, channels=channels, num_classes=num_classes, **fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """What the network sees of an image: the fields of `Preprocess`."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels; multiples of the patch's."""
+    channels: int = 3
+    """3 for RGB, 1 for grey."""
+    resize: Resize = "squash"
+    """Scale both sides to the size, or scale until it is covered and crop the centre."""
+    crop_share: float = 1.0
+    """With --resize crop: the share of the scaled image that is kept."""
+    interpolation: Interpolation = "bilinear"
+    """How pixels are made when scaling."""
+    mean: tuple[float, ...] = (0.5,)
+    """Subtracted from pixels in [0, 1]: one number, or one each channel."""
+    std: tuple[float, ...] = (0.5,)
+    """Divides them after that."""
+
+    def resolve(self) -> Preprocess:
+        """The same as a `Preprocess`, which checks it. Raises `ConfigError`."""
+        return Preprocess(**vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How weights move."""
+
+    optimizer: OptimizerName = "adamw"
+    """AdamW, or SGD with momentum."""
+    learning_rate: float = 1e-3
+    """The peak, after warm-up."""
+    schedule: ScheduleName = "cosine"
+    """From the peak: down to 0 along a cosine or a line, or constant."""
+    warmup: float = 0.1
+    """Share of the run in which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.05
+    """Times the learning rate, off every weight matrix; none off norms, biases, tokens and positions."""
+    beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
+    beta2: float = 0.999
+    """AdamW's decay of the mean squared gradient."""
+    momentum: float = 0.9
+    """SGD's."""
+    clip: float = 1.0
+    """Largest norm of the gradient, over all weights; 0 for no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run. Raises `ConfigError`, naming every field that does not fit, when it is made."""
+
+    data: str = "bundled"
+    """What to learn from: a folder of class folders (with or without train/, val/, test/), a folder of IDX files,
+    fashion-mnist, or bundled."""
+    validation_share: float = 0.1
+    """Share of the training images that is held out where the data has no validation split; 0 for none."""
+    max_skipped: float = 0.01
+    """Share of the images that may be undecodable before the run fails."""
+    epochs: float = 10.0
+    """Passes over the training images, unless --steps is given."""
+    steps: int | None = None
+    """Optimiser steps."""
+    batch_size: int = 128
+    """Images a step."""
+    accumulation: int = 1
+    """Parts that a batch is cut into, to save memory; the result is the same."""
+    loss: Scores = "softmax"
+    """Classes exclude each other (softmax), or each is a question of its own (sigmoid)."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    images: ImageConfig = field(default_factory=ImageConfig)
+    augment: Augment = field(default_factory=Augment)
+    optimization: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: Precision = "auto"
+    """auto: bf16 with float32 master weights where the processor has bf16 matrix units, else float32."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:1."""
+    threads: int | None = None
+    """Threads that read and decode images; by default one a core."""
+    seed: int = 0
+    """Decides initial weights, order, augmentation and dropout."""
+    evaluations: int = 10
+    """How often to measure on the validation split during the run."""
+    checkpoints: int = 10
+    """How often to save the training state during the run."""
+    keep: Keep = "best"
+    """Which weights become the model: the best on the validation split, or the last."""
+    name: str = ""
+    """The run's folder is runs/NAME, or runs/NAME-2 where that exists; by default the name of the data."""
+    run: str | None = None
+    """The run's folder, where it must be this one; it is an error when it exists."""
+    overwrite: bool = False
+    """Replace the folder that --run names when it exists."""
+
+    def __post_init__(self) -> None:
+        if problems := self._problems():
+            raise ConfigError("\n".join(problems))
+
+    def total_steps(self, images: int) -> int:
+        """Optimiser steps of the run over this many training images."""
+        return self.steps if self.steps is not None else max(1, math.ceil(self.epochs * images / self.batch_size))
+
+    def override(self, **values: Any) -> TrainConfig:
+        """A copy with some fields replaced, those of the parts by their bare names: `override(width=96, seed=1)`.
+
+        Raises `ConfigError` for a name that no part has, with the nearest ones.
+        """
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            if name not in FLAT:
+                raise ConfigError(f"unknown field {name!r}; {nearest(name, FLAT)}")
+            changed.setdefault(FLAT[name], {})[name] = value
+        own = changed.pop("", {})
+        parts = {part: dataclasses.replace(getattr(self, part), **fields) for part, fields in changed.items()}
+        return dataclasses.replace(self, **own, **parts)
+
+    def _problems(self) -> list[str]:
+        optimization = self.optimization
+        found = []
+        for name, value, low in (
+            ("batch_size", self.batch_size, 1), ("accumulation", self.accumulation, 1), ("steps", self.steps, 1),
+            ("evaluations", self.evaluations, 0), ("checkpoints", self.checkpoints, 1), ("threads", self.threads, 0),
+            ("seed", self.seed, 0), ("clip", optimization.clip, 0), ("weight_decay", optimization.weight_decay, 0),
+        ):  # fmt: skip
+            if value is not None and not value >= low:
+                found.append(f"{name}={value} is less than {low}")
+        for name, value in (("epochs", self.epochs), ("learning_rate", optimization.learning_rate)):
+            if not 0 < value < math.inf:
+                found.append(f"{name}={value} is not above 0")
+        for name, value in (
+            ("validation_share", self.validation_share), ("warmup", optimization.warmup), ("beta1", optimization.beta1),
+            ("beta2", optimization.beta2), ("momentum", optimization.momentum),
+            ("label_smoothing", self.label_smoothing),
+        ):  # fmt: skip
+            if not 0 <= value < 1:
+                found.append(f"{name}={value} is not in [0, 1)")
+        if self.seed >= 2**32:
+            found.append(f"seed={self.seed} is not below 2**32")
+        if not 0 <= self.max_skipped <= 1:
+            found.append(f"max_skipped={self.max_skipped} is not in [0, 1]")
+        if self.accumulation > self.batch_size:
+            found.append(f"accumulation={self.accumulation} is more than batch_size={self.batch_size}")
+        for name, choice, choices in (
+            ("optimizer", optimization.optimizer, OptimizerName), ("schedule", optimization.schedule, ScheduleName),
+            ("precision", self.precision, Precision), ("keep", self.keep, Keep), ("loss", self.loss, Scores),
+        ):  # fmt: skip
+            if choice not in get_args(choices):
+                found.append(f"{name}={choice!r} is not one of {', '.join(map(repr, get_args(choices)))}")
+        return found
+
+
+PARTS = {"model": ModelConfig, "images": ImageConfig, "augment": Augment, "optimization": OptimizerConfig}
+FLAT = {item.name: "" for item in dataclasses.fields(TrainConfig) if item.name not in PARTS} | {
+    item.name: part for part, cls in PARTS.items() for item in dataclasses.fields(cls)
+}
+"""Every field by its bare name, with the part of the config that has it ("": the config itself)."""

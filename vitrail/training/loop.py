@@ -1,0 +1,81 @@
+"""The one loop. What differs between kinds of training is the objective, never the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.augment import Augment
+from vitrail.data.pipeline import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.training.config import Precision
+from vitrail.training.precision import autocast
+from vitrail.training.schedule import Schedule
+from vitrail.training.state import TrainState
+from vitrail.training.watch import Watch
+
+__all__ = ["Plan", "fit", "train_step"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays the same from step to step."""
+
+    steps: int
+    schedule: Schedule
+    accumulation: int
+    clip: float
+    seed: int
+    augment: Augment
+    preprocess: Preprocess
+    precision: Precision
+    device: torch.device
+
+
+def fit(state: TrainState, plan: Plan, watch: Watch) -> None:
+    """Trains until the plan's last step. Nothing in here waits for a number that the device has yet to compute.
+
+    Raises what `watch` does: `Stopped` on request, `NonFiniteLoss`, `DataError` for too many broken images,
+    `SaveError`.
+    """
+    state.objective.train()
+    while state.step < plan.steps:
+        with watch.waiting():
+            batch = next(state.batches)
+        figures = train_step(state, plan, batch.to(plan.device))
+        state.step += 1
+        watch.after_step(batch, figures)
+
+
+def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]:
+    """One optimiser step; returns the batch's loss, metrics and gradient norm, still on the device.
+
+    With accumulation the batch is worked off in parts, each weighted by its share of the valid samples, so that the sum
+    of their gradients is the gradient of the whole.
+    """
+    learning_rate = plan.schedule(state.step)
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate
+    valid = batch.valid.sum().clamp(min=1)
+    figures: dict[str, Tensor] = {}
+    for part in batch.chunks(plan.accumulation):
+        share = part.valid.sum() / valid
+        images = plan.augment(part.images, seed=plan.seed, epochs=part.epochs, samples=part.samples)
+        with autocast(plan.precision, plan.device):
+            output = state.objective(replace(part, images=plan.preprocess.normalise(images)))
+        (output.loss * share).backward()
+        for name, value in {"loss": output.loss, **output.metrics}.items():
+            figures[name] = figures.get(name, 0) + value.detach() * share
+    figures["gradient_norm"] = _clip(state.objective, plan.clip)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    return figures
+
+
+def _clip(module: nn.Module, largest: float) -> Tensor:
+    """Scales the gradients down to a norm of `largest` at most (0 leaves them); returns the norm they had."""
+    if largest:
+        return nn.utils.clip_grad_norm_(module.parameters(), largest)
+    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])

@@ -1,0 +1,303 @@
+"""A run from its config to its model: opens the data, makes the parts, calls the loop, measures what came out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.data.pipeline import Skipped, TrainingBatches
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import fingerprint
+from vitrail.data.sources import Splits, open_data
+from vitrail.errors import ConfigError, NonFiniteLoss, RunError
+from vitrail.evaluation.accuracy import Accuracy
+from vitrail.files import saving, write_json
+from vitrail.machine import describe, pick_device
+from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.objectives.classification import Classification
+from vitrail.plain import from_plain, to_plain
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.config import TrainConfig
+from vitrail.training.display import Display, QuietDisplay
+from vitrail.training.examples import Example, write_examples
+from vitrail.training.journal import Journal
+from vitrail.training.loop import Plan, fit
+from vitrail.training.optimizer import make_optimizer
+from vitrail.training.precision import resolve_precision
+from vitrail.training.schedule import Schedule
+from vitrail.training.state import TrainState
+from vitrail.training.stop import StopRequest
+from vitrail.training.watch import Intervals, Watch
+from vitrail.weights.bundle import Bundle, load
+
+__all__ = ["RunResult", "resume", "train"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run."""
+
+    folder: Path
+    bundle: Bundle
+    """The model that `folder / "model"` holds."""
+    metrics: dict[str, float]
+    """What was measured of it: `validation_accuracy`, and `test_accuracy` where the data has a test split."""
+    summary: dict[str, float]
+    """Seconds, images per second, share of the time spent waiting for data, bytes of memory at the peak."""
+    examples: tuple[Example, ...]
+    """A few held-out images, as files, and what the model says of them."""
+
+
+def train(config: TrainConfig, *, display: Display | None = None, started: float | None = None) -> RunResult:
+    """Trains as `config` says, into a folder of its own. `started` is when the user began to wait (perf_counter).
+
+    Raises `UserError` for settings and data that cannot work, `Stopped` on request, `NonFiniteLoss`, `SaveError`.
+    """
+    started = time.perf_counter() if started is None else started
+    parts = _Parts(config)
+    folder = _new_folder(config)
+    write_json(folder / "run.json", parts.record())
+    return parts.run(folder, display or QuietDisplay(), started, resuming=False)
+
+
+def resume(folder: Path, *, display: Display | None = None, started: float | None = None) -> RunResult:
+    """Goes on with a run that was stopped or killed, from its newest whole checkpoint. Raises as `train` does.
+
+    In float32 on the CPU the result is the same, bit by bit, as if the run had never stopped.
+    """
+    started = time.perf_counter() if started is None else started
+    record = _read_record(folder)
+    parts = _Parts(from_plain(TrainConfig, record["config"]))
+    if record["data"]["fingerprint"] != parts.fingerprint:
+        raise RunError(
+            f"the data of run {folder} has changed since it began ({record['data']['train']:,} training images then, "
+            f"{len(parts.splits.train):,} now, or other names); a resumed run needs the same data"
+        )
+    return parts.run(folder, display or QuietDisplay(), started, resuming=True)
+
+
+class _Parts:
+    """What a config stands for on this machine, made before anything is written."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.device = pick_device(config.device)
+        self.preprocess: Preprocess = config.images.resolve()
+        # The shape of the network is checked before the data is looked at; the number of classes cannot be wrong.
+        self.network_config(num_classes=2)
+        self.splits: Splits = open_data(config.data, validation_share=config.validation_share)
+        if config.keep == "best" and (self.splits.validation is None or not config.evaluations):
+            raise ConfigError(
+                f"keep='best' needs a validation split and evaluations to choose by; validation_share="
+                f"{config.validation_share} and evaluations={config.evaluations} leave none. Choose keep='last'"
+            )
+        self.fingerprint = fingerprint(self.splits.train)
+        self.steps = config.total_steps(len(self.splits.train))
+        self.precision = resolve_precision(config.precision, self.device)
+
+    def network_config(self, num_classes: int) -> ViTConfig:
+        return self.config.model.resolve(
+            num_classes=num_classes, image_size=self.preprocess.image_size, channels=self.preprocess.channels
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What `run.json` says: enough to do the run again, and to know what it was done on."""
+        splits = {"train": self.splits.train, "validation": self.splits.validation, "test": self.splits.test}
+        return {
+            "config": to_plain(self.config),
+            "steps": self.steps,
+            "precision": self.precision,
+            "data": {
+                **{name: 0 if source is None else len(source) for name, source in splits.items()},
+                "fingerprint": self.fingerprint,
+                "classes": list(self.splits.classes),
+                "notes": list(self.splits.notes),
+            },
+            "machine": describe(self.device),
+        }
+
+    def run(self, folder: Path, display: Display, started: float, *, resuming: bool) -> RunResult:
+        torch.manual_seed(self.config.seed)
+        network = VisionTransformer(self.network_config(len(self.splits.classes))).to(self.device)
+        state = self._state(network)
+        journal = Journal(folder / "journal.jsonl")
+        checkpoints = Checkpoints(folder / "checkpoints")
+        for note in checkpoints.restore(state) if resuming else ():
+            display.note(note)
+        if resuming and state.step >= self.steps and (folder / "model").exists():
+            raise RunError(f"run {folder} is complete: it has done all of its {self.steps:,} steps")
+        self._announce(folder, network, display)
+        journal.write("resumed" if resuming else "started", step=state.step, steps=self.steps)
+        bundle = self._bundle(network)
+        with StopRequest() as stop:
+            watch = self._watch(state, folder, journal, checkpoints, display, stop, bundle, started)
+            display.begin(state.step, self.steps)
+            try:
+                fit(state, self._plan(), watch)
+            except NonFiniteLoss as error:
+                journal.write("failed", step=state.step, reason=str(error))
+                raise NonFiniteLoss(_advice(error, checkpoints, folder)) from None
+            finally:
+                display.end()
+        return self._finish(folder, bundle, state, journal, watch.summary(self.device))
+
+    def _state(self, network: VisionTransformer) -> TrainState:
+        config = self.config
+        objective = Classification(network, loss=config.loss, label_smoothing=config.label_smoothing)
+        batches = TrainingBatches(
+            self.splits.train, self.preprocess, batch_size=config.batch_size, seed=config.seed, threads=config.threads
+        )
+        return TrainState(objective, make_optimizer(objective, config.optimization), batches)
+
+    def _plan(self) -> Plan:
+        optimization = self.config.optimization
+        warmup_steps = round(optimization.warmup * self.steps)
+        return Plan(
+            steps=self.steps,
+            schedule=Schedule(optimization.schedule, optimization.learning_rate, self.steps, warmup_steps),
+            accumulation=self.config.accumulation,
+            clip=optimization.clip,
+            seed=self.config.seed,
+            augment=self.config.augment,
+            preprocess=self.preprocess,
+            precision=self.precision,
+            device=self.device,
+        )
+
+    def _watch(
+        self,
+        state: TrainState,
+        folder: Path,
+        journal: Journal,
+        checkpoints: Checkpoints,
+        display: Display,
+        stop: StopRequest,
+        bundle: Bundle,
+        started: float,
+    ) -> Watch:
+        validation, config = self.splits.validation, self.config
+        evaluator = Accuracy(self.preprocess, threads=config.threads)
+
+        def every(count: int) -> int:
+            return math.ceil(self.steps / count)
+
+        def keep_best() -> None:
+            bundle.metrics = {"validation_accuracy": state.best.accuracy, "step": state.best.step}
+            bundle.save(folder / "model")
+
+        return Watch(
+            state,
+            steps=self.steps,
+            intervals=Intervals(
+                journal=min(50, every(100)),
+                evaluate=every(config.evaluations) if validation is not None and config.evaluations else None,
+                checkpoint=every(config.checkpoints),
+            ),
+            journal=journal,
+            checkpoints=checkpoints,
+            display=display,
+            stop=stop,
+            evaluate=None if validation is None else lambda: evaluator(bundle.network, validation),
+            keep_best=keep_best if config.keep == "best" else None,
+            most_skipped=math.floor(config.max_skipped * len(self.splits.train)),
+            started=started,
+        )
+
+    def _bundle(self, network: VisionTransformer) -> Bundle:
+        config = self.config
+        provenance = {
+            "data": config.data,
+            "data_fingerprint": self.fingerprint,
+            "validation_share": config.validation_share if self.splits.validation is not None else 0.0,
+            "recipe": config.name,
+            "seed": config.seed,
+            "steps": self.steps,
+            "kept": config.keep,
+        }
+        return Bundle(network, self.splits.classes, self.preprocess, scores=config.loss, provenance=provenance)
+
+    def _announce(self, folder: Path, network: VisionTransformer, display: Display) -> None:
+        for note in self.splits.notes:
+            display.note(note)
+        count = sum(parameter.numel() for parameter in network.parameters())
+        display.note(
+            f"{self.config.model.variant} with {count:,} parameters on {len(self.splits.train):,} images of "
+            f"{len(self.splits.classes)} classes: {self.steps:,} steps of {self.config.batch_size} in {self.precision} "
+            f"on {self.device}, into {folder}"
+        )
+
+    def _finish(
+        self, folder: Path, bundle: Bundle, state: TrainState, journal: Journal, summary: dict[str, float]
+    ) -> RunResult:
+        """Measures the weights that are kept, on splits that had no say in them, and writes the model."""
+        if self.config.keep == "best" and state.best.step >= 0:
+            best = load(folder / "model", device=str(self.device))
+            bundle.network.load_state_dict(best.network.state_dict())
+            bundle.metrics = best.metrics
+        else:
+            bundle.metrics = {"step": state.step}
+
+        def skip(item: Skipped) -> None:
+            journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
+
+        evaluator = Accuracy(self.preprocess, threads=self.config.threads, on_skip=skip)
+        for split, source in (("validation", self.splits.validation), ("test", self.splits.test)):
+            if source is not None:
+                result = evaluator(bundle.network, source)
+                journal.write("evaluation", step=bundle.metrics["step"], split=split, kept=True, **result)
+                bundle.metrics[f"{split}_accuracy"] = result["accuracy"]
+        bundle.save(folder / "model")
+        held_out = self.splits.held_out
+        examples = write_examples(bundle, held_out[1] if held_out else self.splits.train, folder / "examples")
+        journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
+        return RunResult(folder, bundle, bundle.metrics, summary, examples)
+
+
+def _new_folder(config: TrainConfig) -> Path:
+    """Makes the run's folder. Raises `RunError` rather than mix two runs."""
+    if config.run is not None:
+        folder = Path(config.run)
+        if folder.exists():
+            if not config.overwrite:
+                raise RunError(
+                    f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
+                    "or replace it with --overwrite"
+                )
+            if not (folder / "run.json").is_file():
+                raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
+            shutil.rmtree(folder)
+    else:
+        name = re.sub(r"[^\w.-]+", "-", config.name or Path(config.data).resolve().name).strip("-.") or "run"
+        numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
+        folder = next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())
+    with saving("the run", folder):
+        folder.mkdir(parents=True)
+    return folder
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    if not path.is_file():
+        raise RunError(f"{str(folder)!r} is not a run's folder: it has no run.json")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {"config": record["config"], "data": record["data"]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+
+
+def _advice(error: NonFiniteLoss, checkpoints: Checkpoints, folder: Path) -> str:
+    kept = (
+        f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
+        if (steps := checkpoints.steps())
+        else ("it came before the first checkpoint")
+    )
+    return f"{error}: the run diverged; {kept}. Try a lower --learning-rate, a longer --warmup, or --precision float32"

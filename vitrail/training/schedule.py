@@ -1,0 +1,29 @@
+"""The learning rate at each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vitrail.training.config import ScheduleName
+
+__all__ = ["Schedule"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rises linearly to `peak` over the warm-up, then falls to 0 by a cosine or a line, or stays."""
+
+    kind: ScheduleName
+    peak: float
+    steps: int
+    warmup_steps: int
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of step `step`, counted from 0. Warm-up ends on the peak, and the last step is not 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return self.peak
+        progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
+        return self.peak * ((1 - progress) if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress)))

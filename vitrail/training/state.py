@@ -1,0 +1,78 @@
+"""Everything that a run's next step depends on: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from vitrail.data.pipeline import TrainingBatches
+
+__all__ = ["Best", "TrainState"]
+
+
+@dataclass
+class Best:
+    """The best validation accuracy so far, and the step it was measured after."""
+
+    accuracy: float = -1.0
+    step: int = -1
+
+
+@dataclass
+class TrainState:
+    """The moving parts of a run. Two runs whose states are equal go on equally."""
+
+    objective: nn.Module
+    """The network and its loss."""
+    optimizer: Optimizer
+    batches: TrainingBatches
+    step: int = 0
+    """Optimiser steps taken."""
+    best: Best = field(default_factory=Best)
+    skipped: set[str] = field(default_factory=set)
+    """Keys of the training samples that could not be decoded."""
+
+    def tensors(self) -> dict[str, Any]:
+        """Weights, optimiser state and random-number generators, as torch.distributed.checkpoint takes them."""
+        weights, optimizer = get_state_dict(self.objective, self.optimizer)
+        return {"weights": weights, "optimizer": optimizer, "random": _random_state()}
+
+    def restore_tensors(self, tensors: dict[str, Any]) -> None:
+        """Takes over what `tensors` gave."""
+        set_state_dict(
+            self.objective,
+            self.optimizer,
+            model_state_dict=tensors["weights"],
+            optim_state_dict=tensors["optimizer"],
+        )
+        torch.set_rng_state(tensors["random"]["cpu"])
+        if "cuda" in tensors["random"]:
+            torch.cuda.set_rng_state(tensors["random"]["cuda"])
+
+    def values(self) -> dict[str, Any]:
+        """The rest, as plain JSON values."""
+        return {
+            "step": self.step,
+            "batches": self.batches.state(),
+            "best": vars(self.best),
+            "skipped": sorted(self.skipped),
+        }
+
+    def restore_values(self, values: dict[str, Any]) -> None:
+        """Takes over what `values` gave."""
+        self.step = values["step"]
+        self.batches.restore(values["batches"])
+        self.best = Best(**values["best"])
+        self.skipped = set(values["skipped"])
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state

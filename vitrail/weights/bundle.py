@@ -1,0 +1,256 @@
+"""A model on disk that says everything about itself: `model.safetensors` and `model.json` in one folder.
+
+`model.json` holds the architecture, the class names, the preprocessing, where the model comes from and what was
+measured of it, and the size and SHA-256 of the weights. Loading runs no code from either file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage
+from vitrail.files import replacing_folder, sha256, write_json
+from vitrail.machine import pick_device
+from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.plain import from_plain, to_plain
+
+__all__ = ["Bundle", "ImageLike", "Prediction", "Scores", "load", "read_image"]
+
+ImageLike = str | Path | bytes | np.ndarray | Image.Image
+"""A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
+
+Scores = Literal["softmax", "sigmoid"]
+"""How logits become probabilities: classes that exclude each other, or a question for each class by itself."""
+
+FORMAT = 1
+WEIGHTS = "model.safetensors"
+DESCRIPTION = "model.json"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one image."""
+
+    label: str
+    """The likeliest class."""
+    probability: float
+    """Its probability, in [0, 1]."""
+    ranking: tuple[tuple[str, float], ...]
+    """All classes with their probabilities, likeliest first."""
+
+
+@dataclass
+class Bundle:
+    """A network with what is needed to use it: `load` makes one, `save` writes it."""
+
+    network: VisionTransformer
+    classes: tuple[str, ...]
+    """Names of the network's outputs, in their order."""
+    preprocess: Preprocess
+    scores: Scores = "softmax"
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What was measured of these weights, by name: `test_accuracy`."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Where the weights come from: data, recipe, seed, versions. Plain JSON values."""
+
+    def __post_init__(self) -> None:
+        config = self.network.config
+        if len(self.classes) != config.num_classes:
+            raise BundleError(f"{len(self.classes)} class names for a network with {config.num_classes} outputs")
+        expected = (config.channels, *config.image_size)
+        given = (self.preprocess.channels, *self.preprocess.image_size)
+        if given != expected:
+            raise BundleError(f"preprocessing makes images of {given} for a network that takes {expected}")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    @overload
+    def predict(
+        self, images: Sequence[ImageLike], *, batch_size: int = 64, undecodable: Literal["raise"] = "raise"
+    ) -> list[Prediction]: ...
+    @overload
+    def predict(
+        self, images: Sequence[ImageLike], *, batch_size: int = 64, undecodable: Literal["return"]
+    ) -> list[Prediction | UndecodableImage]: ...
+    def predict(
+        self, images: Sequence[ImageLike], *, batch_size: int = 64, undecodable: Literal["raise", "return"] = "raise"
+    ) -> list[Prediction] | list[Prediction | UndecodableImage]:
+        """Labels and probabilities, one for each image and in their order, in float32.
+
+        An image that cannot be decoded raises `UndecodableImage`; with `undecodable="return"` the exception takes the
+        place of the prediction, and the others are predicted. A path that does not exist raises `DataError`.
+        """
+        results: list[Prediction | UndecodableImage] = []
+        for start in range(0, len(images), batch_size):
+            loaded = [self._pixels(image) for image in images[start : start + batch_size]]
+            broken = [item for item in loaded if isinstance(item, UndecodableImage)]
+            if broken and undecodable == "raise":
+                raise broken[0]
+            pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
+            predictions = iter(self._rank(self.probabilities(pixels)) if pixels else ())
+            results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
+        return results
+
+    def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b width"]:
+        """What the network's head would see of each image, in float32 on the CPU. Raises as `predict` does."""
+        parts = [torch.empty(0, self.network.config.width)]
+        for start in range(0, len(images), batch_size):
+            pixels = []
+            for image in images[start : start + batch_size]:
+                item = self._pixels(image)
+                if isinstance(item, UndecodableImage):
+                    raise item
+                pixels.append(item)
+            with torch.inference_mode():
+                parts.append(self.network.eval().embed(self._normalised(pixels)).float().cpu())
+        return torch.cat(parts)
+
+    def probabilities(self, pixels: Sequence[UInt8[np.ndarray, "c h w"]]) -> Float[Tensor, "b classes"]:
+        """Of images as `preprocess.pixels` makes them."""
+        with torch.inference_mode():
+            logits = self.network.eval()(self._normalised(pixels)).float()
+        return (torch.softmax(logits, dim=1) if self.scores == "softmax" else torch.sigmoid(logits)).cpu()
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the folder that `load` reads, whole or not at all, replacing one that is there. Raises `SaveError`."""
+        path = Path(path)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.network.state_dict().items()}
+        with replacing_folder("the model", path) as partial:
+            save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+            description = {
+                "format": FORMAT,
+                "architecture": "ViT",
+                "config": to_plain(self.network.config),
+                "classes": list(self.classes),
+                "preprocess": to_plain(self.preprocess),
+                "scores": self.scores,
+                "metrics": self.metrics,
+                "provenance": self.provenance,
+                "weights": {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)},
+            }
+            write_json(partial / DESCRIPTION, description)
+        return path
+
+    def _normalised(self, pixels: Sequence[np.ndarray]) -> Tensor:
+        return self.preprocess.normalise(torch.from_numpy(np.stack(pixels)).to(self.device))
+
+    def _pixels(self, image: ImageLike) -> UInt8[np.ndarray, "c h w"] | UndecodableImage:
+        try:
+            return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
+        except UndecodableImage as error:
+            return UndecodableImage(f"{image} {error}") if isinstance(image, str | Path) else error
+
+    def _rank(self, probabilities: Float[Tensor, "b classes"]) -> list[Prediction]:
+        values, order = probabilities.sort(dim=1, descending=True, stable=True)
+        rankings = [
+            tuple((self.classes[index], value) for index, value in zip(row_order, row, strict=True))
+            for row_order, row in zip(order.tolist(), values.tolist(), strict=True)
+        ]
+        return [Prediction(*ranking[0], ranking) for ranking in rankings]
+
+
+def read_image(path: str | Path) -> bytes:
+    """The bytes of an image file. Raises `DataError` when there is no such file."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read image {str(path)!r}: {error.strerror}") from error
+
+
+def load(path: str | Path, *, device: str = "auto") -> Bundle:
+    """The model in a folder that `Bundle.save` wrote, or in a run's folder.
+
+    Raises `BundleError` for a folder that is not one, a file that is missing or was altered, and weights that do not
+    fit the architecture.
+    """
+    folder = Path(path)
+    if not (folder / DESCRIPTION).exists() and (folder / "model" / DESCRIPTION).exists():
+        folder = folder / "model"
+    description = _description(folder)
+    try:
+        config = from_plain(ViTConfig, description["config"])
+        preprocess = from_plain(Preprocess, description["preprocess"])
+    except ConfigError as error:
+        raise BundleError(f"{folder / DESCRIPTION}: {error}") from error
+    with torch.device("meta"):  # weights are not drawn only to be replaced
+        network = VisionTransformer(config)
+    _fill(network, _weights(folder, description["weights"]), folder)
+    return Bundle(
+        network=network.to(pick_device(device)).eval(),
+        classes=tuple(description["classes"]),
+        preprocess=preprocess,
+        scores=description["scores"],
+        metrics=description["metrics"],
+        provenance=description["provenance"],
+    )
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    """The checked content of `model.json`."""
+    path = folder / DESCRIPTION
+    if not folder.is_dir():
+        raise BundleError(f"model {str(folder)!r} does not exist: there is no such folder")
+    if not path.is_file():
+        raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BundleError(f"{path} is damaged: {error}") from error
+    expected: dict[str, type] = {
+        "format": int, "architecture": str, "config": dict, "classes": list, "preprocess": dict, "scores": str,
+        "metrics": dict, "provenance": dict, "weights": dict,
+    }  # fmt: skip
+    if not isinstance(description, dict) or set(description) != set(expected):
+        found = sorted(description) if isinstance(description, dict) else type(description).__name__
+        raise BundleError(f"{path} must have the fields {', '.join(sorted(expected))}; it has {found}")
+    for name, kind in expected.items():
+        if not isinstance(description[name], kind):
+            raise BundleError(f"{path}: {name} must be a {kind.__name__}, not {description[name]!r}")
+    for name, choices in (("format", [FORMAT]), ("architecture", ["ViT"]), ("scores", ["softmax", "sigmoid"])):
+        if description[name] not in choices:
+            raise BundleError(f"{path}: {name}={description[name]!r} is not one of {', '.join(map(repr, choices))}")
+    if not all(isinstance(name, str) for name in description["classes"]):
+        raise BundleError(f"{path}: classes must be names")
+    return description
+
+
+def _weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of `model.safetensors`, after its size and hash were compared with those recorded."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise BundleError(f"{folder} is incomplete: {WEIGHTS} is missing")
+    if path.stat().st_size != recorded.get("bytes") or sha256(path) != recorded.get("sha256"):
+        raise BundleError(
+            f"{path} was altered: its size or SHA-256 is not the one that {DESCRIPTION} records; copy the model again"
+        )
+    return load_file(path)
+
+
+def _fill(network: VisionTransformer, weights: dict[str, Tensor], folder: Path) -> None:
+    """Puts the weights into a network without storage. Names every tensor that does not fit before touching it."""
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    problems = [f"missing: {name} {expected[name]}" for name in expected if name not in found]
+    problems += [f"unexpected: {name} {found[name]}" for name in found if name not in expected]
+    problems += [
+        f"misshaped: {name} is {found[name]}, the network has {expected[name]}"
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    if problems:
+        raise BundleError(f"the weights in {folder} do not fit its architecture:\n  " + "\n  ".join(problems))
+    network.load_state_dict(weights, assign=True)
