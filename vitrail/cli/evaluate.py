@@ -62,7 +62,12 @@ def main(words: Sequence[str], started: float) -> int:
         return 0
     table = Table("split", "accuracy", "cross entropy", "images", "skipped", box=SIMPLE_HEAD, pad_edge=False)
     for name, row in rows.items():
-        figures = f"{row['accuracy']:.2%}", f"{row['cross_entropy']:.4f}", f"{row['images']:,}", f"{row['skipped']:,}"
+        figures = (
+            f"{row['accuracy']:.2%}",
+            f"{row['cross_entropy']:.4f}",
+            f"{row['images']:,.0f}",
+            f"{row['skipped']:,.0f}",
+        )
         table.add_row(name, *figures)
     console.print(table)
     return 0

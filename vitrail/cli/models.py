@@ -42,7 +42,7 @@ def main(words: Sequence[str], started: float) -> int:
     if options.json:
         print(json.dumps(rows))
         return 0
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("name", "width", "depth", "heads", "MLP", "image", "tokens", "parameters", "GMAC"):
         table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
     for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -60,7 +61,7 @@ def _config(words: Sequence[str]) -> TrainConfig:
 
 def _default_recipe(words: Sequence[str]) -> str:
     """The recipe for data that was named without one."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == "--data" or word.startswith("--data="):
             data = word.partition("=")[2] or following
             return {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -11,6 +11,7 @@ from vitrail.data.source import Source
 __all__ = ["Evaluator"]
 
 
+@runtime_checkable
 class Evaluator(Protocol):
     """Measures a network on all samples of a source, without changing it."""
 

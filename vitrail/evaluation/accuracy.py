@@ -52,6 +52,6 @@ class Accuracy:
         return {
             "accuracy": correct_count / max(count, 1),
             "cross_entropy": loss_sum / max(count, 1),
-            "images": int(count),
-            "skipped": skipped,
+            "images": count,
+            "skipped": float(skipped),
         }

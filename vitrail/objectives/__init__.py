@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -21,6 +21,7 @@ class LossOutput:
     metrics: dict[str, Float[Tensor, ""]]
 
 
+@runtime_checkable
 class Objective(Protocol):
     """An `nn.Module` around a network."""
 

@@ -17,7 +17,7 @@ def demo() -> TrainConfig:
         name="demo",
         data="bundled",
         validation_share=0.05,
-        epochs=36,
+        epochs=36.0,
         batch_size=32,
         label_smoothing=0.1,
         keep="last",

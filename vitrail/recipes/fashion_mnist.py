@@ -15,4 +15,4 @@ def fashion_mnist() -> TrainConfig:
 
     Command: `vitrail train fashion-mnist`.
     """
-    return dataclasses.replace(demo(), name="fashion-mnist", data="fashion-mnist", epochs=24, batch_size=64)
+    return dataclasses.replace(demo(), name="fashion-mnist", data="fashion-mnist", epochs=24.0, batch_size=64)

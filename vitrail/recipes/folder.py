@@ -15,7 +15,7 @@ def folder() -> TrainConfig:
     with such folders. A network from scratch needs hundreds of images a class to be of use.
     """
     return TrainConfig(
-        epochs=40,
+        epochs=40.0,
         batch_size=64,
         label_smoothing=0.1,
         model=ModelConfig(variant="ViT-Nano/8", pool="gap", position_std=0.3, activation="gelu-tanh"),

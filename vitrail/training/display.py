@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 __all__ = ["ConsoleDisplay", "Display", "QuietDisplay"]
 
 
+@runtime_checkable
 class Display(Protocol):
     """What the loop tells whoever is looking."""
 
@@ -80,7 +81,9 @@ class ConsoleDisplay:
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         star = "  (best so far)" if best else ""
-        self._line(f"step {step:,}: validation accuracy {result['accuracy']:.2%} of {result['images']:,} images{star}")
+        self._line(
+            f"step {step:,}: validation accuracy {result['accuracy']:.2%} of {result['images']:,.0f} images{star}"
+        )
 
     def end(self) -> None:
         if self._progress is not None:

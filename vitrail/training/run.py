@@ -190,7 +190,8 @@ class _Parts:
             return math.ceil(self.steps / count)
 
         def keep_best() -> None:
-            bundle.metrics = {"validation_accuracy": state.best.accuracy, "step": state.best.step}
+            bundle.metrics = {"validation_accuracy": state.best.accuracy}
+            bundle.provenance["step"] = state.best.step
             bundle.save(folder / "model")
 
         return Watch(
@@ -241,9 +242,9 @@ class _Parts:
         if self.config.keep == "best" and state.best.step >= 0:
             best = load(folder / "model", device=str(self.device))
             bundle.network.load_state_dict(best.network.state_dict())
-            bundle.metrics = best.metrics
+            bundle.provenance["step"] = state.best.step
         else:
-            bundle.metrics = {"step": state.step}
+            bundle.provenance["step"] = state.step
 
         def skip(item: Skipped) -> None:
             journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
@@ -252,7 +253,7 @@ class _Parts:
         for split, source in (("validation", self.splits.validation), ("test", self.splits.test)):
             if source is not None:
                 result = evaluator(bundle.network, source)
-                journal.write("evaluation", step=bundle.metrics["step"], split=split, kept=True, **result)
+                journal.write("evaluation", step=bundle.provenance["step"], split=split, kept=True, **result)
                 bundle.metrics[f"{split}_accuracy"] = result["accuracy"]
         bundle.save(folder / "model")
         held_out = self.splits.held_out

@@ -133,7 +133,7 @@ class Watch:
             "training_seconds": clock.training,
             "images_per_second": clock.images / clock.training if clock.training else 0.0,
             "waiting_share": clock.waiting / clock.training if clock.training else 0.0,
-            "peak_memory_bytes": peak_memory(device),
+            "peak_memory_bytes": float(peak_memory(device)),
         }
 
     def _due(self, interval: int | None) -> bool:

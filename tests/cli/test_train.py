@@ -1,0 +1,121 @@
+"""`vitrail train`: what it prints, and every mistake that it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vitrail.cli import main
+from vitrail.training.run import RunResult
+
+TINY = [
+    "--steps", "3", "--width", "16", "--depth", "1", "--heads", "2", "--mlp-width", "16", "--device", "cpu",
+    "--evaluations", "1", "--checkpoints", "1", "--threads", "1",
+]  # fmt: skip
+
+
+def run(*words: str) -> int | str | None:
+    """The exit code of `vitrail train WORDS`, however it leaves."""
+    try:
+        return main(["train", *words])
+    except SystemExit as leaving:
+        return leaving.code
+
+
+def test_a_folder_of_colours_is_learned_shown_and_used(
+    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    more = ["--steps", "30", "--image-size", "16", "24", "--learning-rate", "0.003", "--batch-size", "12"]
+    assert run("--data", str(colour_folder), *TINY, *more) == 0
+    shown = capsys.readouterr().out
+    assert "has no validation split" in shown and "validation accuracy" in shown
+    assert "waiting for data" in shown and "first step after" in shown and "peak memory" in shown
+    assert "vitrail predict runs/colours/model runs/colours/examples" in shown
+    description = json.loads((tmp_path / "runs/colours/model/model.json").read_text())
+    assert description["classes"] == ["blue", "green", "red"]
+    assert description["config"]["image_size"] == [16, 24]
+    assert main(["predict", "runs/colours/model", "runs/colours/examples", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(row["label"] in Path(row["image"]).name for row in rows)
+
+
+def test_the_default_recipe_follows_the_data() -> None:
+    from vitrail.cli.train import _default_recipe
+
+    assert _default_recipe([]) == _default_recipe(["--data", "bundled"]) == "demo"
+    assert _default_recipe(["--data=fashion-mnist"]) == "fashion-mnist"
+    assert _default_recipe(["--seed", "1", "--data", "flowers"]) == "folder"
+
+
+def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fashion-mnist", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "default: fashion-mnist" in shown and "--learning-rate" in shown and "RECIPE is one of demo" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dmo"], "unknown recipe 'dmo'; nearest: demo"),
+        (["--lerning-rate", "1"], "--learning-rate"),
+        (["--data", "{folder}/none"], "none' does not exist"),
+        (["--data", "bundeld"], "nearest: bundled"),
+        (["--data", "{folder}/empty"], "is empty"),
+        (["--data", "{folder}/single"], "has one class, 'only'"),
+        (["--data", "{folder}/hollow"], "has no images"),
+        (["--data", "{folder}/file.txt"], "is a file"),
+        (["--image-size", "28", "30"], "is not a multiple of patch_size=(7, 7); the nearest that is: (28, 28)"),
+        (["--heads", "5"], "width=16 is not divisible by heads=5"),
+        (["--variant", "ViT-Q/7"], "size 'Q' does not exist; nearest"),
+        (["--variant", "vit-s-16"], "a name is ViT-SIZE/PATCH; nearest: ViT-S/16"),
+        (["--precision", "fp8"], "fp8"),
+        (["--batch-size", "0"], "batch_size=0 is less than 1"),
+        (["--steps", "many"], "many"),
+        (["--learning-rate", "-1"], "learning_rate=-1.0 is not above 0"),
+        (["--warmup", "2"], "warmup=2.0 is not in [0, 1)"),
+        (["--device", "abacus"], "device='abacus' cannot be used here"),
+        (["--run", "{folder}"], "exists; choose another --run"),
+        (["--run", "{folder}", "--overwrite"], "is not a run's folder"),
+        (["--keep", "best", "--validation-share", "0"], "keep='best' needs a validation split"),
+        (["--resume", "{folder}/none"], "is not a run's folder: it has no run.json"),
+        (["--resume", "{folder}/none", "--steps", "9"], "--steps"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(
+    words: list[str], message: str, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "single" / "only").mkdir(parents=True)
+    (colour_folder / "red" / "00.png").rename(tmp_path / "single" / "only" / "a.png")
+    (tmp_path / "hollow" / "bare").mkdir(parents=True)
+    (tmp_path / "file.txt").write_text("")
+    filled = [word.format(folder=tmp_path) for word in words]
+    assert run(*filled, *(_without(TINY, filled) if "--resume" not in filled else [])) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err.replace("\n", " ") or message in captured.out
+    assert "Traceback" not in captured.err and not (tmp_path / "runs").exists()
+
+
+def _without(defaults: list[str], given: list[str]) -> list[str]:
+    """The defaults but for options that are given."""
+    pairs = zip(defaults[::2], defaults[1::2], strict=True)
+    return [word for name, value in pairs if name not in given for word in (name, value)]
+
+
+def test_too_many_broken_images_fail_the_run(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("blue", "red"):
+        (colour_folder / name / "page.jpg").write_text("<html>not found</html>")
+    words = ["--data", str(colour_folder), "--run", str(tmp_path / "run"), *TINY]
+    assert run(*words, "--batch-size", "38") == 2
+    assert "more than the 0 that --max-skipped allows" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_complete_run_is_not_resumed(trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--resume", str(trained.folder)) == 2
+    assert "is complete" in capsys.readouterr().err

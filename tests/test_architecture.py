@@ -1,0 +1,123 @@
+"""The layout is the architecture: imports run downward, and nothing happens at import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vitrail
+
+PACKAGE = Path(vitrail.__file__).parent
+FLOORS = (
+    ("__main__",),
+    ("cli",),
+    ("recipes",),
+    ("training",),
+    ("objectives", "evaluation"),
+    ("weights",),
+    ("models", "data"),
+    ("files", "machine", "plain"),
+    ("errors",),
+)
+"""From the roof down, as docs/design.md draws it. Rooms on one floor do not import each other."""
+
+FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines and rooms of all imports of the package, those inside functions included."""
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            names = [node.module or ""]
+            if node.module == "vitrail":
+                names = [f"vitrail.{alias.name}" for alias in node.names if alias.name != "__version__"]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.startswith("vitrail."):
+                yield node.lineno, name.split(".")[1]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_run_downward(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        pytest.skip("the package's front imports by name, when a name is used")
+    for line, target in imported_rooms(ast.parse(path.read_text())):
+        assert target in FLOOR, f"{path}:{line} imports {target}, which is on no floor"
+        assert target == room or FLOOR[target] > FLOOR[room], f"{path}:{line}: {room} imports {target}"
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in MODULES} - {"__init__"} == set(FLOOR)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_module_only_defines(path: Path) -> None:
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+    for node in ast.parse(path.read_text()).body:
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        guards = ("TYPE_CHECKING", "__name__ == '__main__'")
+        is_guard = isinstance(node, ast.If) and ast.unparse(node.test) in guards
+        assert isinstance(node, allowed) or is_text or is_guard, f"{path}:{node.lineno}: {ast.unparse(node)[:60]}"
+
+
+def test_importing_everything_touches_nothing() -> None:
+    script = """
+import importlib, pkgutil, sys
+import torch, tyro, rich.console, rich.progress, safetensors.torch, dacite, PIL.Image
+import torch.distributed.checkpoint.state_dict_saver, torch.distributed.checkpoint.state_dict_loader
+def watch(event, arguments):
+    if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
+        if "__pycache__" not in str(arguments[0]):
+            raise SystemExit(f"opened {arguments[0]} for writing")
+    if event.startswith(("socket.", "subprocess.", "os.system", "os.mkdir", "urllib")):
+        raise SystemExit(event)
+sys.addaudithook(watch)
+import vitrail
+for module in pkgutil.walk_packages(vitrail.__path__, "vitrail."):
+    importlib.import_module(module.name)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_help_does_not_import_torch() -> None:
+    script = "import sys; from vitrail.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_all_names_what_is_public(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            stated = set(ast.literal_eval(node.value))
+            module = importlib.import_module(
+                ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+            )
+            assert all(hasattr(module, name) for name in stated)
+            classes = {name for name in defined if not name.startswith("_") and name[0].isupper()}
+            assert classes <= stated | {"Resume", "Evaluate", "Predict", "Models", "Clock", "StochasticDepth"}
+
+
+def test_the_front_offers_what_it_says() -> None:
+    assert set(vitrail.__all__) == set(vitrail._HOMES)
+    for name in vitrail.__all__:
+        assert getattr(vitrail, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = vitrail.trian
