@@ -21,7 +21,7 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "Pico": Variant(128, 6, 512, 4),  # ours, for images of 28 to 64 pixels on a CPU
+    "Pico": Variant(96, 6, 384, 3),  # ours, for images of 28 to 64 pixels on a CPU
     "Nano": Variant(192, 8, 768, 3),  # ours, likewise
     "Ti": Variant(192, 12, 768, 3),  # 2012.12877, 2106.10270
     "S": Variant(384, 12, 1536, 6),

@@ -1,0 +1,46 @@
+"""The README tells the truth: its example runs, its tree is the tree, its commands exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vitrail
+from vitrail.cli import VERBS
+
+ROOT = Path(vitrail.__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    finished = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "test_accuracy" in finished.stdout and "Ankle boot ->" in finished.stdout
+
+
+def test_the_tree_names_every_module() -> None:
+    tree = README[README.index("vitrail/\n  cli/") :]
+    for path in (ROOT / "vitrail").rglob("*.py"):
+        if not path.name.startswith("__"):
+            assert re.search(rf"\b{path.stem}\b", tree), f"{path.relative_to(ROOT)} is not in the README's tree"
+
+
+def test_the_reading_order_exists() -> None:
+    for name in re.findall(r"^\d\. `([^`]+)`", README, flags=re.MULTILINE):
+        assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("line", re.findall(r"^vitrail (\w+)", README, flags=re.MULTILINE))
+def test_every_verb_it_shows_exists(line: str) -> None:
+    assert line in VERBS
+
+
+def test_the_two_commands_are_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("setup", "demo", "test"):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
