@@ -16,6 +16,7 @@ class Display(Protocol):
     """What the loop tells whoever is looking."""
 
     def begin(self, step: int, steps: int) -> None: ...
+    def say(self, text: str) -> None: ...
     def note(self, text: str) -> None: ...
     def step(self, step: int, figures: dict[str, float]) -> None: ...
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None: ...
@@ -26,6 +27,7 @@ class QuietDisplay:
     """Shows nothing."""
 
     def begin(self, step: int, steps: int) -> None: ...
+    def say(self, text: str) -> None: ...
     def note(self, text: str) -> None: ...
     def step(self, step: int, figures: dict[str, float]) -> None: ...
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None: ...
@@ -62,7 +64,12 @@ class ConsoleDisplay:
         self._task = self._progress.add_task("", total=steps, completed=step, figures="")
         self._progress.start()
 
+    def say(self, text: str) -> None:
+        """What goes on."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def note(self, text: str) -> None:
+        """What asks for attention."""
         self.console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def step(self, step: int, figures: dict[str, float]) -> None:
@@ -77,18 +84,13 @@ class ConsoleDisplay:
             self._last_line = now
             begun, first = self._begun
             left = (now - begun) / max(step - first, 1) * (self.steps - step)
-            self._line(f"step {step:,}/{self.steps:,}  {shown}  {left:,.0f} s left")
+            self.say(f"step {step:,}/{self.steps:,}  {shown}  {left:,.0f} s left")
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         star = "  (best so far)" if best else ""
-        self._line(
-            f"step {step:,}: validation accuracy {result['accuracy']:.2%} of {result['images']:,.0f} images{star}"
-        )
+        self.say(f"step {step:,}: validation accuracy {result['accuracy']:.2%} of {result['images']:,.0f} images{star}")
 
     def end(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-    def _line(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -27,8 +27,10 @@ class Journal:
 def read_journal(path: Path) -> list[dict[str, Any]]:
     """The events of the run as it counts: what a resumed run did again replaces what it did before.
 
-    A last line that was cut short, as by a power failure, is left out.
+    A last line that was cut short, as by a power failure, is left out. A run that wrote nothing has no events.
     """
+    if not path.exists():
+        return []
     events: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

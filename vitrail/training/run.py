@@ -28,7 +28,7 @@ from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display, QuietDisplay
 from vitrail.training.examples import Example, write_examples
-from vitrail.training.journal import Journal
+from vitrail.training.journal import Journal, read_journal
 from vitrail.training.loop import Plan, fit
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.precision import resolve_precision
@@ -130,10 +130,10 @@ class _Parts:
         state = self._state(network)
         journal = Journal(folder / "journal.jsonl")
         checkpoints = Checkpoints(folder / "checkpoints")
-        for note in checkpoints.restore(state) if resuming else ():
-            display.note(note)
-        if resuming and state.step >= self.steps and (folder / "model").exists():
+        if resuming and any(event["event"] == "finished" for event in read_journal(journal.path)):
             raise RunError(f"run {folder} is complete: it has done all of its {self.steps:,} steps")
+        for note in self._restore(checkpoints, state) if resuming else ():
+            display.note(note)
         self._announce(folder, network, display)
         journal.write("resumed" if resuming else "started", step=state.step, steps=self.steps)
         bundle = self._bundle(network)
@@ -148,6 +148,12 @@ class _Parts:
             finally:
                 display.end()
         return self._finish(folder, bundle, state, journal, watch.summary(self.device))
+
+    def _restore(self, checkpoints: Checkpoints, state: TrainState) -> list[str]:
+        """Goes back to the newest checkpoint; what to say of it. A run that was killed before its first one begins anew."""
+        if checkpoints.steps():
+            return checkpoints.restore(state)
+        return ["the run ended before its first checkpoint: starting from the beginning"]
 
     def _state(self, network: VisionTransformer) -> TrainState:
         config = self.config
@@ -229,7 +235,7 @@ class _Parts:
         for note in self.splits.notes:
             display.note(note)
         count = sum(parameter.numel() for parameter in network.parameters())
-        display.note(
+        display.say(
             f"{self.config.model.variant} with {count:,} parameters on {len(self.splits.train):,} images of "
             f"{len(self.splits.classes)} classes: {self.steps:,} steps of {self.config.batch_size} in {self.precision} "
             f"on {self.device}, into {folder}"
