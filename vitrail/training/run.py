@@ -150,7 +150,7 @@ class _Parts:
         return self._finish(folder, bundle, state, journal, watch.summary(self.device))
 
     def _restore(self, checkpoints: Checkpoints, state: TrainState) -> list[str]:
-        """Goes back to the newest checkpoint; what to say of it. A run that was killed before its first one begins anew."""
+        """Goes back to the newest checkpoint; returns what to say of it. Killed before the first, a run begins anew."""
         if checkpoints.steps():
             return checkpoints.restore(state)
         return ["the run ended before its first checkpoint: starting from the beginning"]
