@@ -13,7 +13,7 @@ from typing import Any
 
 from vitrail.errors import SaveError
 
-__all__ = ["replacing_folder", "saving", "sha256", "write_json"]
+__all__ = ["recover_folder", "replacing_folder", "saving", "sha256", "write_json"]
 
 
 @contextmanager
@@ -33,9 +33,12 @@ def replacing_folder(what: str, path: Path) -> Iterator[Path]:
 
     Everything is flushed to the disk before the names change. Raises `SaveError`.
     """
+    path = path.resolve()
     partial = path.with_name(f"{path.name}.partial")
     try:
         with saving(what, path):
+            if path.exists() and not path.is_dir():
+                raise NotADirectoryError(None, "it is a file, and a folder is to be written there")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial
@@ -58,9 +61,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def recover_folder(path: Path) -> None:
+    """Gives a folder its name back where a process was killed while `replacing_folder` swapped it for a new one."""
+    old = path.with_name(f"{path.name}.replaced")
+    if old.exists() and not path.exists():
+        old.rename(path)
+
+
 def _swap(new: Path, path: Path) -> None:
     """Gives `new` the name `path`; what had it is deleted, but only once that has gone well."""
     old = path.with_name(f"{path.name}.replaced")
+    recover_folder(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)

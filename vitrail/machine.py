@@ -25,7 +25,7 @@ def pick_device(name: str = "auto") -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device={name!r} cannot be used here ({reason}); choices: 'auto', 'cpu', 'cuda'") from None
     return device
@@ -50,8 +50,12 @@ def peak_memory(device: torch.device) -> int:
     """The most bytes this process has held: on the GPU where it computes on one, else resident in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        with open("/proc/self/status", encoding="utf-8") as file:  # getrusage would count the parent's memory in
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def cpu_name() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import dacite
 
@@ -24,15 +24,38 @@ def from_plain(cls: type[T], values: Any) -> T:
     if not isinstance(values, dict):
         raise ConfigError(f"{cls.__name__} must be an object of named fields, not {type(values).__name__}")
     try:
-        return dacite.from_dict(cls, values, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _float}))
+        return dacite.from_dict(cls, _tuples(values), dacite.Config(strict=True, type_hooks={int: _int, float: _float}))
     except dacite.UnexpectedDataError as error:
-        unknown = sorted(error.keys)
-        fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        raise ConfigError(f"unknown field {unknown[0]!r} of {cls.__name__}; {nearest(unknown[0], fields)}") from None
-    except dacite.DaciteError as error:
+        unknown = str(min(error.keys, key=str))
+        raise ConfigError(f"unknown field {unknown!r}; {nearest(unknown, _field_names(cls))}") from None
+    except (dacite.DaciteError, AttributeError, TypeError) as error:
         raise ConfigError(f"{cls.__name__}: {error}") from None
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists where frozen dataclasses have tuples."""
+    if isinstance(value, dict):
+        return {name: _tuples(item) for name, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _field_names(cls: Any) -> list[str]:
+    """Names of the fields of a dataclass and of those inside it."""
+    hints = get_type_hints(cls)
+    names = []
+    for field in dataclasses.fields(cls):
+        inner = hints[field.name]
+        names += _field_names(inner) if dataclasses.is_dataclass(inner) else [field.name]
+    return names
+
+
+def _int(value: Any) -> Any:
+    """Python takes True for a 1; we do not."""
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is not a number")
+    return value
 
 
 def _float(value: Any) -> Any:
     """JSON writes 1.0 as 1 in other hands than ours."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return float(_int(value)) if isinstance(value, int) else value

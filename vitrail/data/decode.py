@@ -31,7 +31,7 @@ def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.n
     Takes an encoded file, an array (uint8; h w, h w 1 or h w 3) or a Pillow image. Of an animation, the first frame.
     Raises `UndecodableImage`, which says what is wrong with the image.
     """
-    if isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == channels and image.dtype == np.uint8:
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] == (channels,) and image.size:
         return image
     pixels = np.asarray(to_pil(image, channels))
     return pixels.reshape(*pixels.shape[:2], channels)
@@ -76,12 +76,13 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 def _plain(picture: Image.Image, mode: str) -> Image.Image:
     """Of any of Pillow's modes, the same picture in L or RGB, 8 bits a channel."""
-    if picture.mode.startswith("I"):  # 16-bit grey, which Pillow would clip at 255 rather than scale
-        grey = np.asarray(picture).astype(np.int64) >> 8
-        picture = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
-    elif picture.mode == "F":
-        raise UndecodableImage("has floating-point pixels, whose range is unknown; save it with 8 or 16 bits")
-    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+    if picture.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip at 255 rather than scale
+        grey = np.asarray(picture).astype(np.uint16)
+        visible = grey != picture.info.get("transparency", -1)
+        picture = Image.fromarray(np.where(visible, grey >> 8, BACKGROUND[0]).astype(np.uint8))
+    elif picture.mode in ("I", "F"):
+        raise UndecodableImage(f"has 32-bit pixels (mode {picture.mode}), whose range is unknown; save it with 8 or 16")
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, (*BACKGROUND, 255)), picture)
     return picture if picture.mode == mode else picture.convert(mode)

@@ -125,7 +125,7 @@ class TrainingBatches(Iterator[Batch]):
             .shuffle(seed=order_seed)
             .repeat()
             .map_with_index(_Loader(source, preprocess))
-            .batch(batch_size, batch_fn=_collate)
+            .batch(batch_size, batch_fn=_collate, drop_remainder=True)  # there is none, but Grain counts to infinity
         )
         self._batches = iter(dataset.to_iter_dataset(_read_ahead(threads)))
 

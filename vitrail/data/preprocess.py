@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,8 +13,8 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from vitrail.data.decode import decode, to_pil
-from vitrail.errors import ConfigError
+from vitrail.data.decode import MAX_PIXELS, decode, to_pil
+from vitrail.errors import ConfigError, UndecodableImage
 
 __all__ = ["Interpolation", "Preprocess", "Resize"]
 
@@ -59,22 +61,23 @@ class Preprocess:
                 problems.append(
                     f"{name}={getattr(self, name)} needs 1 number, or one for each of {self.channels} channels"
                 )
-        if not all(value > 0 for value in self.std):
-            problems.append(f"std={self.std} must be above 0")
+        if not all(0 < value < math.inf for value in self.std) or not all(map(math.isfinite, self.mean)):
+            problems.append(f"mean={self.mean} and std={self.std} must be finite, and std above 0")
         if problems:
             raise ConfigError("\n".join(problems))
 
     def pixels(self, image: bytes | np.ndarray | Image.Image) -> UInt8[np.ndarray, "c h w"]:
         """Decodes, scales and cuts. Raises `UndecodableImage`."""
         array = decode(image, self.channels) if isinstance(image, np.ndarray) else None
-        if array is None or array.shape[:2] != self.image_size:
+        as_it_is = self.resize == "squash" or self.crop_share == 1
+        if array is None or array.shape[:2] != self.image_size or not as_it_is:
             array = np.asarray(self._fit(to_pil(image, self.channels)))
         return np.ascontiguousarray(array.reshape(*self.image_size, self.channels).transpose(2, 0, 1))
 
     def normalise(self, images: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """float32 on the device of `images`: (value / 255 - mean) / std."""
-        mean = torch.tensor(self.mean, device=images.device).mul_(255).view(1, -1, 1, 1)
-        scale = torch.tensor(self.std, device=images.device).mul_(255).reciprocal_().view(1, -1, 1, 1)
+        mean = _constant(tuple(255 * value for value in self.mean), images.device)
+        scale = _constant(tuple(1 / (255 * value) for value in self.std), images.device)
         return images.float().sub_(mean).mul_(scale)
 
     def _fit(self, picture: Image.Image) -> Image.Image:
@@ -84,6 +87,16 @@ class Preprocess:
             return picture.resize((width, height), method)
         scale = max(width / picture.width, height / picture.height) / self.crop_share
         scaled = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
+        if scaled[0] * scaled[1] > MAX_PIXELS:
+            raise UndecodableImage(
+                f"is too long and thin: {picture.width} x {picture.height} pixels, scaled to cover {width} x {height}"
+            )
         picture = picture.resize(scaled, method) if picture.size != scaled else picture
         left, top = (scaled[0] - width) // 2, (scaled[1] - height) // 2
         return picture.crop((left, top, left + width, top + height))
+
+
+@functools.cache
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers for each channel, put onto the device once: a copy in every step would make a GPU wait."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -62,28 +63,31 @@ def cut(source: Source, share: float) -> tuple[Subset, Subset]:
     """Splits `source` into the rest and a held-out part of about `share`, decided by a hash of each sample's key.
 
     A sample's side depends on its key alone, so adding or renaming other files moves nothing. A class of two or
-    more has at least one sample on either side.
+    more has at least one sample on either side; one of one is never held out.
     """
     by_class: dict[int | None, list[tuple[float, int]]] = {}
     for index in range(len(source)):
-        digest = hashlib.blake2b(source.key(index).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(os.fsencode(source.key(index)), digest_size=8).digest()
         place = int.from_bytes(digest, "big") / 2**64  # uniform in [0, 1)
         by_class.setdefault(source.label(index), []).append((place, index))
     held_out: list[int] = []
     for members in by_class.values():
         members.sort()
-        count = sum(place < share for place, _ in members)
-        if len(members) >= 2:
-            count = min(max(count, 1), len(members) - 1)
+        wanted = sum(place < share for place, _ in members)
+        count = min(max(wanted, 1), len(members) - 1)  # so the only image of a class is one to learn from
         held_out += [index for _, index in members[:count]]
     chosen = set(held_out)
     rest = [index for index in range(len(source)) if index not in chosen]
     return Subset(source, rest), Subset(source, sorted(held_out))
 
 
-def fingerprint(source: Source) -> str:
-    """A hash of all keys and labels in order: two sources that share it serve the same samples by the same numbers."""
+def fingerprint(*sources: Source | None) -> str:
+    """A hash of all keys and labels in order: sources that share it serve the same samples by the same numbers.
+
+    It does not read the images, so it cannot tell a file from another of the same name.
+    """
     digest = hashlib.sha256()
-    for index in range(len(source)):
-        digest.update(f"{source.key(index)}\0{source.label(index)}\n".encode())
+    for source in filter(None, sources):
+        for index in range(len(source)):
+            digest.update(os.fsencode(f"{source.key(index)}\0{source.label(index)}\n"))
     return digest.hexdigest()

@@ -46,7 +46,8 @@ class Accuracy:
                 logits = network(self.preprocess.normalise(batch.images)).float()
                 losses = F.cross_entropy(logits, batch.labels.clamp(min=0), reduction="none")
                 correct = logits.argmax(dim=1) == batch.labels
-                totals += torch.stack([correct * batch.valid, losses * batch.valid, batch.valid]).double().sum(dim=1)
+                valid = batch.valid & (batch.labels >= 0)
+                totals += torch.stack([correct * valid, losses * valid, valid]).double().sum(dim=1)
         network.train(was_training)
         correct_count, loss_sum, count = totals.tolist()
         return {

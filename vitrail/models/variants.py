@@ -59,6 +59,8 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
             raise ConfigError(f"unknown field {field!r} of {name}; {nearest(field, known)}")
     patch_size = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if len(size) != 2:
+        raise ConfigError(f"image_size={image_size} must be one number or (height, width)")
     return ViTConfig(**{**VARIANTS[match["size"]]._asdict(), "patch_size": patch_size, "image_size": size, **fields})
 
 

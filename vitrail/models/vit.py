@@ -87,7 +87,7 @@ class ViTConfig:
             if getattr(self, name) < 1:
                 found.append(f"{name}={getattr(self, name)} is less than 1")
         for name in ("num_classes", "head_hidden", "position_std"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 found.append(f"{name}={getattr(self, name)} is negative; 0 means none")
         for name in ("dropout", "stochastic_depth"):
             if not 0 <= getattr(self, name) < 1:
@@ -193,6 +193,11 @@ class VisionTransformer(nn.Module):
         lecun_normal_(self.patches.projection.weight)
         nn.init.zeros_(self.patches.projection.bias)
         nn.init.normal_(self.positions.embedding, std=self.config.position_std)
+        if self.cls is not None:
+            nn.init.zeros_(self.cls.token)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
         for block in self.blocks:
             assert isinstance(block, Block)
             block.initialise()

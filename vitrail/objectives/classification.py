@@ -36,7 +36,7 @@ class Classification(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         logits = self.network(batch.images).float()
         losses = self._losses(logits, batch.labels.clamp(min=0))
-        valid = batch.valid.float()
+        valid = (batch.valid & (batch.labels >= 0)).float()
         count = valid.sum().clamp(min=1)
         correct = (logits.detach().argmax(dim=1) == batch.labels).float()
         return LossOutput(loss=(losses * valid).sum() / count, metrics={"accuracy": (correct * valid).sum() / count})

@@ -42,13 +42,17 @@ class Checkpoints:
         Raises `SaveError`, leaving the others intact.
         """
         path = self.folder / f"step-{state.step}"
+        for left in self.folder.glob("step-*.partial"):  # by a process that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
         with replacing_folder("a checkpoint", path) as partial, _plain_errors(path):
             save(state.tensors(), checkpoint_id=partial, no_dist=True)
             write_json(partial / VALUES, state.values())
             files = sorted(file for file in partial.iterdir() if file.is_file())
             manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
             write_json(partial / MANIFEST, manifest)
-        for old in self.steps()[self.retain :]:
+        steps = self.steps()
+        abandoned = [step for step in steps if step > state.step]  # damaged, or this run would not be before them
+        for old in abandoned + steps[len(abandoned) + self.retain :]:
             shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)  # too many checkpoints beat a stopped run
         return path
 

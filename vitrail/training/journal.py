@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,27 @@ class Journal:
 
     def write(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}, ensure_ascii=False)
-        with saving("the journal", self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        data = (line + "\n").encode("utf-8", "backslashreplace")
+        with saving("the journal", self.path), self.path.open("ab+") as file:
+            if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
+                data = b"\n" + data  # the line before was cut short; leave it alone
+            file.write(data)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
     """The events of the run as it counts: what a resumed run did again replaces what it did before.
 
-    A last line that was cut short, as by a power failure, is left out. A run that wrote nothing has no events.
+    A line that was cut short, as by a power failure, is left out. A run that wrote nothing has no events.
     """
     if not path.exists():
         return []
     events: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if event["event"] == "resumed":
-            events = [old for old in events if old.get("step", 0) <= event["step"]]
+            events = [old for old in events if old.get("step", 0) <= event["step"] and not old.get("kept")]
         events.append(event)
     return events

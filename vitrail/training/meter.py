@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from vitrail.errors import NonFiniteLoss
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "check_finite"]
+
+
+def check_finite(result: dict[str, float], step: int) -> None:
+    """Raises `NonFiniteLoss` when an evaluation shows weights that were broken in the very last step."""
+    if not math.isfinite(result["cross_entropy"]):
+        raise NonFiniteLoss(f"the evaluation's cross-entropy is {result['cross_entropy']} at step {step}")
 
 
 class Meter:

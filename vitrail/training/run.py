@@ -9,7 +9,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +17,9 @@ from vitrail.data.pipeline import Skipped, TrainingBatches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import Splits, open_data
-from vitrail.errors import ConfigError, NonFiniteLoss, RunError
+from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError
 from vitrail.evaluation.accuracy import Accuracy
-from vitrail.files import saving, write_json
+from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import describe, pick_device
 from vitrail.models.vit import VisionTransformer, ViTConfig
 from vitrail.objectives.classification import Classification
@@ -30,6 +30,7 @@ from vitrail.training.display import Display, QuietDisplay
 from vitrail.training.examples import Example, write_examples
 from vitrail.training.journal import Journal, read_journal
 from vitrail.training.loop import Plan, fit
+from vitrail.training.meter import check_finite
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.precision import resolve_precision
 from vitrail.training.schedule import Schedule
@@ -64,7 +65,12 @@ def train(config: TrainConfig, *, display: Display | None = None, started: float
     started = time.perf_counter() if started is None else started
     parts = _Parts(config)
     folder = _new_folder(config)
-    write_json(folder / "run.json", parts.record())
+    try:
+        with saving("the run", folder):
+            write_json(folder / "run.json", parts.record())
+    except SaveError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return parts.run(folder, display or QuietDisplay(), started, resuming=False)
 
 
@@ -75,12 +81,13 @@ def resume(folder: Path, *, display: Display | None = None, started: float | Non
     """
     started = time.perf_counter() if started is None else started
     record = _read_record(folder)
-    parts = _Parts(from_plain(TrainConfig, record["config"]))
-    if record["data"]["fingerprint"] != parts.fingerprint:
+    parts = _Parts(record.config)
+    if record.fingerprint != parts.fingerprint:
         raise RunError(
-            f"the data of run {folder} has changed since it began ({record['data']['train']:,} training images then, "
+            f"the data of run {folder} has changed since it began ({record.images:,} training images then, "
             f"{len(parts.splits.train):,} now, or other names); a resumed run needs the same data"
         )
+    recover_folder(folder / "model")
     return parts.run(folder, display or QuietDisplay(), started, resuming=True)
 
 
@@ -99,7 +106,7 @@ class _Parts:
                 f"keep='best' needs a validation split and evaluations to choose by; validation_share="
                 f"{config.validation_share} and evaluations={config.evaluations} leave none. Choose keep='last'"
             )
-        self.fingerprint = fingerprint(self.splits.train)
+        self.fingerprint = fingerprint(self.splits.train, self.splits.validation, self.splits.test)
         self.steps = config.total_steps(len(self.splits.train))
         self.precision = resolve_precision(config.precision, self.device)
 
@@ -259,6 +266,7 @@ class _Parts:
         for split, source in (("validation", self.splits.validation), ("test", self.splits.test)):
             if source is not None:
                 result = evaluator(bundle.network, source)
+                check_finite(result, state.step)
                 journal.write("evaluation", step=bundle.provenance["step"], split=split, kept=True, **result)
                 bundle.metrics[f"{split}_accuracy"] = result["accuracy"]
         bundle.save(folder / "model")
@@ -290,13 +298,22 @@ def _new_folder(config: TrainConfig) -> Path:
     return folder
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+class _Record(NamedTuple):
+    """What resuming needs of `run.json`."""
+
+    config: TrainConfig
+    fingerprint: str
+    images: int
+
+
+def _read_record(folder: Path) -> _Record:
     path = folder / "run.json"
     if not path.is_file():
         raise RunError(f"{str(folder)!r} is not a run's folder: it has no run.json")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return {"config": record["config"], "data": record["data"]}
+        config = from_plain(TrainConfig, record["config"])
+        return _Record(config, str(record["data"]["fingerprint"]), int(record["data"]["train"]))
     except (ValueError, TypeError, KeyError) as error:
         raise RunError(f"{path} is damaged: {error}") from error
 

@@ -16,7 +16,7 @@ from vitrail.machine import peak_memory
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.display import Display
 from vitrail.training.journal import Journal
-from vitrail.training.meter import Meter
+from vitrail.training.meter import Meter, check_finite
 from vitrail.training.state import Best, TrainState
 from vitrail.training.stop import StopRequest
 
@@ -100,12 +100,14 @@ class Watch:
             self.report()
             with self._elsewhere():
                 self._evaluate()
-        if self._due(self.intervals.checkpoint) or self.stop.requested:
+        stopping = self.stop.requested and step < self.steps
+        if self._due(self.intervals.checkpoint) or stopping:
             self.report()  # sees to it that no state is saved whose loss was not finite
             with self._elsewhere():
                 path = self.checkpoints.save(self.state)
                 self.journal.write("checkpoint", step=step, path=path.name)
-        if self.stop.requested and step < self.steps:
+            if not stopping:
+                return
             self.journal.write("stopped", step=step)
             raise Stopped(
                 f"stopped at step {step:,} of {self.steps:,}; the state is saved in {path}", path.parent.parent
@@ -155,6 +157,7 @@ class Watch:
         if self.evaluate is None:
             return
         result = self.evaluate()
+        check_finite(result, self.state.step)
         best = result["accuracy"] > self.state.best.accuracy
         if best:
             self.state.best = Best(result["accuracy"], self.state.step)

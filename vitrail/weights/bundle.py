@@ -7,7 +7,7 @@ measured of it, and the size and SHA-256 of the weights. Loading runs no code fr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -94,9 +95,11 @@ class Bundle:
         An image that cannot be decoded raises `UndecodableImage`; with `undecodable="return"` the exception takes the
         place of the prediction, and the others are predicted. A path that does not exist raises `DataError`.
         """
+        if not self.classes:
+            raise ConfigError("this model has no head, so it cannot predict; use embed")
         results: list[Prediction | UndecodableImage] = []
-        for start in range(0, len(images), batch_size):
-            loaded = [self._pixels(image) for image in images[start : start + batch_size]]
+        for batch in _batches(images, batch_size):
+            loaded = [self._pixels(image) for image in batch]
             broken = [item for item in loaded if isinstance(item, UndecodableImage)]
             if broken and undecodable == "raise":
                 raise broken[0]
@@ -108,9 +111,9 @@ class Bundle:
     def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b width"]:
         """What the network's head would see of each image, in float32 on the CPU. Raises as `predict` does."""
         parts = [torch.empty(0, self.network.config.width)]
-        for start in range(0, len(images), batch_size):
+        for batch in _batches(images, batch_size):
             pixels = []
-            for image in images[start : start + batch_size]:
+            for image in batch:
                 item = self._pixels(image)
                 if isinstance(item, UndecodableImage):
                     raise item
@@ -130,7 +133,10 @@ class Bundle:
         path = Path(path)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.network.state_dict().items()}
         with replacing_folder("the model", path) as partial:
-            save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+            try:
+                save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+            except SafetensorError as error:  # which is how it reports a full disk
+                raise OSError(None, str(error)) from error
             description = {
                 "format": FORMAT,
                 "architecture": "ViT",
@@ -161,6 +167,14 @@ class Bundle:
             for row_order, row in zip(order.tolist(), values.tolist(), strict=True)
         ]
         return [Prediction(*ranking[0], ranking) for ranking in rankings]
+
+
+def _batches(images: Sequence[ImageLike], size: int) -> Iterator[Sequence[ImageLike]]:
+    if isinstance(images, str | bytes | Path):
+        raise ConfigError("predict and embed take a list of images; put the one image into a list")
+    if size < 1:
+        raise ConfigError(f"batch_size={size} is less than 1")
+    return (images[start : start + size] for start in range(0, len(images), size))
 
 
 def read_image(path: str | Path) -> bytes:
@@ -208,7 +222,7 @@ def _description(folder: Path) -> dict[str, Any]:
         raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{path} is damaged: {error}") from error
     expected: dict[str, type] = {
         "format": int, "architecture": str, "config": dict, "classes": list, "preprocess": dict, "scores": str,
@@ -237,7 +251,10 @@ def _weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
         raise BundleError(
             f"{path} was altered: its size or SHA-256 is not the one that {DESCRIPTION} records; copy the model again"
         )
-    return load_file(path)
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise BundleError(f"{path} is not a safetensors file: {error}") from error
 
 
 def _fill(network: VisionTransformer, weights: dict[str, Tensor], folder: Path) -> None:
@@ -250,6 +267,11 @@ def _fill(network: VisionTransformer, weights: dict[str, Tensor], folder: Path) 
         f"misshaped: {name} is {found[name]}, the network has {expected[name]}"
         for name in expected
         if name in found and found[name] != expected[name]
+    ]
+    problems += [
+        f"not float32: {name} is {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in weights.items()
+        if tensor.dtype != torch.float32
     ]
     if problems:
         raise BundleError(f"the weights in {folder} do not fit its architecture:\n  " + "\n  ".join(problems))

@@ -81,12 +81,12 @@ def _idx(root: Path, classes: tuple[str, ...] | None) -> Splits:
 
 
 def _folders(root: Path, classes: tuple[str, ...] | None) -> Splits:
-    found = {entry.name.lower(): entry for entry in class_folders(root)}
+    found = class_folders(root)
     if not found:
         raise DataError(
             f"{root} is empty: it has no class folders, and no train/, val/ or test/ with class folders in it"
         )
-    places = {split: [found[n] for n in names if n in found] for split, names in SPLIT_FOLDERS.items()}
+    places = {split: [f for f in found if f.name.lower() in names] for split, names in SPLIT_FOLDERS.items()}
     if not any(places.values()):
         train = FolderSource(root, classes)
         return Splits(train, None, None, _ignored(train))
@@ -96,10 +96,10 @@ def _folders(root: Path, classes: tuple[str, ...] | None) -> Splits:
                 f"{root} has {' and '.join(folder.name for folder in folders)}: which is the {split} split?"
             )
     if not places["train"]:
-        raise DataError(f"{root} has {', '.join(sorted(found))} but no train/ to learn from")
+        raise DataError(f"{root} has {', '.join(folder.name for folder in found)} but no train/ to learn from")
     train = FolderSource(places["train"][0], classes)
     rest = {s: FolderSource(places[s][0], train.classes) if places[s] else None for s in ("validation", "test")}
-    left_out = sorted(set(found) - {folder.name.lower() for folders in places.values() for folder in folders})
+    left_out = [folder.name for folder in found if not any(folder in folders for folders in places.values())]
     notes = [f"{root}: {', '.join(left_out)} left out, being none of train/, val/, test/"] if left_out else []
     for source in (train, *rest.values()):
         notes += _ignored(source) if source else ()

@@ -6,7 +6,10 @@ import gzip
 import hashlib
 import os
 import urllib.request
+import zlib
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
 from vitrail.data.sources.idx import find_idx
 from vitrail.errors import DataError
@@ -42,7 +45,9 @@ def locate(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
             return folder
     try:
         return _download(cache / "fashion-mnist", mirror)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, HTTPException, zlib.error) as error:
+        if isinstance(error, HTTPError):
+            error.close()
         raise DataError(
             f"Fashion-MNIST is neither under {cache} nor in {debian}, and {mirror} cannot be downloaded ({error}). "
             "Do one of these: `apt-get install dataset-fashion-mnist`; put its four *-ubyte.gz files into a folder "

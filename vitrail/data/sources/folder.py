@@ -23,9 +23,11 @@ class FolderSource:
     def __init__(self, root: Path, classes: tuple[str, ...] | None = None) -> None:
         self.root = root
         self.ignored = 0
-        folders = sorted(entry.name for entry in class_folders(root))
+        folders = [entry.name for entry in class_folders(root)]
         if not folders:
             raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
+        if unwritable := [name for name in folders if not name.isprintable()]:
+            raise DataError(f"{root} has class folders whose names cannot be written down: {unwritable}; rename them")
         self.classes = tuple(folders) if classes is None else classes
         if unknown := [name for name in folders if name not in self.classes]:
             raise DataError(
@@ -75,5 +77,5 @@ class FolderSource:
 
 
 def class_folders(root: Path) -> list[Path]:
-    """Folders directly below `root` that are not hidden."""
-    return [entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    """Folders directly below `root` that are not hidden, sorted."""
+    return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))

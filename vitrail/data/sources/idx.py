@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -61,13 +62,19 @@ def read_idx(path: Path) -> UInt8[np.ndarray, ...]:
     """The array in an IDX file of unsigned bytes. Raises `DataError` when it is not one, or is cut short."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if len(data) < 4 or data[:3] != b"\x00\x00\x08":
         raise DataError(f"{path} is not an IDX file of unsigned bytes: it begins with {data[:4].hex() or 'nothing'}")
     dimensions = data[3]
     start = 4 + 4 * dimensions
-    shape = tuple(int(size) for size in np.frombuffer(data[4:start], ">u4"))
-    if len(shape) < dimensions or len(data) - start != math.prod(shape):
+    sizes = data[4:start]
+    shape = tuple(int(size) for size in np.frombuffer(sizes[: len(sizes) // 4 * 4], ">u4"))
+    if (
+        len(shape) < dimensions
+        or dimensions > 4
+        or max(shape, default=0) >= 2**31
+        or len(data) - start != math.prod(shape)
+    ):
         raise DataError(f"{path} is damaged: its header says {shape}, and {max(0, len(data) - start)} bytes follow")
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

@@ -1,0 +1,111 @@
+"""What tests of data share: encoded files, trees of files, IDX files, and a source held in memory."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.source import Sample
+
+
+@pytest.fixture(scope="session")
+def encode() -> Callable[..., bytes]:
+    """Writes a picture, or an array that Pillow understands, as the bytes of a file: `encode(array, "PNG")`."""
+
+    def write(picture: Image.Image | np.ndarray, file_format: str, **options: object) -> bytes:
+        file = io.BytesIO()
+        image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+        image.save(file, file_format, **options)
+        return file.getvalue()
+
+    return write
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder with empty files at the given relative paths; a path that ends in "/" makes a folder."""
+
+    def make(*paths: str, name: str = "pictures") -> Path:
+        root = tmp_path / name
+        root.mkdir(exist_ok=True)
+        for path in paths:
+            target = root / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if path.endswith("/"):
+                target.mkdir()
+            else:
+                target.touch()
+        return root
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def write_idx() -> Callable[..., Path]:
+    """Writes an array of bytes as an IDX file, gzipped where the name ends in .gz."""
+
+    def write(path: Path, array: np.ndarray) -> Path:
+        sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+        data = bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def idx_folder(tmp_path: Path, write_idx: Callable[..., Path]) -> Callable[..., Path]:
+    """Makes a folder of IDX files from lists of labels: `idx_folder(train=[0, 1], t10k=[1, 1])`."""
+
+    def make(*, name: str = "idx", suffix: str = "", **labels: Sequence[int]) -> Path:
+        root = tmp_path / name
+        for number, (prefix, values) in enumerate(labels.items()):
+            images = np.random.default_rng(number).integers(0, 256, (len(values), 4, 3), dtype=np.uint8)
+            write_idx(root / f"{prefix}-images-idx3-ubyte{suffix}", images)
+            write_idx(root / f"{prefix}-labels-idx1-ubyte{suffix}", np.asarray(values, np.uint8))
+        return root
+
+    return make
+
+
+class MemorySource:
+    """Samples given outright. Without images, reading one is an error, so that only keys and labels can be used."""
+
+    def __init__(
+        self,
+        images: Sequence[bytes | np.ndarray] | None = None,
+        *,
+        labels: Sequence[int | None],
+        keys: Sequence[str] | None = None,
+        classes: tuple[str, ...] = ("a", "b", "c", "d"),
+    ) -> None:
+        self.images = images
+        self.labels = list(labels)
+        self.keys = [str(index) for index in range(len(self.labels))] if keys is None else list(keys)
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        assert self.images is not None, "no image may be read here"
+        return Sample(self.keys[index], self.images[index], self.labels[index])
+
+    def key(self, index: int) -> str:
+        return self.keys[index]
+
+    def label(self, index: int) -> int | None:
+        return self.labels[index]
+
+
+@pytest.fixture(scope="session")
+def memory_source() -> type[MemorySource]:
+    """The class of sources held in memory."""
+    return MemorySource

@@ -1,0 +1,126 @@
+"""Class folders as a source."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.data.decode import SUFFIXES
+from vitrail.data.source import Source
+from vitrail.data.sources.folder import FolderSource
+from vitrail.errors import DataError
+
+Trees = Callable[..., Path]
+
+
+def keys_of(source: Source) -> list[str]:
+    return [source.key(index) for index in range(len(source))]
+
+
+def test_classes_and_samples_are_in_the_order_of_their_paths(tree: Trees) -> None:
+    root = tree("rose/2.png", "rose/10.png", "rose/1.png", "daisy/9.jpg", "Tulip/a.jpg")
+    source = FolderSource(root)
+    assert isinstance(source, Source)
+    assert source.classes == ("Tulip", "daisy", "rose")
+    assert keys_of(source) == ["Tulip/a.jpg", "daisy/9.jpg", "rose/1.png", "rose/10.png", "rose/2.png"]
+    assert [source.label(index) for index in range(len(source))] == [0, 1, 2, 2, 2]
+
+
+def test_order_does_not_depend_on_that_of_the_file_system(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tree(*(f"{name}/{part}/{number}.png" for name in "ba" for part in "yx" for number in range(3)))
+    expected = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
+    forwards, backwards = os.scandir, lambda path: _Entries(reversed(list(forwards(path))))
+    monkeypatch.setattr(os, "scandir", backwards)
+    assert keys_of(FolderSource(root)) == expected
+
+
+class _Entries:
+    """What `os.scandir` gives: an iterator that can be closed."""
+
+    def __init__(self, entries: object) -> None:
+        self.entries = iter(entries)
+
+    def __iter__(self) -> _Entries:
+        return self
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self.entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("suffix", sorted(SUFFIXES))
+def test_every_suffix_counts_in_any_case(tree: Trees, suffix: str) -> None:
+    source = FolderSource(tree(f"a/lower{suffix}", f"a/upper{suffix.upper()}", f"a/title{suffix.title()}"))
+    assert len(source) == 3 and source.ignored == 0
+
+
+def test_the_suffixes_are_those_of_the_formats_that_decode() -> None:
+    assert {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"} == SUFFIXES
+
+
+def test_nested_folders_belong_to_their_class_folder(tree: Trees) -> None:
+    source = FolderSource(tree("a/x/y/1.png", "a/2.png", "a/b/3.png", "b/4.png"))
+    assert keys_of(source) == ["a/2.png", "a/b/3.png", "a/x/y/1.png", "b/4.png"]
+    assert [source.label(index) for index in range(4)] == [0, 0, 0, 1]
+
+
+def test_hidden_files_and_folders_are_left_out_uncounted(tree: Trees) -> None:
+    root = tree("a/1.png", "a/.2.png", "a/.thumbs/3.png", "a/.DS_Store", ".cache/4.png", "a/b/.hidden/5.txt")
+    source = FolderSource(root)
+    assert keys_of(source) == ["a/1.png"] and source.classes == ("a",) and source.ignored == 0
+
+
+def test_files_that_are_no_images_are_counted(tree: Trees) -> None:
+    source = FolderSource(tree("a/1.png", "a/notes.txt", "a/x/png", "b/2.png.bak", "b/3.png", "read.me"))
+    assert keys_of(source) == ["a/1.png", "b/3.png"]
+    assert source.ignored == 3
+
+
+def test_a_sample_is_the_file_read_when_asked_for(tree: Trees) -> None:
+    root = tree("a/1.png", "b/x/2.png")
+    source = FolderSource(root)
+    (root / "b/x/2.png").write_bytes(b"written later")
+    sample = source[1]
+    assert (sample.key, sample.image, sample.label) == ("b/x/2.png", b"written later", 1)
+
+
+def test_a_file_that_went_away_is_named(tree: Trees) -> None:
+    root = tree("a/1.png")
+    source = FolderSource(root)
+    shutil.rmtree(root / "a")
+    with pytest.raises(DataError, match=r"cannot read .*pictures/a/1\.png: No such file"):
+        source[0]
+
+
+def test_labels_index_the_classes_given(tree: Trees) -> None:
+    source = FolderSource(tree("rose/1.png", "daisy/2.png"), ("tulip", "rose", "lily", "daisy"))
+    assert source.classes == ("tulip", "rose", "lily", "daisy")
+    assert [(source.key(index), source.label(index)) for index in range(2)] == [("daisy/2.png", 3), ("rose/1.png", 1)]
+
+
+def test_folders_beyond_the_classes_given_are_named(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has classes that are not known: a, c; known are: b, d$"):
+        FolderSource(tree("a/1.png", "b/1.png", "c/1.png"), ("b", "d"))
+
+
+def test_a_class_folder_without_images_is_named_with_the_suffixes(tree: Trees) -> None:
+    root = tree("full/1.png", "bare/notes.txt")
+    with pytest.raises(DataError, match=r"class folder .*pictures/bare has no images \(\.bmp, .*\.webp\); add some"):
+        FolderSource(root)
+
+
+def test_a_folder_without_class_folders_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"pictures has no class folders; it needs one folder of images for each class"):
+        FolderSource(tree("1.png", ".hidden/2.png"))

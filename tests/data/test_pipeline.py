@@ -1,0 +1,266 @@
+"""Order, epochs, resuming, samples that cannot be decoded, and batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.data import pipeline
+from vitrail.data.pipeline import Batch, TrainingBatches, evaluation_batches
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import Source
+from vitrail.errors import DataError
+
+Sources = Callable[..., Source]
+
+FIELDS = ("images", "labels", "valid", "samples", "epochs")
+SMALL = Preprocess(image_size=(2, 3), channels=1)
+
+
+@pytest.fixture(scope="session")
+def numbered(memory_source: Sources) -> Callable[[int], Source]:
+    """A source of so many images, each filled with its own number, of the classes 0 to 3 in turn."""
+
+    def make(count: int) -> Source:
+        images = [np.full((2, 3, 1), index, np.uint8) for index in range(count)]
+        return memory_source(images, labels=[index % 4 for index in range(count)])
+
+    return make
+
+
+def training(source: Source, *, batch_size: int = 4, seed: int = 0, threads: int = 0) -> TrainingBatches:
+    return TrainingBatches(source, SMALL, batch_size=batch_size, seed=seed, threads=threads)
+
+
+def samples_of(batches: Iterator[Batch], count: int) -> list[int]:
+    """The next `count` samples; whole batches are taken."""
+    found: list[int] = []
+    while len(found) < count:
+        found += next(batches).samples.tolist()
+    return found[:count]
+
+
+def assert_same(left: list[Batch], right: list[Batch]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in FIELDS)
+        assert one.skipped == other.skipped
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 2, 7])
+def test_threads_have_no_say_in_the_order(numbered: Callable[[int], Source], threads: int, batch_size: int) -> None:
+    source = numbered(23)
+    steps = 50 // batch_size
+    expected = list(islice(training(source, batch_size=batch_size), steps))
+    assert_same(list(islice(training(source, batch_size=batch_size, threads=threads), steps)), expected)
+
+
+@settings(max_examples=6)
+@given(count=st.integers(1, 25), batch_size=st.integers(1, 30), seed=st.integers(0, 2**32 - 1))
+def test_batch_size_has_no_say_in_the_order(
+    numbered: Callable[[int], Source], count: int, batch_size: int, seed: int
+) -> None:
+    source = numbered(count)
+    expected = samples_of(training(source, batch_size=5, seed=seed), 40)
+    assert samples_of(training(source, batch_size=batch_size, seed=seed), 40) == expected
+
+
+@settings(max_examples=8)
+@given(count=st.integers(2, 40), seed=st.integers(0, 2**32 - 1))
+def test_every_epoch_is_a_permutation(numbered: Callable[[int], Source], count: int, seed: int) -> None:
+    batches = training(numbered(count), batch_size=count, seed=seed)
+    for epoch, batch in enumerate(islice(batches, 2)):
+        assert sorted(batch.samples.tolist()) == list(range(count))
+        assert batch.epochs.tolist() == [epoch] * count
+
+
+def test_epochs_and_seeds_have_orders_of_their_own(numbered: Callable[[int], Source]) -> None:
+    source = numbered(16)
+    orders = {
+        tuple(batch.samples.tolist())
+        for seed in range(4)
+        for batch in islice(training(source, batch_size=16, seed=seed), 4)
+    }
+    assert len(orders) == 16
+    assert tuple(range(16)) not in orders
+
+
+def test_orders_are_mixed_well(numbered: Callable[[int], Source]) -> None:
+    orders = np.array([batch.samples.tolist() for batch in islice(training(numbered(20), batch_size=20), 40)])
+    assert np.abs(orders.mean(0) - 9.5).max() < 4.5 * np.sqrt((20**2 - 1) / 12 / 40)
+    follows = (np.diff(orders, axis=1) == 1).mean()
+    assert abs(follows - 1 / 20) < 0.04
+
+
+def test_epochs_are_right_where_a_batch_straddles_their_end(numbered: Callable[[int], Source]) -> None:
+    batches = list(islice(training(numbered(10), batch_size=4), 6))
+    assert [batch.epochs.tolist() for batch in batches] == [
+        [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [2, 2, 2, 2],
+    ]  # fmt: skip
+    samples = torch.cat([batch.samples for batch in batches])
+    assert sorted(samples[:10].tolist()) == sorted(samples[10:20].tolist()) == list(range(10))
+
+
+def test_a_batch_may_be_larger_than_an_epoch(numbered: Callable[[int], Source]) -> None:
+    batch = next(training(numbered(3), batch_size=8))
+    assert batch.epochs.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert sorted(batch.samples[:3].tolist()) == sorted(batch.samples[3:6].tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_every_part_of_a_batch_belongs_to_its_sample(numbered: Callable[[int], Source], threads: int) -> None:
+    batch = next(training(numbered(30), batch_size=16, threads=threads))
+    assert len(batch) == 16 and batch.images.dtype == torch.uint8 and batch.images.shape == (16, 1, 2, 3)
+    assert torch.equal(batch.images, batch.samples.to(torch.uint8)[:, None, None, None].expand(-1, 1, 2, 3))
+    assert torch.equal(batch.labels, batch.samples % 4)
+    assert batch.valid.all() and batch.skipped == ()
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("taken", [0, 1, 3, 5, 10], ids=lambda taken: f"after {taken}")
+def test_resuming_goes_on_after_the_batch(numbered: Callable[[int], Source], threads: int, taken: int) -> None:
+    """20 samples in batches of 4: five batches are exactly one epoch, ten are two."""
+    source = numbered(20)
+    whole = training(source, threads=threads)
+    list(islice(whole, taken))
+    state = json.loads(json.dumps(whole.state()))
+    expected = list(islice(whole, 7))
+    resumed = training(source, threads=threads)
+    resumed.restore(state)
+    assert_same(list(islice(resumed, 7)), expected)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_resuming_twice_equals_going_on(numbered: Callable[[int], Source], threads: int) -> None:
+    source = numbered(10)
+    expected = list(islice(training(source), 12))
+    found: list[Batch] = []
+    state = None
+    for steps in (2, 3, 7):
+        batches = training(source, threads=threads)
+        if state is not None:
+            batches.restore(state)
+        found += islice(batches, steps)
+        state = json.loads(json.dumps(batches.state()))
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_one_iterator_can_be_taken_back_to_a_state_again_and_again(
+    numbered: Callable[[int], Source], threads: int
+) -> None:
+    batches = training(numbered(10), threads=threads)
+    next(batches)
+    state = batches.state()
+    copies = []
+    for _ in range(3):
+        copies.append(list(islice(batches, 4)))
+        batches.restore(state)
+    assert_same(copies[0], copies[1])
+    assert_same(copies[0], copies[2])
+
+
+def test_resuming_may_change_the_number_of_threads(numbered: Callable[[int], Source]) -> None:
+    source = numbered(10)
+    before = training(source, threads=8)
+    list(islice(before, 3))
+    state = before.state()
+    expected = list(islice(before, 4))
+    for threads in (0, 1, 2):
+        resumed = training(source, threads=threads)
+        resumed.restore(state)
+        assert_same(list(islice(resumed, 4)), expected)
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_the_state_is_plain_json_and_counts_what_was_taken(numbered: Callable[[int], Source], threads: int) -> None:
+    batches = training(numbered(10), threads=threads)
+    states = [batches.state()]
+    for batch in islice(batches, 3):
+        assert len(batch) == 4
+        states.append(batches.state())
+    assert [json.loads(json.dumps(state)) for state in states] == states
+    assert all(before != after for before, after in pairwise(states))
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_sample_that_cannot_be_decoded_keeps_its_place(
+    memory_source: Sources, encode: Callable[..., bytes], threads: int
+) -> None:
+    white = encode(np.full((5, 5), 255, np.uint8), "PNG")
+    images = [white, b"", white, b"<html>", white, white[: len(white) // 2]]
+    broken = memory_source(images, labels=[0, 1, 2, 3, 0, 1], keys=[f"{name}.png" for name in "abcdef"])
+    whole = memory_source([white] * 6, labels=broken.labels, keys=broken.keys)
+    for batch, expected in zip(islice(training(broken, threads=threads), 6), training(whole), strict=False):
+        assert torch.equal(batch.samples, expected.samples) and torch.equal(batch.labels, expected.labels)
+        assert torch.equal(batch.epochs, expected.epochs)
+        assert batch.valid.tolist() == [sample in (0, 2, 4) for sample in batch.samples.tolist()]
+        assert (batch.images[batch.valid] == 255).all() and (batch.images[~batch.valid] == 0).all()
+        assert [skipped.key for skipped in batch.skipped] == [broken.keys[i] for i in batch.samples[~batch.valid]]
+    reasons = {s.key: s.reason for batch in evaluation_batches(broken, SMALL, batch_size=4) for s in batch.skipped}
+    assert reasons.keys() == {"b.png", "d.png", "f.png"}
+    assert reasons["b.png"] == "is empty (0 bytes)" and reasons["d.png"].startswith("is not an image in a format of")
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_other_errors_of_a_source_are_not_swallowed(memory_source: Sources, threads: int) -> None:
+    class Unreadable(memory_source):
+        def __getitem__(self, index: int) -> None:
+            raise DataError(f"cannot read sample {index}")
+
+    with pytest.raises(DataError, match="cannot read sample"):
+        next(training(Unreadable(labels=[0, 1]), threads=threads))
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 8, None])
+@pytest.mark.parametrize(("count", "sizes"), [(10, [4, 4, 2]), (8, [4, 4]), (3, [3]), (1, [1])])
+def test_evaluation_sees_every_sample_once_in_order(
+    numbered: Callable[[int], Source], threads: int | None, count: int, sizes: list[int]
+) -> None:
+    batches = list(evaluation_batches(numbered(count), SMALL, batch_size=4, threads=threads))
+    assert [len(batch) for batch in batches] == sizes
+    assert torch.cat([batch.samples for batch in batches]).tolist() == list(range(count))
+    assert torch.cat([batch.images[:, 0, 0, 0] for batch in batches]).tolist() == list(range(count))
+    assert not torch.cat([batch.epochs for batch in batches]).any()
+
+
+def test_evaluation_marks_samples_without_a_label(memory_source: Sources) -> None:
+    source = memory_source([np.zeros((2, 2), np.uint8)[..., None]] * 3, labels=[2, None, 0])
+    (batch,) = evaluation_batches(source, SMALL, batch_size=8, threads=0)
+    assert batch.labels.tolist() == [2, -1, 0] and batch.labels.dtype == torch.int64
+    assert batch.valid.all()
+
+
+@given(size=st.integers(1, 20), count=st.integers(1, 25))
+def test_chunks_are_nearly_equal_parts_in_order(numbered: Callable[[int], Source], size: int, count: int) -> None:
+    (batch,) = evaluation_batches(numbered(size), SMALL, batch_size=size, threads=0)
+    chunks = batch.chunks(count)
+    sizes = [len(chunk) for chunk in chunks]
+    assert len(chunks) == min(count, size) and sum(sizes) == size
+    assert max(sizes) - min(sizes) <= 1
+    for name in FIELDS:
+        assert torch.equal(torch.cat([getattr(chunk, name) for chunk in chunks]), getattr(batch, name))
+
+
+def test_a_batch_moves_to_a_device_whole(memory_source: Sources) -> None:
+    source = memory_source([b"", np.ones((2, 3, 1), np.uint8)], labels=[1, 0])
+    (batch,) = evaluation_batches(source, SMALL, batch_size=2, threads=0)
+    moved = batch.to(torch.device("meta"))
+    assert all(getattr(moved, name).device.type == "meta" for name in FIELDS)
+    assert all(getattr(moved, name).shape == getattr(batch, name).shape for name in FIELDS)
+    assert moved.skipped == batch.skipped and len(moved.skipped) == 1
+    assert batch.images.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (16, 16), (64, 16), (None, 1)])
+def test_threads_are_one_a_core_up_to_16(monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int) -> None:
+    monkeypatch.setattr(pipeline.os, "cpu_count", lambda: cores)
+    assert pipeline.default_threads() == threads

@@ -1,0 +1,136 @@
+"""Subsets, fingerprints, and the cut of a held-out part by a hash of keys."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.source import Sample, Source, Subset, cut, fingerprint
+
+Sources = Callable[..., Source]
+
+labelled_keys = st.lists(
+    st.tuples(st.text(max_size=6), st.sampled_from([0, 1, 2, None])), max_size=40, unique_by=lambda pair: pair[0]
+)
+shares = st.floats(0, 1)
+
+
+def keys_of(source: Source) -> list[str]:
+    return [source.key(index) for index in range(len(source))]
+
+
+@given(pairs=labelled_keys, share=shares)
+def test_cut_is_disjoint_complete_and_in_order(
+    memory_source: Sources, pairs: list[tuple[str, int | None]], share: float
+) -> None:
+    source = memory_source(keys=[key for key, _ in pairs], labels=[label for _, label in pairs])
+    rest, held_out = cut(source, share)
+    assert sorted([*rest.indices, *held_out.indices]) == list(range(len(pairs)))
+    assert list(rest.indices) == sorted(rest.indices) and list(held_out.indices) == sorted(held_out.indices)
+
+
+@given(pairs=labelled_keys, share=shares)
+def test_cut_leaves_classes_of_two_or_more_on_either_side(
+    memory_source: Sources, pairs: list[tuple[str, int | None]], share: float
+) -> None:
+    source = memory_source(keys=[key for key, _ in pairs], labels=[label for _, label in pairs])
+    sides = [{part.label(index) for index in range(len(part))} for part in cut(source, share)]
+    for label, count in Counter(label for _, label in pairs).items():
+        if count >= 2:
+            assert label in sides[0] and label in sides[1]
+
+
+@given(pairs=labelled_keys, share=shares, random=st.randoms(use_true_random=False))
+def test_cut_does_not_depend_on_the_order(
+    memory_source: Sources, pairs: list[tuple[str, int | None]], share: float, random: object
+) -> None:
+    shuffled = list(pairs)
+    random.shuffle(shuffled)
+    parts = [
+        {frozenset(keys_of(part)) for part in cut(memory_source(keys=list(keys), labels=list(labels)), share)}
+        for keys, labels in (zip(*order, strict=True) for order in (pairs, shuffled) if order)
+    ]
+    assert not pairs or parts[0] == parts[1]
+
+
+def test_cut_of_a_large_class_moves_nothing_when_samples_are_added(memory_source: Sources) -> None:
+    old = [f"rose/{number}.jpg" for number in range(400)]
+    new = [f"rose/new {number}.jpg" for number in range(100)]
+    _, before = cut(memory_source(keys=old, labels=[0] * 400), 0.2)
+    _, after = cut(memory_source(keys=[*new, *old], labels=[0] * 500), 0.2)
+    assert set(keys_of(after)) & set(old) == set(keys_of(before))
+    assert set(keys_of(after)) & set(new)
+
+
+def test_cut_of_a_class_does_not_depend_on_other_classes(memory_source: Sources) -> None:
+    roses = [f"rose/{number}.jpg" for number in range(7)]
+    daisies = [f"daisy/{number}.jpg" for number in range(50)]
+    _, alone = cut(memory_source(keys=roses, labels=[0] * 7), 0.3)
+    _, among = cut(memory_source(keys=[*daisies, *roses], labels=[1] * 50 + [0] * 7), 0.3)
+    assert set(keys_of(among)) & set(roses) == set(keys_of(alone))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9])
+def test_cut_takes_about_the_share(memory_source: Sources, share: float) -> None:
+    count = 5000
+    _, held_out = cut(memory_source(labels=[0] * count), share)
+    assert abs(len(held_out) - share * count) < 4 * np.sqrt(count * share * (1 - share))
+
+
+def test_cut_with_a_larger_share_keeps_what_a_smaller_one_took(memory_source: Sources) -> None:
+    source = memory_source(labels=[0, 1] * 200)
+    smaller, larger = (set(cut(source, share)[1].indices) for share in (0.1, 0.3))
+    assert smaller < larger
+
+
+def test_cut_is_the_same_on_every_machine_and_in_every_version(memory_source: Sources) -> None:
+    _, held_out = cut(memory_source(labels=[0] * 100), 0.1)
+    places = [int.from_bytes(hashlib.blake2b(str(n).encode(), digest_size=8).digest(), "big") for n in range(100)]
+    assert list(held_out.indices) == [number for number, place in enumerate(places) if place < 2**64 // 10]
+    assert list(held_out.indices) == [18, 29, 47, 55, 66, 71, 72, 90, 99]
+
+
+def test_subset_gives_the_chosen_samples_in_the_order_given(memory_source: Sources) -> None:
+    images = [np.full((1, 1, 1), value, np.uint8) for value in range(4)]
+    source = memory_source(images, labels=[3, 2, None, 0], keys=["k0", "k1", "k2", "k3"])
+    subset = Subset(source, [2, 0])
+    assert len(subset) == 2 and subset.classes == source.classes
+    assert isinstance(subset, Source)
+    assert subset[0] == Sample("k2", images[2], None) and subset[1] == Sample("k0", images[0], 3)
+    assert keys_of(subset) == ["k2", "k0"] and [subset.label(0), subset.label(1)] == [None, 3]
+
+
+def test_fingerprint_tells_keys_labels_and_order_apart(memory_source: Sources) -> None:
+    variants = [
+        memory_source(keys=keys, labels=labels)
+        for keys, labels in [
+            (["x", "y"], [0, 1]), (["y", "x"], [1, 0]), (["x", "z"], [0, 1]), (["x", "y"], [0, 0]),
+            (["x", "y"], [0, None]), (["x"], [0]), ([], []),
+        ]
+    ]  # fmt: skip
+    assert len({fingerprint(source) for source in variants}) == len(variants)
+
+
+def test_fingerprint_reads_no_image_and_is_the_same_for_equal_sources(memory_source: Sources) -> None:
+    sources = [memory_source(labels=[0, 1]), memory_source([b"", b""], labels=[0, 1])]
+    expected = hashlib.sha256(b"0\0" + b"0\n" + b"1\0" + b"1\n").hexdigest()
+    assert [fingerprint(source) for source in sources] == [expected, expected]
+    assert fingerprint(Subset(memory_source(labels=[3, 0, 1], keys=["n", "0", "1"]), [1, 2])) == expected
+
+
+def test_the_only_image_of_a_class_is_learned_from(memory_source: Callable[..., Source]) -> None:
+    source = memory_source(labels=list(range(20)), classes=tuple(map(str, range(20))))
+    rest, held_out = cut(source, 0.9)
+    assert (len(rest), len(held_out)) == (20, 0)
+
+
+def test_names_that_are_not_text_can_be_hashed(memory_source: Callable[..., Source]) -> None:
+    source = memory_source(labels=[0, 0, 0], keys=["a/\udcff.png", "a/1.png", "a/2.png"])
+    rest, held_out = cut(source, 0.5)
+    assert len(rest) + len(held_out) == 3 and len(fingerprint(source)) == 64

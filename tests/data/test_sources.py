@@ -1,0 +1,254 @@
+"""What users type, opened: names, folders with and without splits, and the cut where validation is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitrail.data.source import Source
+from vitrail.data.sources import Splits, fashion_mnist, open_data
+from vitrail.errors import DataError
+
+Trees = Callable[..., Path]
+
+
+def keys_of(source: Source | None) -> list[str]:
+    assert source is not None
+    return [source.key(index) for index in range(len(source))]
+
+
+def names_of(source: Source | None) -> list[str]:
+    """The class name of each sample."""
+    assert source is not None
+    return [source.classes[source.label(index)] for index in range(len(source))]
+
+
+def many(*folders: str, count: int = 40) -> list[str]:
+    return [f"{folder}/{number:03}.png" for folder in folders for number in range(count)]
+
+
+def test_class_folders_are_cut_and_the_cut_is_stated(tree: Trees) -> None:
+    root = tree(*many("a", "b", count=600))
+    splits = open_data(str(root), validation_share=0.25)
+    held_out = len(splits.validation)
+    assert splits.classes == ("a", "b") and splits.test is None
+    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b", count=600)
+    assert 230 < held_out < 370
+    assert splits.notes == (
+        f"data {str(root)!r} has no validation split: {held_out} of its 1,200 training images were cut for it "
+        "(by a hash of their names, 25%)",
+    )
+
+
+def test_the_cut_is_the_same_wherever_the_folder_lies(tree: Trees) -> None:
+    here, there = (
+        open_data(str(tree(*many("a", "b"), name=name)), validation_share=0.2) for name in ("here", "other place")
+    )
+    assert keys_of(here.validation) == keys_of(there.validation)
+
+
+def test_a_share_of_0_leaves_no_validation_split(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0)
+    assert splits.validation is None and splits.test is None and splits.held_out is None and splits.notes == ()
+    assert keys_of(splits.train) == many("a", "b")
+
+
+@pytest.mark.parametrize("validation", ["val", "validation", "valid", "VAL", "Validation"])
+@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Train", "TEST")])
+def test_split_folders_are_found_in_any_case(tree: Trees, train: str, validation: str, test: str) -> None:
+    root = tree(f"{train}/a/1.png", f"{train}/b/2.png", f"{validation}/a/3.png", f"{test}/b/4.png", f"{test}/a/5.png")
+    splits = open_data(str(root), validation_share=0.5)
+    assert keys_of(splits.train) == ["a/1.png", "b/2.png"]
+    assert keys_of(splits.validation) == ["a/3.png"]
+    assert keys_of(splits.test) == ["a/5.png", "b/4.png"]
+    assert splits.notes == () and splits.classes == ("a", "b")
+    assert splits.held_out == ("test", splits.test)
+
+
+def test_without_a_test_split_validation_measures(tree: Trees) -> None:
+    splits = open_data(str(tree("train/a/1.png", "train/b/2.png", "val/a/3.png")), validation_share=0.5)
+    assert splits.held_out == ("validation", splits.validation)
+
+
+def test_validation_is_cut_from_train_when_only_test_is_there(tree: Trees) -> None:
+    root = tree(*many("train/a", "train/b"), "test/a/1.png")
+    splits = open_data(str(root), validation_share=0.5)
+    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b")
+    assert keys_of(splits.test) == ["a/1.png"]
+    assert len(splits.notes) == 1 and "were cut for it" in splits.notes[0]
+
+
+def test_other_splits_are_indexed_by_the_training_classes(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png", "val/b/1.png", "test/c/1.png")
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.validation.classes == splits.test.classes == ("a", "b", "c")
+    assert [splits.validation.label(0), splits.validation.label(1), splits.test.label(0)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_a_class_that_training_lacks_is_named(tree: Trees, split: str) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", f"{split}/a/1.png", f"{split}/weed/1.png")
+    with pytest.raises(DataError, match=rf"{split} has classes that are not known: weed; known are: a, b$"):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_two_validation_folders_are_ambiguous(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "valid/a/1.png", "val/a/1.png")
+    with pytest.raises(DataError, match=r"pictures has val and valid: which is the validation split\?$"):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_splits_without_train_are_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"pictures has test, val but no train/ to learn from$"):
+        open_data(str(tree("val/a/1.png", "test/a/1.png")), validation_share=0.0)
+
+
+def test_folders_beside_the_splits_are_left_out_and_noted(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "val/a/1.png", "extra/a/1.png", "docs/1.txt", ".git/a/1.png")
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.notes == (f"{root}: docs, extra left out, being none of train/, val/, test/",)
+    assert len(splits.train) == 2
+
+
+def test_ignored_files_are_noted_for_each_split(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/b/x.txt", "train/b/y.csv", "val/a/1.png", "test/a/1.png")
+    (root / "test/a/notes.md").touch()
+    splits = open_data(str(root), validation_share=0.0)
+    ending = "files left out, whose suffixes are not those of images"
+    assert splits.notes == (f"{root / 'train'}: 2 {ending}", f"{root / 'test'}: 1 {ending}")
+
+
+def test_ignored_files_are_noted_before_the_cut(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"), "b/readme.txt")), validation_share=0.1)
+    assert len(splits.notes) == 2 and "1 files left out" in splits.notes[0] and "were cut" in splits.notes[1]
+
+
+def test_an_empty_folder_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"pictures is empty: it has no class folders, and no train/, val/ or test/"):
+        open_data(str(tree(".hidden/a/1.png")), validation_share=0.1)
+
+
+def test_an_empty_split_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"train has no class folders; it needs one folder of images for each class"):
+        open_data(str(tree("train/", "val/a/1.png")), validation_share=0.1)
+
+
+def test_one_class_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has one class, 'rose'; telling classes apart needs two or more"):
+        open_data(str(tree(*many("rose"))), validation_share=0.1)
+
+
+def test_a_class_without_images_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"class folder .*/bare has no images .*; add some or remove it"):
+        open_data(str(tree("full/1.png", "bare/")), validation_share=0.1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        ("bundeld", ", and no data set of that name (nearest: bundled)"),
+        ("Fashion-MNIST", ", and no data set of that name (nearest: fashion-mnist)"),
+        ("zzz", ", and no data set of that name (choices: bundled, fashion-mnist)"),
+        ("flowers/bundeld", ""),
+        ("./bundeld", ""),
+    ],
+)
+def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        open_data(spec, validation_share=0.1)
+    assert str(caught.value) == f"data {spec!r} does not exist: there is no such folder{hint}"
+
+
+def test_a_path_that_is_a_file_is_refused(tree: Trees) -> None:
+    path = tree("rose.png") / "rose.png"
+    with pytest.raises(DataError, match=r"rose\.png' is a file; it must be a folder of class folders, or one of "):
+        open_data(str(path), validation_share=0.1)
+
+
+def test_a_tilde_is_the_home_folder(tree: Trees, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree("a/1.png", "b/1.png")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_data("~/pictures", validation_share=0.0).classes == ("a", "b")
+
+
+def test_a_models_classes_index_the_folders(tree: Trees) -> None:
+    splits = open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily", "daisy"))
+    assert splits.classes == ("rose", "lily", "daisy")
+    assert names_of(splits.train) == ["daisy", "rose"]
+
+
+def test_folders_that_a_model_does_not_know_are_named(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"not known: daisy; known are: rose, lily$"):
+        open_data(str(tree("rose/1.png", "daisy/1.png")), validation_share=0.0, classes=("rose", "lily"))
+
+
+def test_idx_folders_have_splits_and_numbered_classes(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 2, 1, 1], val=[0, 0], t10k=[1])
+    splits = open_data(str(root), validation_share=0.5)
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (4, 2, 1)
+    assert splits.classes == splits.validation.classes == splits.test.classes == ("0", "1", "2")
+    assert splits.notes == ()
+
+
+def test_idx_folders_without_validation_are_cut(idx_folder: Callable[..., Path]) -> None:
+    splits = open_data(str(idx_folder(train=[0, 1] * 50)), validation_share=0.2)
+    assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == sorted(map(str, range(100)))
+    assert f"{len(splits.validation)} of its 100 training images" in splits.notes[0] and "20%" in splits.notes[0]
+
+
+def test_a_label_that_training_lacks_is_named(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 1, 1], t10k=[0, 2])
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte has the label 2; the 2 classes are numbered from 0"):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_idx_folders_take_a_models_classes(idx_folder: Callable[..., Path]) -> None:
+    root = idx_folder(train=[0, 1, 1])
+    assert open_data(str(root), validation_share=0.0, classes=("x", "y", "z")).classes == ("x", "y", "z")
+    with pytest.raises(DataError, match=r"has the label 1; the 1 classes"):
+        open_data(str(root), validation_share=0.0, classes=("x",))
+
+
+def test_bundled_is_ten_classes_and_is_cut() -> None:
+    splits = open_data("bundled", validation_share=0.1)
+    assert splits.classes == fashion_mnist.CLASSES and len(splits.test) == 2000
+    assert len(splits.train) + len(splits.validation) == 10_000 and 880 < len(splits.validation) < 1120
+    assert splits.notes[0].startswith(f"data 'bundled' has no validation split: {len(splits.validation):,} of its 10,")
+    assert set(np.unique(names_of(splits.validation))) == set(fashion_mnist.CLASSES)
+    assert open_data("bundled", validation_share=0.0, classes=fashion_mnist.CLASSES).classes == fashion_mnist.CLASSES
+
+
+def test_bundled_for_a_model_of_other_classes_is_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        open_data("bundled", validation_share=0.0, classes=("cat", "dog"))
+    expected = f"the classes of data 'bundled', {', '.join(fashion_mnist.CLASSES)}, are not the model's: cat, dog"
+    assert re.sub(r"\s+", " ", str(caught.value)) == expected
+
+
+def test_fashion_mnist_is_opened_where_it_is_located(
+    idx_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = idx_folder(train=[0, 9, 3], t10k=[5])
+    monkeypatch.setattr(fashion_mnist, "locate", lambda: root)
+    splits = open_data("fashion-mnist", validation_share=0.0)
+    assert isinstance(splits, Splits) and splits.classes == fashion_mnist.CLASSES
+    assert names_of(splits.train) == ["T-shirt/top", "Ankle boot", "Dress"] and names_of(splits.test) == ["Sandal"]
+
+
+def test_split_folders_that_differ_in_case_alone_are_ambiguous(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "val/a/1.png", "VAL/b/1.png")
+    with pytest.raises(DataError, match="has VAL and val: which is the validation split"):
+        open_data(str(root), validation_share=0.1)
+
+
+def test_a_class_whose_name_cannot_be_written_down_is_refused(tree: Trees) -> None:
+    root = tree("a/1.png", "b\udcff/1.png")
+    with pytest.raises(DataError, match="names cannot be written down"):
+        open_data(str(root), validation_share=0.1)

@@ -1,0 +1,112 @@
+"""Small networks whose every weight matters, golden outputs of other implementations, and random configs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vitrail.models.vit import VisionTransformer, ViTConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Networks this small wait longer for a second thread than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What another implementation computed: its tensors by their names, the images, and the logits."""
+
+    tensors: dict[str, Tensor]
+    images: Tensor
+    logits: Tensor
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Golden]:
+    """Reads a golden file by name and draws the tensors and images that it was computed with."""
+    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
+    assert spec is not None and spec.loader is not None
+    weights = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(weights)
+
+    def read(name: str) -> Golden:
+        content = json.loads((GOLDEN / f"{name}.json").read_text())
+        return Golden(
+            {key: torch.from_numpy(weights.tensor(key, tuple(shape))) for key, shape in content["tensors"].items()},
+            torch.from_numpy(weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))),
+            torch.tensor(content["logits"]),
+        )
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def small() -> Callable[..., ViTConfig]:
+    """Makes configs of a network for images of 12 x 10 in patches of 4 x 5; fields can be replaced."""
+
+    def make(**fields: Any) -> ViTConfig:
+        defaults = {
+            "image_size": (12, 10), "patch_size": (4, 5), "channels": 3, "width": 12, "depth": 3, "heads": 3,
+            "mlp_width": 20, "num_classes": 5,
+        }  # fmt: skip
+        return ViTConfig(**{**defaults, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def randomised() -> Callable[[ViTConfig], VisionTransformer]:
+    """Makes networks in evaluation mode with no weight at zero or one, so that none can be left out unseen."""
+
+    def make(config: ViTConfig) -> VisionTransformer:
+        network = VisionTransformer(config).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                parameter.copy_(centre + 0.4 * torch.randn(parameter.shape, generator=generator))
+        return network
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def configs() -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of valid configs of small networks of every kind."""
+
+    @st.composite
+    def draw_fields(draw: st.DrawFn) -> dict[str, Any]:
+        patch = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+        grid = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+        heads = draw(st.integers(1, 4))
+        return {
+            "image_size": (patch[0] * grid[0], patch[1] * grid[1]),
+            "patch_size": patch,
+            "channels": draw(st.integers(1, 4)),
+            "width": heads * draw(st.integers(1, 6)),
+            "depth": draw(st.integers(1, 3)),
+            "heads": heads,
+            "mlp_width": draw(st.integers(1, 20)),
+            "num_classes": draw(st.integers(0, 7)),
+            "pool": draw(st.sampled_from(["cls", "gap"])),
+            "head_hidden": draw(st.integers(0, 9)),
+            "activation": draw(st.sampled_from(["gelu", "gelu-tanh"])),
+        }
+
+    return draw_fields()

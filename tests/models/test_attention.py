@@ -1,0 +1,111 @@
+"""Self-attention against a version written by hand, torch's own layer, and the fused kernel."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.models.attention import SelfAttention, attend
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Equations 6 and 7, for one query at a time."""
+    result = torch.empty_like(q)
+    for image in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            for query in range(q.shape[2]):
+                scores = (k[image, head] * q[image, head, query]).sum(1) / math.sqrt(q.shape[3])
+                weights = torch.exp(scores - scores.max())
+                result[image, head, query] = ((weights / weights.sum())[:, None] * v[image, head]).sum(0)
+    return result
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3))
+    return q, k, v
+
+
+def with_gradients(function: object, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """The output of a function of the tensors, and the gradients of a fixed weighting of it."""
+    assert callable(function)
+    result = function(*tensors)
+    weighting = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result.dtype)
+    return [result.detach(), *torch.autograd.grad((result * weighting).sum(), tensors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attend_follows_equations_6_and_7(dtype: torch.dtype) -> None:
+    q, k, v = (tensor.detach() for tensor in inputs(2, 3, 7, 5, dtype=dtype))
+    torch.testing.assert_close(attend(q, k, v), by_hand(q, k, v), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 17, 8), (2, 4, 50, 32), (1, 2, 197, 64)])
+def test_bfloat16_on_the_cpu_equals_the_fused_kernel(shape: tuple[int, ...]) -> None:
+    ours = with_gradients(attend, inputs(*shape, dtype=torch.bfloat16))
+    fused = with_gradients(F.scaled_dot_product_attention, inputs(*shape, dtype=torch.bfloat16))
+    exact = with_gradients(F.scaled_dot_product_attention, tuple(t.detach().float().requires_grad_() for t in inputs(
+        *shape, dtype=torch.bfloat16)))  # fmt: skip
+    for mine, theirs, true in zip(ours, fused, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        scale = true.square().mean().sqrt().clamp_min(1e-3)
+        assert (mine.float() - theirs.float()).square().mean().sqrt() < 0.01 * scale
+        assert (mine.float() - true).square().mean().sqrt() < 0.01 * scale
+        assert (mine.float() - true).abs().max() < 0.1 * scale
+
+
+def test_bfloat16_survives_large_scores() -> None:
+    q, k, v = (tensor.detach() for tensor in inputs(1, 1, 9, 16, dtype=torch.bfloat16))
+    result = attend(q * 300, k * 300, v)
+    assert result.isfinite().all()
+    chosen = ((q.float() @ k.float().transpose(-1, -2)) * 300).argmax(-1)
+    torch.testing.assert_close(result[0, 0], v[0, 0][chosen[0, 0]], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 12])
+def test_self_attention_equals_torchs(heads: int) -> None:
+    torch.manual_seed(0)
+    ours, theirs = SelfAttention(12, heads), nn.MultiheadAttention(12, heads, batch_first=True)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_()
+        theirs.in_proj_weight.copy_(ours.qkv.weight)
+        theirs.in_proj_bias.copy_(ours.qkv.bias)
+        theirs.out_proj.weight.copy_(ours.out.weight)
+        theirs.out_proj.bias.copy_(ours.out.bias)
+    tokens = torch.randn(2, 5, 12)
+    expected, _ = theirs(tokens, tokens, tokens, need_weights=False)
+    torch.testing.assert_close(ours(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_in_another_order_give_outputs_in_that_order() -> None:
+    torch.manual_seed(0)
+    layer, tokens, order = SelfAttention(12, 3), torch.randn(2, 9, 12), torch.randperm(9)
+    torch.testing.assert_close(layer(tokens[:, order]), layer(tokens)[:, order], atol=1e-6, rtol=1e-6)
+
+
+def test_images_of_a_batch_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    layer, tokens = SelfAttention(12, 3), torch.randn(2, 9, 12)
+    other = torch.cat([tokens[:1], torch.randn(1, 9, 12)])
+    torch.testing.assert_close(layer(tokens)[0], layer(other)[0], atol=1e-6, rtol=1e-6)
+
+
+def test_autocast_to_bfloat16_stays_close() -> None:
+    torch.manual_seed(0)
+    layer, tokens = SelfAttention(12, 3), torch.randn(2, 9, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = layer(tokens)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.float(), layer(tokens), atol=0.02, rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_attend_on_the_gpu() -> None:
+    q, k, v = (tensor.detach() for tensor in inputs(2, 3, 17, 8))
+    torch.testing.assert_close(attend(q.cuda(), k.cuda(), v.cuda()).cpu(), by_hand(q, k, v), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,60 @@
+"""Every recipe says what it is, and trains."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitrail.plain import from_plain
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
+from vitrail.training.journal import read_journal
+from vitrail.training.run import train
+from vitrail.weights.bundle import load
+
+COMMANDS = {
+    "demo": "vitrail train",
+    "fashion-mnist": "vitrail train fashion-mnist",
+    "folder": "vitrail train --data DIR",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_docstring_states_the_command(name: str) -> None:
+    text = inspect.getdoc(RECIPES[name]) or ""
+    assert f"Command: `{COMMANDS[name]}`" in text
+    assert text.splitlines()[0].endswith(".") and len(text.splitlines()) > 2
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_names_agree(name: str) -> None:
+    assert RECIPES[name].__name__ == name.replace("-", "_")
+    assert RECIPES[name]().name in (name, "")
+    assert RECIPES[name]() == RECIPES[name](), "a recipe is the same every time"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_network_is_built_and_takes_two_steps(
+    name: str, tiny: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path
+) -> None:
+    data = str(colour_folder) if name == "folder" else tiny().data
+    config = RECIPES[name]().override(
+        data=data, run=str(tmp_path / "recipe"), steps=2, batch_size=6, device="cpu", threads=2, evaluations=1,
+        checkpoints=1,
+    )  # fmt: skip
+    result = train(config)
+    events = read_journal(result.folder / "journal.jsonl")
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
+    network = load(result.folder).network
+    assert network.config == config.model.resolve(
+        num_classes=len(result.bundle.classes), image_size=config.images.image_size, channels=config.images.channels
+    )
+    assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
+    assert network.head is not None and network.head.weight.abs().sum() > 0, "the head began at 0"
+    record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
+    assert from_plain(TrainConfig, record["config"]) == config

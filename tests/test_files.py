@@ -1,0 +1,235 @@
+"""Files that a reader finds whole or not at all, with real faults: exceptions, full files, names that are taken."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.errors import SaveError
+from vitrail.files import replacing_folder, saving, sha256, write_json
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file below a folder with its text."""
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+def write(folder: Path, **files: str) -> None:
+    with replacing_folder("the test", folder) as partial:
+        for name, text in files.items():
+            (partial / name).write_text(text)
+
+
+def test_a_folder_appears_with_all_its_files(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "deep"
+    with replacing_folder("the test", target) as partial:
+        assert partial.is_dir() and not any(partial.iterdir()) and partial != target
+        (partial / "inner").mkdir()
+        (partial / "inner" / "b").write_text("B")
+        (partial / "a").write_text("A")
+        assert not target.exists()
+        identity = partial.stat().st_ino
+    assert content(target) == {"a": "A", "inner/b": "B"}
+    assert target.stat().st_ino == identity  # renamed in one step, not copied
+    assert [entry.name for entry in target.parent.iterdir()] == ["deep"]
+
+
+def test_a_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    write(target, old="1", both="1")
+    write(target, both="2", new="2")
+    assert content(target) == {"both": "2", "new": "2"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_exception_leaves_the_old_folder(tmp_path: Path, error: type[BaseException]) -> None:
+    target = tmp_path / "model"
+    write(target, a="1")
+    with pytest.raises(error, match="stop"), replacing_folder("the test", target) as partial:
+        (partial / "a").write_text("2")
+        raise error("stop")
+    assert content(target) == {"a": "1"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_exception_leaves_nothing_where_nothing_was(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stop"), replacing_folder("the test", tmp_path / "model"):
+        raise ValueError("stop")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_failure_to_write_says_what_where_and_why(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    write(target, a="1")
+    with pytest.raises(SaveError) as caught, replacing_folder("the test", target) as partial:
+        (partial / "missing" / "a").write_text("2")
+    assert str(caught.value) == (
+        f"could not save the test to {target}: No such file or directory; what was there is intact"
+    )
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert content(target) == {"a": "1"}
+
+
+def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SaveError, match=r"could not save the test to .*file/model"):
+        write(tmp_path / "file" / "model", a="1")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_folder_that_vanishes_before_it_is_done(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    write(target, a="1")
+    with pytest.raises(SaveError, match="No such file"), replacing_folder("the test", target) as partial:
+        partial.rmdir()
+    assert content(target) == {"a": "1"}
+
+
+def test_leftovers_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from vitrail.files import replacing_folder
+        with replacing_folder("the test", Path({str(target)!r})) as partial:
+            (partial / "half").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False).returncode == -9
+    assert not target.exists() and any(tmp_path.iterdir())
+    write(target, a="1")
+    assert content(target) == {"a": "1"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def limited(script: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process whose files may not grow past 100 bytes."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    command = [sys.executable, "-B", "-c", textwrap.dedent(script)]
+    return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_folder(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    write(target, a="1")
+    result = limited(f"""
+        from pathlib import Path
+        from vitrail.errors import SaveError
+        from vitrail.files import replacing_folder
+        try:
+            with replacing_folder("the test", Path({str(target)!r})) as partial:
+                (partial / "a").write_text("2" * 50)
+                (partial / "b").write_text("2" * 500)
+        except SaveError as error:
+            print(error)
+    """)
+    assert result.stdout.strip() == f"could not save the test to {target}: File too large; what was there is intact"
+    assert content(target) == {"a": "1"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_json_that_cannot_be_finished_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    write_json(path, {"a": 1})
+    result = limited(f"""
+        from pathlib import Path
+        from vitrail.files import write_json
+        try:
+            write_json(Path({str(path)!r}), ["long"] * 100)
+        except OSError as error:
+            print(error.errno)
+    """)
+    assert result.stdout.strip() == str(errno.EFBIG)
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_saving_lets_other_exceptions_pass() -> None:
+    with pytest.raises(KeyError), saving("the test", Path("x")):
+        raise KeyError("x")
+
+
+def test_saving_names_an_error_without_a_reason() -> None:
+    message = "could not save it to x: just so; what was there is intact"
+    with pytest.raises(SaveError, match=message), saving("it", Path("x")):
+        raise OSError("just so")
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(value=values)
+def test_json_is_read_back_as_written(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
+    path = tmp_path_factory.getbasetemp() / "value.json"
+    write_json(path, value)
+    assert json.loads(path.read_text(encoding="utf-8")) == value
+    assert not path.with_name("value.json.partial").exists()
+
+
+def test_json_is_for_people_too(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"name": "Rosé"})
+    assert (tmp_path / "x.json").read_bytes() == '{\n  "name": "Rosé"\n}\n'.encode()
+
+
+def test_json_that_cannot_be_expressed_leaves_the_old_file(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", 1)
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "x.json", {"path": tmp_path})
+    assert content(tmp_path) == {"x.json": "1\n"}
+
+
+def test_a_reader_never_sees_half_of_a_json_file(tmp_path: Path) -> None:
+    path, done = tmp_path / "x.json", threading.Event()
+    write_json(path, [0] * 20_000)
+    seen: set[int] = set()
+
+    def read() -> None:
+        while not done.is_set():
+            value = json.loads(path.read_text())
+            assert len(value) == 20_000 and len(set(value)) == 1
+            seen.add(value[0])
+
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            read()
+        except BaseException as error:  # threads keep their exceptions to themselves
+            failures.append(error)
+
+    reader = threading.Thread(target=guarded)
+    reader.start()
+    for number in range(30):
+        write_json(path, [number] * 20_000)
+    done.set()
+    reader.join()
+    assert not failures and seen
+
+
+def test_hashes(tmp_path: Path) -> None:
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert sha256(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    data = os.urandom(300_000)
+    (tmp_path / "large").write_bytes(data)
+    assert sha256(tmp_path / "large") == hashlib.sha256(data).hexdigest()
+    (tmp_path / "large").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert sha256(tmp_path / "large") != hashlib.sha256(data).hexdigest()

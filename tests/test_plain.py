@@ -1,0 +1,164 @@
+"""Dataclasses to JSON values and back: nothing is lost, nothing unknown is let in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError
+from vitrail.models.vit import ViTConfig
+from vitrail.plain import from_plain, to_plain
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    sides: tuple[int, int] = (1, 2)
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: int
+    kind: Literal["a", "b"] = "a"
+    inner: Inner = field(default_factory=Inner)
+    limit: int | None = None
+    switch: bool = False
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+outers = st.builds(
+    Outer,
+    count=st.integers(),
+    kind=st.sampled_from(["a", "b"]),
+    inner=st.builds(
+        Inner,
+        rate=finite,
+        sides=st.tuples(st.integers(), st.integers()),
+        names=st.lists(st.text(), max_size=3).map(tuple),
+    ),
+    limit=st.none() | st.integers(),
+    switch=st.booleans(),
+)
+
+
+def through_json(value: Any) -> Any:
+    return json.loads(json.dumps(to_plain(value)))
+
+
+@given(value=outers)
+def test_nested_dataclasses_survive_json(value: Outer) -> None:
+    restored = from_plain(Outer, through_json(value))
+    assert restored == value
+    assert isinstance(restored.inner, Inner) and isinstance(restored.inner.sides, tuple)
+    assert hash(restored) == hash(value)
+
+
+@given(
+    grid=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    patch=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    heads=st.integers(1, 8),
+    rest=st.fixed_dictionaries(
+        {
+            "channels": st.integers(1, 4),
+            "depth": st.integers(1, 50),
+            "num_classes": st.integers(0, 10**5),
+            "pool": st.sampled_from(["cls", "gap"]),
+            "activation": st.sampled_from(["gelu", "gelu-tanh"]),
+            "norm_eps": st.floats(1e-12, 1.0),
+            "position_std": st.floats(0, 1),
+            "dropout": st.floats(0, 0.99),
+            "stochastic_depth": st.floats(0, 0.99),
+        }
+    ),
+)
+def test_network_configs_survive_json(
+    grid: tuple[int, int], patch: tuple[int, int], heads: int, rest: dict[str, Any]
+) -> None:
+    size = grid[0] * patch[0], grid[1] * patch[1]
+    config = ViTConfig(image_size=size, patch_size=patch, heads=heads, width=heads * 16, **rest)
+    assert from_plain(ViTConfig, through_json(config)) == config
+
+
+@given(
+    fields=st.fixed_dictionaries(
+        {
+            "image_size": st.tuples(st.integers(1, 500), st.integers(1, 500)),
+            "resize": st.sampled_from(["squash", "crop"]),
+            "crop_share": st.floats(0.01, 1.0),
+            "interpolation": st.sampled_from(["nearest", "bilinear", "bicubic"]),
+            "mean": st.tuples(finite) | st.tuples(finite, finite, finite),
+            "std": st.tuples(st.floats(1e-3, 10)),
+        }
+    )
+)
+def test_preprocessing_survives_json(fields: dict[str, Any]) -> None:
+    preprocess = Preprocess(**fields)
+    assert from_plain(Preprocess, through_json(preprocess)) == preprocess
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_survive_json(name: str) -> None:
+    config = RECIPES[name]()
+    assert from_plain(TrainConfig, through_json(config)) == config
+
+
+def test_plain_values_are_nested_dictionaries() -> None:
+    assert to_plain(Outer(3, inner=Inner(names=("x",)))) == {
+        "count": 3, "kind": "a", "inner": {"rate": 0.5, "sides": (1, 2), "names": ("x",)}, "limit": None,
+        "switch": False,
+    }  # fmt: skip
+
+
+def test_missing_fields_take_their_defaults() -> None:
+    assert from_plain(Outer, {"count": 3}) == Outer(3)
+
+
+def test_whole_numbers_may_stand_for_floats() -> None:
+    restored = from_plain(Inner, {"rate": 1})
+    assert restored.rate == 1.0 and isinstance(restored.rate, float)
+    means = from_plain(Preprocess, {"image_size": [2, 3], "mean": [0, 1, 0.5]}).mean
+    assert means == (0.0, 1.0, 0.5) and all(isinstance(value, float) for value in means)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"count": 3, "lmit": 1}, "unknown field 'lmit'; nearest: limit"),
+        (
+            {"count": 3, "zzz": 1, "yyy": 2},
+            "unknown field 'yyy'; choices: count, kind, rate, sides, names, limit",
+        ),
+        ({"count": 3, "inner": {"rat": 1.0}}, "unknown field 'rat'; nearest: rate"),
+        ({}, 'Outer: missing value for field "count"'),
+        ({"count": "3"}, 'Outer: wrong value type for field "count"'),
+        ({"count": 3.0}, 'Outer: wrong value type for field "count"'),
+        ({"count": None}, 'Outer: wrong value type for field "count"'),
+        ({"count": 3, "kind": "c"}, 'Outer: wrong value type for field "kind"'),
+        ({"count": 3, "inner": {"rate": "1.0"}}, 'Outer: wrong value type for field "inner.rate"'),
+        ({"count": 3, "inner": {"sides": [1]}}, 'Outer: wrong value type for field "inner.sides"'),
+        ({"count": 3, "inner": {"sides": [1, 2, 3]}}, 'Outer: wrong value type for field "inner.sides"'),
+        ({"count": 3, "inner": {"sides": [1, 2.5]}}, 'Outer: wrong value type for field "inner.sides"'),
+        ({"count": 3, "inner": {"names": ["a", 1]}}, 'Outer: wrong value type for field "inner.names"'),
+        ({"count": 3, "limit": "none"}, 'Outer: .*"limit"'),
+        ([1], "Outer must be an object of named fields, not list"),
+        (None, "Outer must be an object of named fields, not NoneType"),
+        ("count", "Outer must be an object of named fields, not str"),
+    ],
+)
+def test_values_that_do_not_fit(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_plain(Outer, values)
+
+
+def test_rules_of_the_dataclass_itself_hold() -> None:
+    with pytest.raises(ConfigError, match="width=10 is not divisible by heads=3"):
+        from_plain(ViTConfig, {"width": 10, "heads": 3})

@@ -1,0 +1,227 @@
+"""What the tests of training share: data with all three splits, states to step by hand, ways to stop a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor
+
+from vitrail.data.pipeline import TrainingBatches
+from vitrail.data.sources import open_data
+from vitrail.data.sources.fashion_mnist import BUNDLED
+from vitrail.data.sources.idx import find_idx, read_idx
+from vitrail.models.vit import VisionTransformer
+from vitrail.objectives.classification import Classification
+from vitrail.plain import from_plain
+from vitrail.recipes import RECIPES
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.config import TrainConfig
+from vitrail.training.display import QuietDisplay
+from vitrail.training.journal import read_journal
+from vitrail.training.loop import Plan
+from vitrail.training.optimizer import make_optimizer
+from vitrail.training.run import train
+from vitrail.training.schedule import Schedule
+from vitrail.training.state import TrainState
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing from a second thread, and lose much where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def types_unchecked() -> Iterator[None]:
+    """Lets values of wrong types reach the package's own checks, as they do outside of tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def three_splits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """IDX files of 200 training, 40 validation and 40 test images."""
+    root = tmp_path_factory.mktemp("three-splits")
+    for split, prefix, first, last in (("train", "train", 0, 200), ("train", "val", 200, 240), ("test", "t10k", 0, 40)):
+        images, labels = find_idx(BUNDLED, split) or ()
+        for path, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
+            array = read_idx(path)[first:last]
+            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+            (root / f"{prefix}-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+    return root
+
+
+@pytest.fixture(scope="session")
+def small(three_splits: Path) -> Callable[..., TrainConfig]:
+    """Makes configs with all that is random switched on; an epoch is exactly 10 steps. The first argument is the run's
+    folder."""
+
+    def make(run: Path, **fields: object) -> TrainConfig:
+        defaults = {
+            "data": str(three_splits), "run": str(run), "steps": 24, "batch_size": 20, "width": 16, "depth": 2,
+            "heads": 2, "mlp_width": 32, "precision": "float32", "device": "cpu", "threads": 2, "evaluations": 6,
+            "checkpoints": 3, "keep": "best", "dropout": 0.2, "stochastic_depth": 0.3, "learning_rate": 1e-2,
+        }  # fmt: skip
+        return RECIPES["demo"]().override(**{**defaults, **fields})
+
+    return make
+
+
+@pytest.fixture
+def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Makes configs of a tiny network for a folder of images."""
+
+    def make(data: Path, **fields: object) -> TrainConfig:
+        defaults = {
+            "data": str(data), "run": str(tmp_path / "run"), "variant": "ViT-Pico/7", "image_size": (28, 28),
+            "steps": 12, "batch_size": 8, "width": 16, "depth": 1, "heads": 2, "mlp_width": 32, "device": "cpu",
+            "precision": "float32", "threads": 2, "evaluations": 3, "checkpoints": 3, "validation_share": 0.2,
+        }  # fmt: skip
+        return RECIPES["folder"]().override(**{**defaults, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
+    """The state and the plan of a config, to take single steps with. The head is random instead of 0, so that
+    gradients reach every weight at once."""
+
+    def build(config: TrainConfig) -> tuple[TrainState, Plan]:
+        splits = open_data(config.data, validation_share=config.validation_share)
+        preprocess = config.images.resolve()
+        torch.manual_seed(config.seed)
+        network = VisionTransformer(
+            config.model.resolve(
+                num_classes=len(splits.classes), image_size=preprocess.image_size, channels=preprocess.channels
+            )
+        )
+        assert network.head is not None
+        torch.nn.init.normal_(network.head.weight, std=0.1)
+        objective = Classification(network, loss=config.loss, label_smoothing=config.label_smoothing)
+        batches = TrainingBatches(
+            splits.train, preprocess, batch_size=config.batch_size, seed=config.seed, threads=config.threads
+        )
+        steps = config.total_steps(len(splits.train))
+        rates = config.optimization
+        plan = Plan(
+            steps=steps,
+            schedule=Schedule(rates.schedule, rates.learning_rate, steps, round(rates.warmup * steps)),
+            accumulation=config.accumulation,
+            clip=rates.clip,
+            seed=config.seed,
+            augment=config.augment,
+            preprocess=preprocess,
+            precision=config.precision,
+            device=torch.device("cpu"),
+        )
+        return TrainState(objective, make_optimizer(objective, rates), batches), plan
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def flat() -> Callable[[Any], dict[str, Any]]:
+    """The leaves of nested dictionaries and lists, by their paths."""
+
+    def leaves(value: Any, path: str = "") -> dict[str, Any]:
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            return {name: leaf for key, item in items for name, leaf in leaves(item, f"{path}/{key}").items()}
+        return {path: value}
+
+    return leaves
+
+
+@pytest.fixture(scope="session")
+def outcome(
+    prepare: Callable[[TrainConfig], tuple[TrainState, Plan]], flat: Callable[[Any], dict[str, Any]]
+) -> Callable[[Path], dict[str, Any]]:
+    """All that two equal runs have equal: the newest checkpoint's tensors (as bytes) and values, the losses in the
+    journal, the validation figures, and the model's bytes."""
+
+    def collect(run: Path) -> dict[str, Any]:
+        config = from_plain(TrainConfig, json.loads((run / "run.json").read_text(encoding="utf-8"))["config"])
+        state, _ = prepare(config)
+        assert Checkpoints(run / "checkpoints").restore(state) == []
+        tensors = {
+            name: leaf.contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else leaf
+            for name, leaf in flat(state.tensors()).items()
+        }
+        moments = [name for name in tensors if "exp_avg" in name or "momentum_buffer" in name]
+        assert len(moments) >= len(list(state.objective.parameters())) and "/random/cpu" in tensors
+        events = read_journal(run / "journal.jsonl")
+        names = ("step", "loss", "accuracy", "gradient_norm", "learning_rate")
+        return {
+            "tensors": tensors,
+            "values": state.values(),
+            "steps": [[event[name] for name in names] for event in events if event["event"] == "step"],
+            "evaluations": [
+                [event["step"], event["split"], event["accuracy"], event["cross_entropy"]]
+                for event in events
+                if event["event"] == "evaluation"
+            ],
+            "model": (run / "model" / "model.safetensors").read_bytes(),
+        }
+
+    return collect
+
+
+@pytest.fixture(scope="session")
+def straight(
+    small: Callable[..., TrainConfig],
+    outcome: Callable[[Path], dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """The outcome of a run of 24 steps, of which 10 are an epoch, that never stopped."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    train(small(run))
+    return outcome(run)
+
+
+class _StopAt(QuietDisplay):
+    """Sends this process a real SIGTERM when a step is reported."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def step(self, step: int, figures: dict[str, float]) -> None:
+        if step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def stop_at() -> Callable[[int], QuietDisplay]:
+    """A display that stops the run it is shown, at a step of runs of at most 100 steps."""
+    return _StopAt
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., subprocess.Popen[str]]:
+    """Starts a real `vitrail train` as a process of its own, with one thread."""
+
+    def start(*words: str, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "vitrail", "train", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            **options,
+        )
+
+    return start

@@ -1,0 +1,178 @@
+"""Full disks and diverging losses: a clear error, and what was saved before stays good."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vitrail.training.run as run_module
+from vitrail.errors import NonFiniteLoss, SaveError
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.config import TrainConfig
+from vitrail.training.display import QuietDisplay
+from vitrail.training.journal import read_journal
+from vitrail.training.loop import Plan, train_step
+from vitrail.training.run import resume, train
+from vitrail.training.state import TrainState
+
+Small = Callable[..., TrainConfig]
+Outcome = Callable[[Path], dict[str, Any]]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system of a given size, or changes the size of the one that is there."""
+    place = tmp_path / "small disk"
+    place.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o"]
+
+    def mount(size: str) -> Path:
+        if os.geteuid() or shutil.which("mount") is None:
+            pytest.skip("mounting takes root")
+        what = f"remount,size={size}" if place.is_mount() else f"size={size}"
+        if subprocess.run([*options, what, "none", str(place)], capture_output=True).returncode:
+            pytest.skip("this machine does not allow mounting")
+        return place
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
+    small: Small, straight: dict[str, Any], outcome: Outcome, small_disk: Callable[[str], Path]
+) -> None:
+    disk = small_disk("600k")
+    run = disk / "run"
+    with pytest.raises(SaveError) as caught:
+        train(small(run))
+    assert str(caught.value).startswith(f"could not save a checkpoint to {run}/checkpoints/step-16: No space left")
+    assert str(caught.value).endswith("; what was there is intact")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
+    assert Checkpoints(run / "checkpoints").steps() == [8]
+    small_disk("4m")
+    resume(run)
+    assert outcome(run) == straight
+
+
+@pytest.fixture
+def file_limit() -> Iterator[Callable[[int], None]]:
+    """Limits the size of the files that this process may write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
+    small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None], tmp_path: Path
+) -> None:
+    class Limit(QuietDisplay):
+        def step(self, step: int, figures: dict[str, float]) -> None:
+            if step == 13:
+                file_limit(120_000)
+
+    run = tmp_path / "run"
+    with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: .*what was there is intact$"):
+        train(small(run), display=Limit())
+    file_limit(resource.RLIM_INFINITY)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
+    resume(run)
+    assert outcome(run) == straight
+
+
+def test_a_place_where_nothing_can_be_written_is_an_error(tiny: Small, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match=r"^could not save the run to .*file/run: Not a directory"):
+        train(tiny(run=str(tmp_path / "file" / "run")))
+
+
+class Poison(QuietDisplay):
+    """Makes one weight NaN after a step, so that the loss of the next is NaN."""
+
+    def __init__(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.after = after
+        real = run_module.fit
+
+        def fit(state: TrainState, plan: Plan, watch: Any) -> None:
+            self.state = state
+            real(state, plan, watch)
+
+        monkeypatch.setattr(run_module, "fit", fit)
+
+    def step(self, step: int, figures: dict[str, float]) -> None:
+        if step == self.after:
+            with torch.no_grad():
+                self.state.objective.network.norm.weight[3] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoints", "after", "kept"),
+    [(24, 3, 12, [8]), (24, 24, 12, [12, 11]), (24, 3, 15, [8]), (24, 1, 12, []), (300, 40, 15, [8])],
+)
+def test_the_step_that_went_bad_is_named_and_never_saved(
+    steps: int, checkpoints: int, after: int, kept: list[int], small: Small, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run = tmp_path / "run"
+    config = small(run, steps=steps, checkpoints=checkpoints, evaluations=1)
+    with pytest.raises(NonFiniteLoss) as caught:
+        train(config, display=Poison(after, monkeypatch))
+    message = str(caught.value)
+    assert message.startswith(f"loss is nan at step {after + 1}: the run diverged; ")
+    expected = f"the last good checkpoint is {run}/checkpoints/step-{kept[0]}." if kept else "before the first check"
+    assert expected in message and "--learning-rate" in message
+    assert Checkpoints(run / "checkpoints").steps() == kept
+    last = read_journal(run / "journal.jsonl")[-1]
+    assert last["event"] == "failed" and last["reason"] == f"loss is nan at step {after + 1}"
+    assert not list(run.rglob("*.partial"))
+
+
+def test_a_run_that_went_bad_can_go_on_from_the_last_good_state(
+    small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(NonFiniteLoss):
+        train(small(tmp_path / "run"), display=Poison(18, patch))
+    resume(tmp_path / "run")
+    assert outcome(tmp_path / "run") == straight
+    assert "failed" not in [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")]
+
+
+def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], tmp_path: Path) -> None:
+    wild = {
+        "optimizer": "sgd", "learning_rate": 1e12, "schedule": "constant", "warmup": 0.0, "clip": 0.0, "steps": 400,
+        "checkpoints": 1, "evaluations": 1,
+    }  # fmt: skip
+    config = small(tmp_path / "run", **wild)
+    with pytest.raises(NonFiniteLoss) as caught:
+        train(config)
+    torch.manual_seed(config.seed)
+    state, plan = by_hand(config, prepare)
+    for step in range(1, 400):
+        figures = train_step(state, plan, next(state.batches))
+        bad = [name for name, value in figures.items() if not value.isfinite()]
+        state.step = step
+        if bad:
+            break
+    assert 1 < step < 100
+    assert str(caught.value).startswith(f"{bad[0]} is {figures[bad[0]].item()} at step {step}: the run diverged; ")
+    assert "it came before the first checkpoint" in str(caught.value)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def by_hand(config: TrainConfig, prepare: Callable[..., Any]) -> tuple[TrainState, Plan]:
+    """The state that a run of `config` begins with."""
+    state, plan = prepare(config)
+    torch.manual_seed(config.seed)
+    network = state.objective.network
+    fresh = type(network)(network.config)  # draws the weights as the run does
+    network.load_state_dict(fresh.state_dict())
+    return state, plan

@@ -1,0 +1,211 @@
+"""Steps: accumulation changes nothing, clipping scales, the schedule is followed, and nothing waits for a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitrail.data.pipeline import Batch
+from vitrail.training.config import TrainConfig
+from vitrail.training.loop import Plan, train_step
+from vitrail.training.state import TrainState
+
+Prepare = Callable[[TrainConfig], tuple[TrainState, Plan]]
+SGD = {
+    "optimizer": "sgd", "learning_rate": 1.0, "schedule": "constant", "warmup": 0.0, "momentum": 0.0,
+    "weight_decay": 0.0, "dropout": 0.0, "stochastic_depth": 0.0, "label_smoothing": 0.1,
+}  # fmt: skip
+"""With these a step subtracts the gradient itself from the weights."""
+
+
+@pytest.fixture
+def make(small: Callable[..., TrainConfig], prepare: Prepare, tmp_path: Path) -> Callable[..., Any]:
+    return lambda **fields: prepare(small(tmp_path / "run", **fields))
+
+
+def weights(state: TrainState) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.objective.named_parameters()}
+
+
+def gradient_of_step(state: TrainState, plan: Plan, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The step's change of every weight, negated, and its figures."""
+    before = weights(state)
+    figures = train_step(state, plan, batch)
+    return {name: before[name] - tensor for name, tensor in weights(state).items()}, figures
+
+
+def without(batch: Batch, places: list[int]) -> Batch:
+    """The batch with some samples invalid: black, as the pipeline has them."""
+    images, valid = batch.images.clone(), batch.valid.clone()
+    images[places], valid[places] = 0, False
+    return replace(batch, images=images, valid=valid)
+
+
+@pytest.mark.parametrize("invalid", [[], [0, 7, 8, 19], list(range(16)), list(range(20))], ids=len)
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_accumulation_changes_nothing(make: Callable[..., Any], invalid: list[int], loss: str) -> None:
+    whole, plan = make(**SGD, clip=0.0, loss=loss, shift=2)
+    batch = without(next(whole.batches), invalid)
+    expected, expected_figures = gradient_of_step(whole, plan, batch)
+    if len(invalid) < 20:
+        assert sum(float(gradient.norm()) for gradient in expected.values()) > 0.1
+    for accumulation in (2, 3, 5, 20):
+        state, plan = make(**SGD, clip=0.0, loss=loss, shift=2, accumulation=accumulation)
+        found, figures = gradient_of_step(state, plan, batch)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6, msg=f"{name} in {accumulation}")
+        assert set(figures) == set(expected_figures) == {"loss", "accuracy", "gradient_norm"}
+        for name, value in expected_figures.items():
+            torch.testing.assert_close(figures[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_stay_together_over_steps(make: Callable[..., Any]) -> None:
+    still = {**SGD, "learning_rate": 0.05, "momentum": 0.9, "clip": 1.0}
+    (whole, plan), (parts, plan_of_parts) = make(**still), make(**still, accumulation=3)
+    for _ in range(5):
+        train_step(whole, plan, next(whole.batches))
+        train_step(parts, plan_of_parts, next(parts.batches))
+        whole.step, parts.step = whole.step + 1, parts.step + 1
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_invalid_samples_weigh_nothing(make: Callable[..., Any]) -> None:
+    state, plan = make(**SGD, clip=0.0)
+    batch = next(state.batches)
+    found, _ = gradient_of_step(state, plan, without(batch, [3, 11]))
+    alone, plan = make(**SGD, clip=0.0)
+    kept = [place for place in range(20) if place not in (3, 11)]
+    rest = Batch(*(getattr(batch, name)[kept] for name in ("images", "labels", "valid", "samples", "epochs")))
+    expected, _ = gradient_of_step(alone, plan, rest)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6)
+
+
+def norm(gradients: dict[str, Tensor]) -> float:
+    return float(torch.cat([gradient.flatten() for gradient in gradients.values()]).double().norm())
+
+
+def test_clipping_scales_down_to_the_limit(make: Callable[..., Any]) -> None:
+    state, plan = make(**SGD, clip=0.0)
+    batch = next(state.batches)
+    free, figures = gradient_of_step(state, plan, batch)
+    length = norm(free)
+    assert length > 0.5
+    assert figures["gradient_norm"].item() == pytest.approx(length, rel=1e-4)
+    for clip in (0.01, length / 2, length * 2):
+        state, plan = make(**SGD, clip=clip)
+        clipped, figures = gradient_of_step(state, plan, batch)
+        assert norm(clipped) == pytest.approx(min(clip, length), rel=1e-3)
+        assert figures["gradient_norm"].item() == pytest.approx(length, rel=1e-4), "the norm before clipping"
+        factor = min(clip / length, 1)
+        for name, gradient in free.items():
+            torch.testing.assert_close(clipped[name], gradient * factor, rtol=1e-3, atol=1e-6)
+
+
+def test_the_schedule_sets_the_learning_rate_of_every_group(make: Callable[..., Any]) -> None:
+    state, plan = make(steps=10, warmup=0.4)
+    for step in range(10):
+        state.step = step
+        train_step(state, plan, next(state.batches))
+        assert {group["lr"] for group in state.optimizer.param_groups} == {plan.schedule(step)}
+
+
+def test_gradients_are_gone_after_a_step(make: Callable[..., Any]) -> None:
+    state, plan = make()
+    figures = train_step(state, plan, next(state.batches))
+    assert all(parameter.grad is None for parameter in state.objective.parameters())
+    assert not any(value.requires_grad for value in figures.values())
+
+
+def test_the_batch_is_augmented_by_epoch_and_sample(make: Callable[..., Any]) -> None:
+    state, plan = make(flip=True, shift=3)
+    seen: list[Tensor] = []
+    state.objective.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].images))
+    batch = next(state.batches)
+    train_step(state, plan, batch)
+    expected = plan.augment(batch.images, seed=plan.seed, epochs=batch.epochs, samples=batch.samples)
+    assert not torch.equal(expected, batch.images)
+    assert torch.equal(seen[0], plan.preprocess.normalise(expected))
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would make the processor wait for a device: operations, and methods that no operation shows."""
+
+    NAMES = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
+    METHODS = ("tolist", "cpu", "numpy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.operations += 1
+        if name in self.NAMES:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Self:
+        self.patch = pytest.MonkeyPatch()
+        for name in self.METHODS:
+            self.patch.setattr(Tensor, name, self._counted(name, getattr(Tensor, name)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.patch.undo()
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.counts[name] += 1
+            return method(tensor, *args, **kwargs)
+
+        return count
+
+
+def test_the_counter_counts() -> None:
+    with Reads() as reads:
+        torch.ones(3).sum().item()
+        torch.ones(2).tolist()
+        bool(torch.ones(()))
+        torch.ones(2).cpu()
+    assert reads.counts == {"_local_scalar_dense": 2, "tolist": 1, "cpu": 1}
+    torch.ones(2).tolist()
+    assert reads.counts["tolist"] == 1
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"accumulation": 3}, {"precision": "bf16"}, {"optimizer": "sgd"}, {"clip": 0.0}, {"shift": 2},
+    {"label_smoothing": 0.0},
+], ids=str)  # fmt: skip
+def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:
+    state, plan = make(**fields)
+    train_step(state, plan, next(state.batches))  # the optimiser makes its state
+    batch = next(state.batches)
+    with Reads() as reads:
+        train_step(state, plan, batch)
+    assert reads.operations > 50
+    assert not reads.counts
+
+
+def test_a_step_of_the_sigmoid_loss_waits_for_no_number_of_the_network(make: Callable[..., Any]) -> None:
+    """On the CPU `one_hot` reads the least and the greatest label to check them; on a GPU it does not."""
+    state, plan = make(loss="sigmoid")
+    train_step(state, plan, next(state.batches))
+    batch = next(state.batches)
+    with Reads() as reads:
+        train_step(state, plan, batch)
+    with Reads() as of_one_hot:
+        torch.nn.functional.one_hot(batch.labels, 10)
+    assert reads.counts == of_one_hot.counts

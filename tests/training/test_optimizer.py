@@ -1,0 +1,90 @@
+"""Which weights decay, and single steps against the formulas in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitrail.models.variants import create
+from vitrail.training.config import OptimizerConfig
+from vitrail.training.optimizer import make_optimizer, split_by_decay
+
+
+class Pair(nn.Module):
+    """A weight that decays and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = nn.Linear(4, 3, bias=False)
+        self.linear.weight.data = torch.randn(3, 4, generator=generator)
+        self.token = nn.Parameter(torch.randn(5, generator=generator))
+
+    def set_gradients(self, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        return [parameter.grad.double().clone() for parameter in self.both() if parameter.grad is not None]
+
+    def both(self) -> list[nn.Parameter]:
+        return [self.linear.weight, self.token]
+
+
+def test_weights_of_linear_layers_decay_and_nothing_else() -> None:
+    network = create(
+        "ViT-Pico/7", image_size=(14, 14), channels=1, num_classes=3, width=8, depth=2, heads=2, head_hidden=6
+    )
+    decayed, plain = ({id(p) for p in group} for group in split_by_decay(network))
+    names = dict(network.named_parameters())
+    blocks = [f"blocks.{block}.{name}" for block in (0, 1) for name in (
+        "attention.qkv.weight", "attention.out.weight", "mlp.0.weight", "mlp.3.weight")]  # fmt: skip
+    expected = {"patches.projection.weight", *blocks, "head_hidden.weight", "head.weight"}
+    assert {name for name, parameter in names.items() if id(parameter) in decayed} == expected
+    assert {name for name, parameter in names.items() if id(parameter) in plain} == set(names) - expected
+    assert {"cls.token", "positions.embedding", "norm.weight", "blocks.0.norm1.weight", "head.bias"} <= set(names)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_every_weight_is_optimised_once(optimizer: str) -> None:
+    network = create("ViT-Pico/7", image_size=(14, 14), channels=1, num_classes=3, width=8, depth=1, heads=2)
+    made = make_optimizer(network, OptimizerConfig(optimizer=optimizer, weight_decay=0.3))  # type: ignore[arg-type]
+    held = [parameter for group in made.param_groups for parameter in group["params"]]
+    assert len(held) == len({id(p) for p in held}) == len(list(network.parameters()))
+    assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.0]
+
+
+def test_adamw_is_the_formula() -> None:
+    rate, decay, beta1, beta2, epsilon = 0.03, 0.2, 0.8, 0.95, 1e-8
+    module = Pair()
+    config = OptimizerConfig(learning_rate=rate, weight_decay=decay, beta1=beta1, beta2=beta2)
+    optimizer = make_optimizer(module, config)
+    expected = [parameter.detach().double().clone() for parameter in module.both()]
+    means, squares = [torch.zeros_like(p) for p in expected], [torch.zeros_like(p) for p in expected]
+    for step in (1, 2):
+        gradients = module.set_gradients(step)
+        optimizer.step()
+        for index, (gradient, factor) in enumerate(zip(gradients, (decay, 0.0), strict=True)):
+            means[index] = beta1 * means[index] + (1 - beta1) * gradient
+            squares[index] = beta2 * squares[index] + (1 - beta2) * gradient**2
+            mean, square = means[index] / (1 - beta1**step), squares[index] / (1 - beta2**step)
+            expected[index] = expected[index] * (1 - rate * factor) - rate * mean / (square.sqrt() + epsilon)
+        for parameter, value in zip(module.both(), expected, strict=True):
+            torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-6, atol=1e-7)
+
+
+def test_sgd_with_momentum_is_the_formula() -> None:
+    rate, decay, momentum = 0.1, 0.2, 0.7
+    module = Pair()
+    config = OptimizerConfig(optimizer="sgd", learning_rate=rate, weight_decay=decay, momentum=momentum)
+    optimizer = make_optimizer(module, config)
+    expected = [parameter.detach().double().clone() for parameter in module.both()]
+    velocities = [torch.zeros_like(p) for p in expected]
+    for step in (1, 2):
+        gradients = module.set_gradients(step)
+        optimizer.step()
+        for index, (gradient, factor) in enumerate(zip(gradients, (decay, 0.0), strict=True)):
+            velocities[index] = momentum * velocities[index] + gradient + factor * expected[index]
+            expected[index] = expected[index] - rate * velocities[index]
+        for parameter, value in zip(module.both(), expected, strict=True):
+            torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,305 @@
+"""A run that was stopped and resumed, however often, ends in the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitrail.errors import RunError, Stopped
+from vitrail.training.config import TrainConfig
+from vitrail.training.display import QuietDisplay
+from vitrail.training.journal import read_journal
+from vitrail.training.run import resume, train
+
+Small = Callable[..., TrainConfig]
+Outcome = Callable[[Path], dict[str, Any]]
+StopAt = Callable[[int], QuietDisplay]
+
+
+def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) -> Path:
+    """Trains, and is stopped by a signal after each of the steps `cuts`."""
+    folder = Path(config.run or "")
+    for number, cut in enumerate(cuts):
+        with pytest.raises(Stopped, match=f"^stopped at step {cut} of 24; .*checkpoints/step-{cut}$") as caught:
+            train(config, display=stop_at(cut)) if number == 0 else resume(folder, display=stop_at(cut))
+        assert caught.value.run == folder and caught.value.exit_code == 75
+        torch.manual_seed(999 + number)  # whatever the next process begins with
+        torch.rand(5)
+    resume(folder)
+    return folder
+
+
+@pytest.mark.parametrize("cuts", [
+    (1,), (8,), (10,), (23,), (12, 17), (9, 10, 11, 20),
+], ids=str)  # fmt: skip
+def test_stopping_changes_no_bit(
+    cuts: tuple[int, ...], small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
+) -> None:
+    run = run_with_stops(small(tmp_path / "run"), cuts, stop_at)
+    found = outcome(run)
+    for part, expected in straight.items():
+        assert found[part] == expected, f"{part} differs"
+    events = [event["event"] for event in read_journal(run / "journal.jsonl")]
+    assert events.count("resumed") == len(cuts) and events[-1] == "finished"
+
+
+def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> None:
+    assert straight["values"]["step"] == 24
+    assert 0 < straight["values"]["best"]["step"] <= 24
+    assert [row[0] for row in straight["steps"]] == list(range(1, 25))
+    assert len({row[1] for row in straight["steps"]}) == 24
+    assert [row[0] for row in straight["evaluations"][:6]] == [4, 8, 12, 16, 20, 24]
+
+
+@pytest.mark.parametrize("fields", [
+    {"optimizer": "sgd", "keep": "last", "loss": "sigmoid"},
+    {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
+], ids=str)  # fmt: skip
+def test_stopping_changes_no_bit_of_other_configs(
+    fields: dict[str, Any], small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path
+) -> None:
+    train(small(tmp_path / "straight", **fields))
+    stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,), stop_at)
+    assert outcome(stopped) == outcome(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("threads", [0, 1, 5])
+def test_other_thread_counts_change_no_bit(
+    threads: int, small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(Stopped):
+        train(small(run), display=stop_at(13))
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    record["config"]["threads"] = threads
+    (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    resume(run)
+    assert outcome(run) == straight
+
+
+def test_a_crash_goes_back_to_the_newest_checkpoint(
+    small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
+) -> None:
+    class Crash(QuietDisplay):
+        def step(self, step: int, figures: dict[str, float]) -> None:
+            if step == 15:
+                raise MemoryError
+
+    run = tmp_path / "run"
+    with pytest.raises(MemoryError):
+        train(small(run), display=Crash())
+    assert [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "step"][-1] == 15
+    resume(run)
+    resumed = next(e for e in read_journal(run / "journal.jsonl") if e["event"] == "resumed")
+    assert resumed["step"] == 8
+    assert outcome(run) == straight
+
+
+def test_a_moved_run_can_be_resumed(
+    small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped):
+        train(small(tmp_path / "run"), display=stop_at(7))
+    moved = (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert resume(moved).folder == moved
+    assert not (tmp_path / "run").exists()
+    assert outcome(moved) == straight
+
+
+def test_data_that_changed_is_refused(
+    folder_config: Callable[..., TrainConfig], colour_folder: Path, stop_at: StopAt
+) -> None:
+    config = folder_config(colour_folder)
+    with pytest.raises(Stopped):
+        train(config, display=stop_at(5))
+    run = Path(config.run or "")
+    before = sorted((path.relative_to(run), path.stat().st_mtime_ns) for path in run.rglob("*"))
+    added = colour_folder / "red" / "new.png"
+    added.write_bytes((colour_folder / "red" / "00.png").read_bytes())
+    with pytest.raises(RunError, match=r"^the data of run .* has changed since it began \(\d+ training images then, "):
+        resume(run)
+    added.unlink()
+    moved = (colour_folder / "red" / "00.png").rename(colour_folder / "blue" / "zz.png")
+    with pytest.raises(RunError, match=r"has changed since it began .* or other names"):
+        resume(run)
+    assert sorted((path.relative_to(run), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+    moved.rename(colour_folder / "red" / "00.png")
+    assert resume(run).metrics["validation_accuracy"] >= 0
+
+
+def test_a_complete_run_is_not_resumed(tiny: Callable[..., TrainConfig]) -> None:
+    run = train(tiny()).folder
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    with pytest.raises(RunError, match=r"is complete: it has done all of its 12 steps$"):
+        resume(run)
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(RunError, match=r"is not a run's folder: it has no run\.json"):
+            resume(folder)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
+    small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
+) -> None:
+    class Crash(QuietDisplay):
+        def step(self, step: int, figures: dict[str, float]) -> None:
+            if step == 6:  # after the evaluation at step 4, which wrote a model
+                raise MemoryError
+
+    notes: list[str] = []
+
+    class Notes(QuietDisplay):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    run = tmp_path / "run"
+    with pytest.raises(MemoryError):
+        train(small(run), display=Crash())
+    assert (run / "model").is_dir() and not list(run.glob("checkpoints/step-*"))
+    resume(run, display=Notes())
+    assert "the run ended before its first checkpoint: starting from the beginning" in notes
+    assert outcome(run) == straight
+
+
+def test_a_run_that_ended_in_its_last_measurements_is_finished(
+    small: Small, straight: dict[str, Any], outcome: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*given: object) -> None:
+        raise MemoryError
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.training.run.write_examples", fail)
+        with pytest.raises(MemoryError):
+            train(small(run))
+    assert (run / "model").is_dir() and not (run / "examples").exists()
+    result = resume(run)
+    assert len(result.examples) == 10 and set(result.metrics) == {"validation_accuracy", "test_accuracy"}
+    found = outcome(run)
+    assert found["model"] == straight["model"] and found["tensors"] == straight["tensors"]
+    assert found["evaluations"][-2:] == straight["evaluations"][-2:]
+    assert read_journal(run / "journal.jsonl")[-1]["event"] == "finished"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"config": {}}', '{"data": {}}', '{"config": {'])
+def test_a_damaged_run_json_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(RunError, match=r"run\.json is damaged: "):
+        resume(tmp_path)
+
+
+SIZES = (
+    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
+    "--dropout", "0.2", "--stochastic-depth", "0.3", "--threads", "2", "--batch-size", "20",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_changes_no_bit(
+    three_splits: Path, outcome: Outcome, command: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    options = ("--data", str(three_splits), "--steps", "40", "--checkpoints", "40", "--evaluations", "20", *SIZES)
+    straight = command("demo", *options, "--run", str(tmp_path / "straight"))
+    _, errors = straight.communicate(timeout=120)
+    assert straight.returncode == 0, errors
+    run = tmp_path / "run"
+    moments, reached = random.Random(20201022), []
+    process = command("demo", *options, "--run", str(run))
+    for _ in range(4):
+        size, seen = reached[-1] if reached else 0, 0
+        while seen <= size and process.poll() is None:  # until it got further than the last one
+            time.sleep(0.01)
+            seen = max((int(p.name[5:]) for p in run.glob("checkpoints/step-*") if p.name[5:].isdigit()), default=0)
+        if seen > 20:
+            break
+        time.sleep(moments.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        reached.append(seen)
+        process = command("--resume", str(run))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert len(reached) >= 2
+    assert outcome(run) == outcome(tmp_path / "straight")
+    assert not list((run / "checkpoints").glob("*.partial"))
+
+
+KILLER = """
+import os, signal, sys
+import vitrail.files, vitrail.training.checkpoint as checkpoint
+from vitrail.cli import main
+
+def dying(place, name, when):
+    real = getattr(place, name)
+    def wrapped(*args, **kwargs):
+        if when(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    setattr(place, name, wrapped)
+
+def writes(file):
+    dying(checkpoint, "write_json", lambda path, value: path.parent.name == "step-24.partial" and path.name == file)
+
+where = sys.argv[1]
+if where == "before the tensors":
+    dying(checkpoint, "save", lambda *a, checkpoint_id, **k: checkpoint_id.name == "step-24.partial")
+elif where == "before the values":
+    writes("state.json")
+elif where == "before the manifest":
+    writes("manifest.json")
+elif where == "before the rename":
+    dying(vitrail.files, "_swap", lambda new, path: path.name == "step-24")
+elif where == "before the old one is deleted":
+    dying(checkpoint.shutil, "rmtree", lambda path, **k: path.name == "step-8")
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "newest"),
+    [
+        ("before the tensors", 16),
+        ("before the values", 16),
+        ("before the manifest", 16),
+        ("before the rename", 16),
+        ("before the old one is deleted", 24),
+    ],
+)
+def test_kill_9_within_a_save_changes_no_bit(
+    where: str, newest: int, three_splits: Path, small: Small, straight: dict[str, Any], outcome: Outcome,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    run = tmp_path / "run"
+    options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *SIZES)
+    options += ("--evaluations", "6", "--keep", "best", "--learning-rate", "0.01")
+    process = subprocess.run(
+        [sys.executable, "-c", KILLER, where, "train", "demo", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    resume(run)
+    found = outcome(run)
+    for part, expected in straight.items():
+        assert found[part] == expected, f"{part} differs"
+    resumed = [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "resumed"]
+    assert resumed == [newest]
+    assert not list((run / "checkpoints").glob("*.partial"))

@@ -1,0 +1,358 @@
+"""A run from config to model: what it leaves on disk, which images it uses for what, and where it puts things."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import vitrail.training.run as run_module
+from vitrail.data.pipeline import Batch
+from vitrail.data.sources import Splits, open_data
+from vitrail.errors import ConfigError, DataError, RunError, Stopped
+from vitrail.plain import from_plain
+from vitrail.training.config import TrainConfig
+from vitrail.training.display import QuietDisplay
+from vitrail.training.journal import read_journal
+from vitrail.training.loop import Plan
+from vitrail.training.run import RunResult, resume, train
+from vitrail.training.state import TrainState
+from vitrail.weights.bundle import load
+
+Tiny = Callable[..., TrainConfig]
+
+
+@pytest.fixture(scope="module")
+def finished(
+    small: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainConfig, RunResult]:
+    """A finished run that others only look at."""
+    config = small(tmp_path_factory.mktemp("finished") / "run", seed=5)
+    return config, train(config)
+
+
+def test_run_json_is_enough_to_do_it_again(finished: tuple[TrainConfig, RunResult]) -> None:
+    config, result = finished
+    record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
+    assert from_plain(TrainConfig, record["config"]) == config
+    assert record["config"]["seed"] == 5
+    assert record["steps"] == 24 and record["precision"] == "float32"
+    assert (record["data"]["train"], record["data"]["validation"], record["data"]["test"]) == (200, 40, 40)
+    assert record["data"]["classes"] == list("0123456789")
+    assert record["machine"]["versions"]["torch"] == torch.__version__
+    assert record["machine"]["versions"]["numpy"] == np.__version__
+    assert {"vitrail", "grain", "pillow"} <= set(record["machine"]["versions"])
+    assert record["machine"]["python"] == platform.python_version()
+
+
+def test_everything_is_in_its_place(finished: tuple[TrainConfig, RunResult]) -> None:
+    _, result = finished
+    names = {path.relative_to(result.folder).as_posix() for path in result.folder.rglob("*") if path.is_file()}
+    step = {"manifest.json", "state.json", ".metadata", "__0_0.distcp"}
+    assert names == {
+        "run.json", "journal.jsonl", "model/model.json", "model/model.safetensors",
+        *(f"checkpoints/step-{number}/{name}" for number in (16, 24) for name in step),
+        *(path.relative_to(result.folder).as_posix() for path in (example.path for example in result.examples)),
+    }  # fmt: skip
+
+
+def test_the_journal_tells_the_run(finished: tuple[TrainConfig, RunResult]) -> None:
+    config, result = finished
+    events = read_journal(result.folder / "journal.jsonl")
+    assert [event["event"] for event in (events[0], events[-1])] == ["started", "finished"]
+    assert events[0]["steps"] == 24
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 25))
+    for event in steps:
+        assert 0 <= event["accuracy"] <= 1 and 0 < event["loss"] < 10 and event["gradient_norm"] > 0
+        assert event["images_per_second"] > 0
+    peak = config.optimization.learning_rate
+    assert [event["learning_rate"] for event in steps[:2]] == pytest.approx([peak / 2, peak])
+    measured = [event for event in events if event["event"] == "evaluation"]
+    assert [(event["step"], event["split"]) for event in measured[:6]] == [
+        (step, "validation") for step in (4, 8, 12, 16, 20, 24)
+    ]
+    best = max(measured[:6], key=lambda event: event["accuracy"])
+    assert [(e["step"], e["split"], e["kept"]) for e in measured[6:]] == [
+        (best["step"], "validation", True), (best["step"], "test", True),
+    ]  # fmt: skip
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [8, 16, 24]
+    assert events[-1]["metrics"] == result.metrics
+    assert events == sorted(events, key=lambda event: event["time"])
+
+
+def test_the_summary_is_real(finished: tuple[TrainConfig, RunResult]) -> None:
+    _, result = finished
+    summary = result.summary
+    assert 0 < summary["seconds_to_first_step"] < summary["seconds"]
+    assert 0 < summary["training_seconds"] < summary["seconds"]
+    assert 0 <= summary["waiting_share"] <= 1
+    assert summary["images_per_second"] == pytest.approx(24 * 20 / summary["training_seconds"])
+    assert 50e6 < summary["peak_memory_bytes"] < 64e9
+
+
+def test_seconds_count_from_when_the_user_began_to_wait(tiny: Tiny) -> None:
+    result = train(tiny(steps=1), started=time.perf_counter() - 100)
+    assert 100 < result.summary["seconds_to_first_step"] < result.summary["seconds"] < 200
+    assert result.summary["training_seconds"] < 100
+
+
+def test_the_model_on_disk_is_the_one_returned(finished: tuple[TrainConfig, RunResult]) -> None:
+    config, result = finished
+    bundle = load(result.folder)
+    assert set(result.metrics) == {"validation_accuracy", "test_accuracy"}
+    assert bundle.metrics == result.metrics == result.bundle.metrics
+    for name, tensor in result.bundle.network.state_dict().items():
+        assert torch.equal(tensor, bundle.network.state_dict()[name])
+    assert bundle.classes == tuple("0123456789") and bundle.preprocess == config.images.resolve()
+    assert bundle.provenance["seed"] == 5 and bundle.provenance["data"] == config.data
+    data = open_data(config.data, validation_share=0.1)
+    assert data.test is not None
+    images = [data.test[index] for index in range(40)]
+    guesses = bundle.predict([sample.image for sample in images])
+    right = sum(int(guess.label) == sample.label for guess, sample in zip(guesses, images, strict=True))
+    assert result.metrics["test_accuracy"] == right / 40
+
+
+class Watching(QuietDisplay):
+    """Keeps the weights that were measured, by step, and the result."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        self.accuracy: dict[int, float] = {}
+        real = run_module.fit
+
+        def fit(state: TrainState, plan: Plan, watch: Any) -> None:
+            self.state = state
+            real(state, plan, watch)
+
+        monkeypatch.setattr(run_module, "fit", fit)
+
+    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
+        self.weights[step] = {k: v.clone() for k, v in self.state.objective.network.state_dict().items()}
+        self.accuracy[step] = result["accuracy"]
+
+
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_the_weights_that_were_asked_for_are_kept(
+    keep: str, small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching = Watching(monkeypatch)
+    result = train(small(tmp_path / "run", keep=keep, learning_rate=0.03, schedule="constant"), display=watching)
+    best = max(watching.accuracy, key=lambda step: (watching.accuracy[step], -step))
+    assert best != 24, "the best and the last weights must differ for this test to tell"
+    step = best if keep == "best" else 24
+    kept = load(result.folder).network.state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in watching.weights[step].items())
+    assert result.metrics["validation_accuracy"] == watching.accuracy[step]
+
+
+class Noting:
+    """A source that notes which samples were read, and when."""
+
+    def __init__(self, source: Any, log: list[tuple[str, str]], name: str) -> None:
+        self.source, self.log, self.name = source, log, name
+        self.classes = source.classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        self.log.append((self.name, self.source.key(index)))
+        return self.source[index]
+
+    def key(self, index: int) -> str:
+        return self.source.key(index)
+
+    def label(self, index: int) -> int | None:
+        return self.source.label(index)
+
+
+def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[tuple[str, str]] = []
+    opened: list[Splits] = []
+
+    def open_and_note(spec: str, **fields: Any) -> Splits:
+        splits = open_data(spec, **fields)
+        opened.append(splits)
+        return Splits(
+            *(Noting(getattr(splits, name), log, name) for name in ("train", "validation", "test")), splits.notes
+        )
+
+    monkeypatch.setattr(run_module, "open_data", open_and_note)
+    trained: list[Batch] = []
+    real = run_module.fit
+
+    def fit(state: TrainState, plan: Plan, watch: Any) -> None:
+        state.objective.register_forward_pre_hook(lambda module, inputs: trained.append(inputs[0]))
+        real(state, plan, watch)
+        log.append(("event", "trained"))
+
+    monkeypatch.setattr(run_module, "fit", fit)
+    train(tiny(steps=24, flip=False))
+    (splits,) = opened
+    assert splits.validation is not None
+    cut = {splits.validation.key(index) for index in range(len(splits.validation))}
+    indices = torch.cat([batch.samples for batch in trained]).tolist()
+    keys = [splits.train.key(index) for index in indices]
+    assert len(keys) == 24 * 16 and len(set(keys)) == 179, "two epochs see every training image"
+    assert len(cut) == 21 and not cut & set(keys)
+    held_out = {splits.validation[index].image.tobytes() for index in range(21)}  # type: ignore[union-attr]
+    pixels = torch.cat([batch.images for batch in trained])
+    as_bytes = ((pixels * 0.353 + 0.286) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    assert not held_out & {image.tobytes() for image in as_bytes}
+    assert {splits.train[index].image.tobytes() for index in range(179)} & {image.tobytes() for image in as_bytes}
+    before, after = log[: log.index(("event", "trained"))], log[log.index(("event", "trained")) :]
+    assert {name for name, _ in before} == {"train", "validation"}
+    assert {name for name, _ in after} >= {"validation", "test"}
+
+
+def test_the_test_split_has_no_say_in_the_model(tiny: Tiny, tmp_path: Path) -> None:
+    first = train(tiny(run=str(tmp_path / "first")))
+    labels = Path(tiny().data) / "t10k-labels-idx1-ubyte"
+    data = labels.read_bytes()
+    labels.write_bytes(data[:8] + bytes(9 - label for label in data[8:]))
+    second = train(tiny(run=str(tmp_path / "second")))
+    assert first.metrics["test_accuracy"] != second.metrics["test_accuracy"]
+    assert first.metrics["validation_accuracy"] == second.metrics["validation_accuracy"]
+    models = [(result.folder / "model" / "model.safetensors").read_bytes() for result in (first, second)]
+    assert models[0] == models[1]
+
+
+def test_the_seed_decides(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    def model(name: str, seed: int) -> bytes:
+        folder = train(small(tmp_path / name, seed=seed, steps=3, evaluations=1, checkpoints=1)).folder
+        return (folder / "model" / "model.safetensors").read_bytes()
+
+    assert model("a", 1) == model("b", 1) != model("c", 2)
+
+
+def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RunError, match=r"^run folder '.*run' exists; choose another --run, go on with --resume "):
+        train(tiny())
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(tiny(steps=2))
+    (folder / "leftover").touch()
+    result = train(tiny(steps=3, overwrite=True))
+    assert not (folder / "leftover").exists()
+    events = read_journal(folder / "journal.jsonl")
+    assert [event["event"] for event in events].count("started") == 1 and events[0]["steps"] == 3
+    assert result.folder == folder
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "thesis.tex").touch()
+    with pytest.raises(RunError, match=r"is not a run's folder \(it has no run\.json\), so it is not overwritten"):
+        train(tiny(overwrite=True))
+    assert (folder / "thesis.tex").exists()
+
+
+def test_a_mistake_overwrites_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    train(tiny(steps=2))
+    before = (tmp_path / "run" / "journal.jsonl").read_bytes()
+    for fields, kind in (
+        ({"data": str(tmp_path / "nowhere")}, DataError),
+        ({"width": 15}, ConfigError),
+        ({"device": "cuda:77"}, ConfigError),
+    ):
+        with pytest.raises(kind):
+            train(tiny(overwrite=True, **fields))
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
+
+
+def test_folders_name_themselves(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = {"run": None, "steps": 1, "evaluations": 1, "checkpoints": 1}
+    names = [train(tiny(name="My flowers/1", **short)).folder for _ in range(3)]
+    assert names == [Path("runs/My-flowers-1"), Path("runs/My-flowers-1-2"), Path("runs/My-flowers-1-3")]
+    assert train(tiny(name="", **short)).folder == Path("runs/data"), "the name of the data"
+    assert train(tiny(name="..", **short)).folder == Path("runs/run")
+
+
+@pytest.mark.parametrize("fields", [{"validation_share": 0.0}, {"evaluations": 0}], ids=str)
+def test_the_best_cannot_be_kept_unmeasured(fields: dict[str, Any], tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^keep='best' needs a validation split and evaluations .* keep='last'$"):
+        train(tiny(**fields))
+    assert not (tmp_path / "run").exists()
+    result = train(tiny(keep="last", steps=2, **fields))
+    measured = {e["split"] for e in read_journal(result.folder / "journal.jsonl") if e["event"] == "evaluation"}
+    assert measured == ({"test"} if "validation_share" in fields else {"validation", "test"})
+
+
+def break_images(folder: Path) -> set[str]:
+    """Puts four broken files among the images; returns their keys."""
+    whole = (folder / "red" / "00.png").read_bytes()
+    broken = {
+        "red/empty.png": b"", "blue/page.jpg": b"<html>Not found</html>", "green/cut.png": whole[: len(whole) // 2],
+        "blue/noise.png": bytes(range(256)),
+    }  # fmt: skip
+    for key, data in broken.items():
+        (folder / key).write_bytes(data)
+    return set(broken)
+
+
+def test_broken_images_are_skipped_and_named_once(
+    folder_config: Tiny, colour_folder: Path, stop_at: Callable[[int], QuietDisplay], outcome: Callable[[Path], Any]
+) -> None:
+    broken = break_images(colour_folder)
+    config = folder_config(colour_folder, steps=30, max_skipped=0.5, validation_share=0.2)
+    splits = open_data(config.data, validation_share=0.2)
+    in_training = {splits.train.key(index) for index in range(len(splits.train))} & broken
+    assert len(in_training) >= 2
+    run = Path(config.run or "")
+    with pytest.raises(Stopped):
+        train(config, display=stop_at(17))
+    assert 2 * len(splits.train) < 17 * 8, "all of the images were seen, some twice"
+    result = resume(run)
+    lines = [json.loads(line) for line in (run / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
+    named = [line["key"] for line in lines if line["event"] == "skipped"]
+    assert sorted(named) == sorted(broken), "each once, those held out for validation included"
+    reasons = {line["key"]: line["reason"] for line in lines if line["event"] == "skipped"}
+    assert reasons["red/empty.png"] == "is empty (0 bytes)"
+    assert set(outcome(run)["values"]["skipped"]) == in_training
+    measured = [line for line in lines if line["event"] == "evaluation"]
+    assert {line["skipped"] for line in measured} == {len(broken - in_training)}
+    assert all(0 <= line["loss"] < 10 for line in lines if line["event"] == "step")
+    assert result.metrics["validation_accuracy"] >= 0
+
+
+def test_too_many_broken_images_end_the_run(folder_config: Tiny, colour_folder: Path) -> None:
+    broken = break_images(colour_folder)
+    config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.08)
+    with pytest.raises(DataError, match=r"^4 training images cannot be decoded, more than the 3 that --max-skipped "):
+        train(config)
+    events = read_journal(Path(config.run or "") / "journal.jsonl")
+    assert {event["key"] for event in events if event["event"] == "skipped"} == broken
+    assert "finished" not in [event["event"] for event in events]
+    train(folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.1, overwrite=True))
+
+
+def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path) -> None:
+    class Vanish(QuietDisplay):
+        def begin(self, step: int, steps: int) -> None:
+            (colour_folder / "red" / "00.png").unlink()
+
+    config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last")
+    with pytest.raises(DataError, match=r"^cannot read .*red/00\.png: No such file"):
+        train(config, display=Vanish())
+
+
+def test_a_network_learns_the_colours(folder_config: Tiny, tmp_path: Path, colour_folder: Path) -> None:
+    result = train(folder_config(colour_folder, steps=60, learning_rate=1e-2, evaluations=2, checkpoints=1))
+    assert result.metrics["validation_accuracy"] == 1.0
+    assert all(example.prediction.label == example.label for example in result.examples)

@@ -1,0 +1,549 @@
+"""A model on disk: what is saved is what is loaded, predictions are the network's, and damage is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import pickle
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor
+
+import vitrail
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import BundleError, ConfigError, DataError, SaveError, UndecodableImage
+from vitrail.files import recover_folder
+from vitrail.models.variants import create
+from vitrail.models.vit import VisionTransformer
+from vitrail.weights.bundle import Bundle, Prediction, load, read_image
+
+Make = Callable[..., Bundle]
+
+
+def images(count: int, *shape: int) -> list[np.ndarray]:
+    """Random uint8 arrays; by default of the size that the network takes."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 256, shape or (12, 10, 3), dtype=np.uint8) for _ in range(count)]
+
+
+def png(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def logits(bundle: Bundle, arrays: list[np.ndarray]) -> Tensor:
+    """What the network says of images of its own size, normalised here."""
+    pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float()
+    with torch.no_grad():
+        return bundle.network.eval()((pixels / 255 - 0.4) / 0.25)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def rewrite(folder: Path, **fields: Any) -> None:
+    """Replaces top-level fields of `model.json`."""
+    path = folder / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def replace_weights(folder: Path, data: bytes) -> None:
+    """Other weights, with the size and hash that belong to them."""
+    (folder / "model.safetensors").write_bytes(data)
+    rewrite(folder, weights={"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+
+
+@pytest.fixture
+def saved(bundle: Bundle, tmp_path: Path) -> Path:
+    return bundle.save(tmp_path / "model")
+
+
+# --- save and load
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"pool": "gap", "head_hidden": 5, "activation": "gelu-tanh", "norm_eps": 1e-5, "scores": "sigmoid"},
+        {"num_classes": 0},
+        {"channels": 1, "dropout": 0.1, "stochastic_depth": 0.2, "position_std": 0.3},
+    ],
+)
+def test_what_is_saved_is_what_is_loaded(make_bundle: Make, tmp_path: Path, fields: dict[str, Any]) -> None:
+    bundle = make_bundle(**fields)
+    path = bundle.save(tmp_path / "out")
+    assert path == tmp_path / "out" and sorted(snapshot(path)) == ["model.json", "model.safetensors"]
+    loaded = load(path, device="cpu")
+    before, after = bundle.network.state_dict(), loaded.network.state_dict()
+    assert list(before) == list(after)
+    for name in before:
+        assert torch.equal(before[name], after[name]) and after[name].dtype == torch.float32, name
+    assert loaded.network.config == bundle.network.config
+    for name in ("classes", "preprocess", "scores", "metrics", "provenance"):
+        assert getattr(loaded, name) == getattr(bundle, name), name
+    assert not loaded.network.training and loaded.device == torch.device("cpu")
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in loaded.network.parameters())
+    assert all(parameter.requires_grad for parameter in loaded.network.parameters())
+
+
+def test_a_loaded_model_predicts_the_same(bundle: Bundle, saved: Path) -> None:
+    arrays = images(5, 20, 17, 3)
+    assert load(str(saved), device="cpu").predict(arrays) == bundle.predict(arrays)
+    assert torch.equal(vitrail.load(saved, device="cpu").embed(arrays), bundle.embed(arrays))
+
+
+def test_a_loaded_model_can_be_trained_and_saved_again(saved: Path, tmp_path: Path) -> None:
+    loaded = load(saved, device="cpu")
+    before = load_file(saved / "model.safetensors")
+    loaded.network.train()(torch.randn(2, 3, 12, 10)).sum().backward()
+    torch.optim.SGD(loaded.network.parameters(), lr=0.1).step()
+    loaded.save(saved)
+    after = load(saved, device="cpu").network.state_dict()
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+
+
+def test_the_weights_are_plain_safetensors(bundle: Bundle, saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    assert set(tensors) == set(bundle.network.state_dict())
+    description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
+    data = (saved / "model.safetensors").read_bytes()
+    assert description["weights"] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert description["classes"] == ["rose", "tulip", "黒い花 / black"]
+
+
+def test_the_same_model_gives_the_same_bytes(make_bundle: Make, tmp_path: Path) -> None:
+    first, second = make_bundle().save(tmp_path / "a"), make_bundle().save(tmp_path / "b")
+    assert snapshot(first) == snapshot(second)
+
+
+def test_the_folder_of_a_run_holds_its_model(bundle: Bundle, tmp_path: Path) -> None:
+    bundle.save(tmp_path / "run" / "model")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    assert load(tmp_path / "run", device="cpu").classes == bundle.classes
+
+
+def test_loading_draws_no_random_numbers(saved: Path) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    loaded = load(saved, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(parameter.is_meta for parameter in loaded.network.parameters())
+
+
+def test_saving_leaves_the_network_as_it_was(bundle: Bundle, tmp_path: Path) -> None:
+    bundle.network.train()
+    before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
+    bundle.save(tmp_path / "out")
+    assert bundle.network.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bundle.network.state_dict().items())
+
+
+# --- a model that does not agree with itself
+
+
+def test_class_names_must_match_the_outputs(bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match="2 class names for a network with 3 outputs"):
+        Bundle(bundle.network, ("a", "b"), bundle.preprocess)
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "given"),
+    [
+        (Preprocess(image_size=(10, 12)), r"\(3, 10, 12\)"),
+        (Preprocess(image_size=(12, 10), channels=1), r"\(1, 12, 10\)"),
+    ],
+)
+def test_preprocessing_must_match_the_network(bundle: Bundle, preprocess: Preprocess, given: str) -> None:
+    message = f"preprocessing makes images of {given} for a network that takes " + r"\(3, 12, 10\)"
+    with pytest.raises(BundleError, match=message):
+        Bundle(bundle.network, bundle.classes, preprocess)
+
+
+# --- predictions
+
+
+def test_predictions_are_the_networks(bundle: Bundle) -> None:
+    arrays = images(6)
+    expected = logits(bundle, arrays).softmax(1)
+    assert len({int(index) for index in expected.argmax(1)}) > 1
+    predictions = bundle.predict(arrays)
+    for prediction, row in zip(predictions, expected, strict=True):
+        assert isinstance(prediction, Prediction)
+        by_name = dict(prediction.ranking)
+        assert set(by_name) == set(bundle.classes) and len(prediction.ranking) == 3
+        for name, value in zip(bundle.classes, row.tolist(), strict=True):
+            assert by_name[name] == pytest.approx(value, abs=1e-6)
+        values = [value for _, value in prediction.ranking]
+        assert values == sorted(values, reverse=True)
+        assert sum(values) == pytest.approx(1, abs=1e-6)
+        assert (prediction.label, prediction.probability) == prediction.ranking[0]
+        assert prediction.label == bundle.classes[int(row.argmax())]
+
+
+def test_sigmoid_scores_are_for_each_class_by_itself(make_bundle: Make) -> None:
+    bundle, arrays = make_bundle(scores="sigmoid"), images(4)
+    expected = logits(bundle, arrays).sigmoid()
+    assert (expected.sum(1) - 1).abs().max() > 0.05
+    for prediction, row in zip(bundle.predict(arrays), expected, strict=True):
+        by_name = dict(prediction.ranking)
+        assert [by_name[name] for name in bundle.classes] == pytest.approx(row.tolist(), abs=1e-6)
+
+
+def test_probabilities_take_preprocessed_pixels(bundle: Bundle) -> None:
+    arrays = images(3)
+    result = bundle.probabilities([bundle.preprocess.pixels(array) for array in arrays])
+    torch.testing.assert_close(result, logits(bundle, arrays).softmax(1), atol=1e-6, rtol=0)
+
+
+def test_every_form_of_an_image_gives_the_same(bundle: Bundle, tmp_path: Path) -> None:
+    array = images(1, 23, 31, 3)[0]
+    path = tmp_path / "ros é.png"
+    path.write_bytes(png(array))
+    forms = [path, str(path), path.read_bytes(), array, np.asfortranarray(array), Image.fromarray(array)]
+    predictions = bundle.predict(forms)
+    assert len(predictions) == 6 and all(prediction == predictions[0] for prediction in predictions)
+    embeddings = bundle.embed(forms)
+    torch.testing.assert_close(embeddings, embeddings[:1].expand(6, -1), atol=1e-5, rtol=0)
+
+
+def test_grey_images_for_a_colour_network_and_the_reverse(make_bundle: Make) -> None:
+    colour, grey = make_bundle(), make_bundle(channels=1)
+    plane = images(1, 20, 30)[0]
+    stacked = np.repeat(plane[..., None], 3, axis=2)
+    for bundle in (colour, grey):
+        first, *others = bundle.predict([plane, plane[..., None], stacked, Image.fromarray(plane)])
+        assert all(other == first for other in others)
+
+
+def test_predictions_keep_the_order_of_the_images(bundle: Bundle) -> None:
+    arrays = images(7)
+    alone = [bundle.predict([array])[0].probability for array in arrays]
+    assert len(set(alone)) == 7
+    together = [prediction.probability for prediction in bundle.predict(arrays, batch_size=3)]
+    assert together == pytest.approx(alone, abs=1e-6)
+    reversed_ = [prediction.probability for prediction in bundle.predict(arrays[::-1], batch_size=3)]
+    assert reversed_ == pytest.approx(alone[::-1], abs=1e-6)
+
+
+@given(count=st.integers(0, 9), batch_size=st.integers(1, 12))
+def test_the_batch_size_changes_nothing(make_bundle: Make, count: int, batch_size: int) -> None:
+    bundle, arrays = make_bundle(), images(count)
+    ours, whole = bundle.predict(arrays, batch_size=batch_size), bundle.predict(arrays, batch_size=100)
+    assert [prediction.label for prediction in ours] == [prediction.label for prediction in whole]
+    for one, other in zip(ours, whole, strict=True):
+        assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-6)
+    embedded = bundle.embed(arrays, batch_size=batch_size)
+    assert embedded.shape == (count, 12)
+    torch.testing.assert_close(embedded, bundle.embed(arrays), atol=1e-5, rtol=1e-5)
+
+
+def test_prediction_is_made_without_dropout_and_gradients(make_bundle: Make) -> None:
+    bundle, arrays = make_bundle(dropout=0.5, stochastic_depth=0.5), images(3)
+    bundle.network.train()
+    expected = make_bundle().predict(arrays)
+    assert bundle.predict(arrays) == expected
+    assert not bundle.embed(arrays).requires_grad
+
+
+def test_embeddings_are_what_the_head_sees(make_bundle: Make) -> None:
+    bundle, arrays = make_bundle(head_hidden=5), images(4)
+    embeddings = bundle.embed(arrays, batch_size=3)
+    assert embeddings.shape == (4, 12) and embeddings.dtype == torch.float32 and embeddings.device.type == "cpu"
+    network = bundle.network
+    assert network.head_hidden is not None and network.head is not None
+    with torch.no_grad():
+        expected = network.head(torch.tanh(network.head_hidden(embeddings)))
+    torch.testing.assert_close(expected, logits(bundle, arrays), atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_without_a_head_embeds(make_bundle: Make) -> None:
+    bundle, arrays = make_bundle(num_classes=0), images(2)
+    torch.testing.assert_close(bundle.embed(arrays), logits(bundle, arrays), atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_in_gives_nothing_out(bundle: Bundle) -> None:
+    assert bundle.predict([]) == []
+    assert bundle.embed([]).shape == (0, 12)
+
+
+# --- images that are none
+
+
+def test_an_undecodable_image_raises_with_its_name(bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jpg"
+    path.write_bytes(b"not an image")
+    for call in (bundle.predict, bundle.embed):
+        with pytest.raises(UndecodableImage, match=re.escape(f"{path} is not an image")):
+            call([images(1)[0], path])
+    with pytest.raises(UndecodableImage, match=r"^is empty"):
+        bundle.predict([b""])
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+def test_an_undecodable_image_takes_its_place_among_the_others(bundle: Bundle, tmp_path: Path, batch_size: int) -> None:
+    good = images(3)
+    path = tmp_path / "cut.png"
+    path.write_bytes(png(good[0])[:60])
+    given = [b"nothing", good[0], path, np.zeros((3, 3), np.float32), good[1], good[2], b""]
+    results = bundle.predict(given, batch_size=batch_size, undecodable="return")
+    assert [isinstance(result, UndecodableImage) for result in results] == [True, False, True, True, False, False, True]
+    assert str(path) in str(results[2]) and "float32" in str(results[3])
+    expected = bundle.predict(good)
+    for result, other in zip([results[1], results[4], results[5]], expected, strict=True):
+        assert isinstance(result, Prediction) and result.label == other.label
+        assert dict(result.ranking) == pytest.approx(dict(other.ranking), abs=1e-6)
+
+
+@pytest.mark.parametrize("undecodable", ["raise", "return"])
+def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable: str) -> None:
+    message = re.escape(f"cannot read image {str(tmp_path / 'rose.jpg')!r}: No such file or directory")
+    with pytest.raises(DataError, match=message) as caught:
+        bundle.predict([tmp_path / "rose.jpg"], undecodable=undecodable)
+    assert not isinstance(caught.value, UndecodableImage)
+    with pytest.raises(DataError, match=message):
+        bundle.embed([str(tmp_path / "rose.jpg")])
+    with pytest.raises(DataError, match=r"cannot read image .*: Is a directory"):
+        read_image(tmp_path)
+
+
+# --- damage
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "model.json").unlink(), r"model is not a model: it has no model\.json"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            r"model is incomplete: model\.safetensors is missing",
+        ),
+        (
+            lambda folder: (folder / "model.json").write_bytes((folder / "model.json").read_bytes()[:-40]),
+            r"model\.json is damaged: ",
+        ),
+        (lambda folder: (folder / "model.json").write_bytes(b""), r"model\.json is damaged: "),
+        (lambda folder: (folder / "model.json").write_bytes(b"\xff\xfe{}"), r"model\.json is damaged: "),
+        (lambda folder: (folder / "model.json").write_text("[]"), r"must have the fields .*it has list"),
+        (lambda folder: (folder / "model.json").write_text("{}"), r"must have the fields architecture, .*it has \[\]"),
+        (lambda folder: rewrite(folder, extra=1), r"must have the fields .*it has .*'extra'"),
+        (lambda folder: rewrite(folder, classes="abc"), r"classes must be a list, not 'abc'"),
+        (lambda folder: rewrite(folder, classes=["a", 1, "c"]), r"classes must be names"),
+        (lambda folder: rewrite(folder, classes=["a", "b"]), r"2 class names for a network with 3 outputs"),
+        (lambda folder: rewrite(folder, classes=list("abcd")), r"4 class names for a network with 3 outputs"),
+        (lambda folder: rewrite(folder, format=2), r"format=2 is not one of 1"),
+        (lambda folder: rewrite(folder, format="1"), r"format must be a int, not '1'"),
+        (lambda folder: rewrite(folder, architecture="CNN"), r"architecture='CNN' is not one of 'ViT'"),
+        (lambda folder: rewrite(folder, scores="odds"), r"scores='odds' is not one of 'softmax', 'sigmoid'"),
+        (lambda folder: rewrite(folder, config={"widht": 12}), r"unknown field 'widht'; nearest: width"),
+        (lambda folder: rewrite(folder, config={"width": "12"}), r'wrong value type for field "width"'),
+        (lambda folder: rewrite(folder, config={"width": 10, "heads": 3}), r"width=10 is not divisible by heads=3"),
+        (lambda folder: rewrite(folder, preprocess={"size": 3}), r"unknown field 'size'; nearest: resize, image_size"),
+        (lambda folder: rewrite(folder, preprocess={}), r'missing value for field "image_size"'),
+        (
+            lambda folder: rewrite(folder, preprocess={"image_size": [10, 12]}),
+            r"preprocessing makes images of \(3, 10, 12\) for a network that takes \(3, 12, 10\)",
+        ),
+        (lambda folder: rewrite(folder, weights={}), r"model\.safetensors was altered"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1]),
+            r"model\.safetensors was altered: its size or SHA-256 .*copy the model again",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), r"model\.safetensors was altered"),
+    ],
+)
+def test_a_damaged_model_is_refused(saved: Path, break_it: Callable[[Path], object], message: str) -> None:
+    break_it(saved)
+    with pytest.raises(BundleError, match=message):
+        load(saved, device="cpu")
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"model '.*nowhere' does not exist: there is no such folder"):
+        load(tmp_path / "nowhere", device="cpu")
+    with pytest.raises(BundleError, match=r"is not a model: it has no model\.json"):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("position", [0, 8, 100, -2000, -1])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_one_flipped_bit_is_seen(saved: Path, position: int, bit: int) -> None:
+    path = saved / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.raises(BundleError, match=r"model\.safetensors was altered"):
+        load(saved, device="cpu")
+
+
+def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> None:
+    tensors = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
+    del tensors["norm.weight"], tensors["cls.token"]
+    tensors["norm.scale"] = torch.zeros(12)
+    tensors["head.weight"] = torch.zeros(4, 12)
+    replace_weights(saved, safetensors_bytes(tensors))
+    with pytest.raises(BundleError) as caught:
+        load(saved, device="cpu")
+    first, *problems = str(caught.value).splitlines()
+    assert first == f"the weights in {saved} do not fit its architecture:"
+    assert sorted(line.strip() for line in problems) == [
+        "misshaped: head.weight is (4, 12), the network has (3, 12)",
+        "missing: cls.token (1, 1, 12)",
+        "missing: norm.weight (12,)",
+        "unexpected: norm.scale (12,)",
+    ]
+
+
+def test_a_pickle_in_place_of_the_weights_is_not_run(bundle: Bundle, saved: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "was run"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, (f"open({str(marker)!r}, 'w').close()",)
+
+    pickled = pickle.dumps(Evil())
+    pickle.loads(pickled)
+    assert marker.exists()
+    marker.unlink()
+    archive = io.BytesIO()
+    torch.save({**bundle.network.state_dict(), "evil": Evil()}, archive)
+    for data in (pickled, archive.getvalue()):
+        (saved / "model.safetensors").write_bytes(data)
+        with pytest.raises(BundleError, match="was altered"):
+            load(saved, device="cpu")
+        replace_weights(saved, data)
+        loaded = None
+        with contextlib.suppress(Exception):
+            loaded = load(saved, device="cpu")
+        assert loaded is None and not marker.exists()
+
+
+# --- saving that fails
+
+
+@pytest.fixture
+def old(make_bundle: Make, tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
+    """A folder alone in its parent that holds a model, and its bytes."""
+    path = make_bundle(seed=1).save(tmp_path / "kept" / "model")
+    return path, snapshot(path)
+
+
+def assert_intact(old: tuple[Path, dict[str, bytes]]) -> None:
+    path, before = old
+    assert snapshot(path) == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["model"]
+    load(path, device="cpu")
+
+
+def test_a_model_takes_the_place_of_another(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
+    path, before = old
+    (path / "leftover.txt").write_text("x")
+    bundle.save(path)
+    assert sorted(snapshot(path)) == ["model.json", "model.safetensors"] and snapshot(path) != before
+    assert torch.equal(load(path, device="cpu").network.state_dict()["head.bias"], bundle.network.head.bias)
+    assert [entry.name for entry in path.parent.iterdir()] == ["model"]
+
+
+def test_an_exception_while_saving_leaves_the_old_model(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
+    bundle.provenance["image"] = Path("x")  # not a JSON value, which shows only after the weights were written
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        bundle.save(old[0])
+    assert_intact(old)
+
+
+@pytest.mark.parametrize(
+    ("limit", "notes"), [(1_000, 0), (5_000, 0), (60_000, 100_000)], ids=["weights", "later weights", "description"]
+)
+def test_a_full_disk_leaves_the_old_model(
+    bundle: Bundle, old: tuple[Path, dict[str, bytes]], tmp_path: Path, limit: int, notes: int
+) -> None:
+    new = bundle.save(tmp_path / "new")
+    assert 5_000 < (new / "model.safetensors").stat().st_size < 60_000
+    bundle.provenance["notes"] = "x" * notes
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # no file of this process can grow past it
+    try:
+        with pytest.raises(SaveError, match="File too large"):
+            bundle.save(old[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_intact(old)
+    bundle.save(old[0])
+    assert load(old[0], device="cpu").provenance["notes"] == "x" * notes
+
+
+def test_a_place_that_cannot_be_written_is_a_save_error(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SaveError, match=r"could not save the model to .*; what was there is intact"):
+        bundle.save(tmp_path / "file" / "model")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_model_on_the_gpu_predicts_the_same(bundle: Bundle, saved: Path) -> None:
+    arrays = images(5)
+    loaded = load(saved, device="cuda")
+    assert isinstance(loaded.network, VisionTransformer) and loaded.device.type == "cuda"
+    for one, other in zip(loaded.predict(arrays), bundle.predict(arrays), strict=True):
+        assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-3)
+
+
+def test_a_linked_folder_is_written_to_again_and_again(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(3):
+        bundle.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.json").is_file()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_file_in_the_way_is_named(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(SaveError, match="it is a file"):
+        bundle.save(tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
+
+
+def test_a_folder_that_lost_its_name_gets_it_back(saved: Path) -> None:
+    saved.rename(saved.with_name(f"{saved.name}.replaced"))
+    recover_folder(saved)
+    assert load(saved, device="cpu").classes
+
+
+def test_other_number_formats_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    bundle.network.half()
+    bundle.save(tmp_path / "half")
+    with pytest.raises(BundleError, match=r"not float32: .* is float16"):
+        load(tmp_path / "half", device="cpu")
+
+
+def test_one_image_needs_a_list(bundle: Bundle) -> None:
+    with pytest.raises(ConfigError, match="put the one image into a list"):
+        bundle.predict("rose.jpg")
+    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
+        bundle.embed([b""], batch_size=0)
+
+
+def test_a_network_without_a_head_says_so() -> None:
+    headless = create("ViT-Pico/7", image_size=14, num_classes=0, width=8, heads=1, depth=1, mlp_width=8)
+    bundle = Bundle(headless, (), Preprocess(image_size=(14, 14)))
+    with pytest.raises(ConfigError, match="has no head, so it cannot predict; use embed"):
+        bundle.predict([np.zeros((14, 14, 3), np.uint8)])
+    assert bundle.embed([np.zeros((14, 14, 3), np.uint8)]).shape == (1, 8)
