@@ -21,7 +21,7 @@ def demo() -> TrainConfig:
         batch_size=32,
         label_smoothing=0.1,
         keep="last",
-        model=ModelConfig(variant="ViT-Pico/7", position_std=0.3, activation="gelu-tanh"),
+        model=ModelConfig(variant="ViT-Pico/7", position_std=0.3),
         images=ImageConfig(image_size=(28, 28), channels=1, mean=(0.286,), std=(0.353,)),
         augment=Augment(flip=True),
         optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),

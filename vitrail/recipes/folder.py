@@ -18,7 +18,7 @@ def folder() -> TrainConfig:
         epochs=40.0,
         batch_size=64,
         label_smoothing=0.1,
-        model=ModelConfig(variant="ViT-Nano/8", position_std=0.3, activation="gelu-tanh"),
+        model=ModelConfig(variant="ViT-Nano/8", position_std=0.3),
         images=ImageConfig(image_size=(64, 64), channels=3, resize="crop"),
         augment=Augment(flip=True, shift=4),
         optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
