@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from PIL import Image
 
@@ -15,6 +17,23 @@ from vitrail.training.config import TrainConfig
 
 settings.register_profile("vitrail", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("vitrail")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices of tests are tiny: they gain nothing from a second thread, and lose much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def types_unchecked() -> Iterator[None]:
+    """Lets values of wrong types reach the package's own checks, as they do outside of tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -33,23 +32,6 @@ from vitrail.training.optimizer import make_optimizer
 from vitrail.training.run import train
 from vitrail.training.schedule import Schedule
 from vitrail.training.state import TrainState
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from a second thread, and lose much where the cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def types_unchecked() -> Iterator[None]:
-    """Lets values of wrong types reach the package's own checks, as they do outside of tests."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +85,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
 
     def build(config: TrainConfig) -> tuple[TrainState, Plan]:
         splits = open_data(config.data, validation_share=config.validation_share)
-        preprocess = config.images.resolve()
+        preprocess = config.images
         torch.manual_seed(config.seed)
         network = VisionTransformer(
             config.model.resolve(

@@ -14,7 +14,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.plain import from_plain, to_plain
 from vitrail.recipes import RECIPES
-from vitrail.training.config import FLAT, PARTS, ImageConfig, ModelConfig, OptimizerConfig, TrainConfig
+from vitrail.training.config import FLAT, PARTS, ModelConfig, OptimizerConfig, TrainConfig
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 0}, "batch_size=0 is less than 1\naccumulation=1 is more than batch_size=0"),
@@ -113,17 +113,9 @@ def test_no_two_parts_have_a_field_of_the_same_name() -> None:
     assert len(set(own + parts)) == len(own + parts) == len(FLAT)
     assert set(FLAT) == set(own + parts)
     assert {item.name: item.type for item in dataclasses.fields(TrainConfig) if item.name in PARTS} == {
-        "model": "ModelConfig", "images": "ImageConfig", "augment": "Augment", "optimization": "OptimizerConfig",
+        "model": "ModelConfig", "images": "Preprocess", "augment": "Augment", "optimization": "OptimizerConfig",
     }  # fmt: skip
-    assert {"model": ModelConfig, "images": ImageConfig, "augment": Augment, "optimization": OptimizerConfig} == PARTS
-
-
-def test_image_config_has_the_fields_of_preprocess() -> None:
-    def described(cls: Any) -> dict[str, Any]:
-        return {item.name: item.type for item in dataclasses.fields(cls)}
-
-    assert described(ImageConfig) == described(Preprocess)
-    assert isinstance(ImageConfig().resolve(), Preprocess)
+    assert {"model": ModelConfig, "images": Preprocess, "augment": Augment, "optimization": OptimizerConfig} == PARTS
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_the_model_on_disk_is_the_one_returned(finished: tuple[TrainConfig, RunR
     assert bundle.metrics == result.metrics == result.bundle.metrics
     for name, tensor in result.bundle.network.state_dict().items():
         assert torch.equal(tensor, bundle.network.state_dict()[name])
-    assert bundle.classes == tuple("0123456789") and bundle.preprocess == config.images.resolve()
+    assert bundle.classes == tuple("0123456789") and bundle.preprocess == config.images
     assert bundle.provenance["seed"] == 5 and bundle.provenance["data"] == config.data
     data = open_data(config.data, validation_share=0.1)
     assert data.test is not None

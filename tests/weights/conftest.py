@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,6 @@ from vitrail.models.vit import VisionTransformer, ViTConfig
 from vitrail.weights.bundle import Bundle
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Networks this small wait longer for a second thread than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vitrail.data.augment import Augment
-from vitrail.training.config import ImageConfig, ModelConfig, OptimizerConfig, TrainConfig
+from vitrail.data.preprocess import Preprocess
+from vitrail.training.config import ModelConfig, OptimizerConfig, TrainConfig
 
 __all__ = ["demo"]
 
@@ -22,7 +23,7 @@ def demo() -> TrainConfig:
         label_smoothing=0.1,
         keep="last",
         model=ModelConfig(variant="ViT-Pico/7", position_std=0.3),
-        images=ImageConfig(image_size=(28, 28), channels=1, mean=(0.286,), std=(0.353,)),
+        images=Preprocess(image_size=(28, 28), channels=1, mean=(0.286,), std=(0.353,)),
         augment=Augment(flip=True),
         optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
     )

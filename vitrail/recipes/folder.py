@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vitrail.data.augment import Augment
-from vitrail.training.config import ImageConfig, ModelConfig, OptimizerConfig, TrainConfig
+from vitrail.data.preprocess import Preprocess
+from vitrail.training.config import ModelConfig, OptimizerConfig, TrainConfig
 
 __all__ = ["folder"]
 
@@ -19,7 +20,7 @@ def folder() -> TrainConfig:
         batch_size=64,
         label_smoothing=0.1,
         model=ModelConfig(variant="ViT-Nano/8", position_std=0.3),
-        images=ImageConfig(image_size=(64, 64), channels=3, resize="crop"),
+        images=Preprocess(image_size=(64, 64), channels=3, resize="crop"),
         augment=Augment(flip=True, shift=4),
         optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
     )

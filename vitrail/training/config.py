@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from vitrail.data.augment import Augment
-from vitrail.data.preprocess import Interpolation, Preprocess, Resize
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import Activation, Pool, ViTConfig
 from vitrail.weights.bundle import Scores
 
-__all__ = ["ImageConfig", "ModelConfig", "OptimizerConfig", "TrainConfig"]
+__all__ = ["ModelConfig", "OptimizerConfig", "TrainConfig"]
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["cosine", "linear", "constant"]
@@ -55,30 +55,6 @@ class ModelConfig:
         """The network's config for data of this shape. Raises `ConfigError`."""
         fields = {name: value for name, value in vars(self).items() if value is not None and name != "variant"}
         return variant_config(self.variant, image_size=image_size, channels=channels, num_classes=num_classes, **fields)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageConfig:
-    """What the network sees of an image: the fields of `Preprocess`."""
-
-    image_size: tuple[int, int] = (224, 224)
-    """Height and width in pixels; multiples of the patch's."""
-    channels: int = 3
-    """3 for RGB, 1 for grey."""
-    resize: Resize = "squash"
-    """Scale both sides to the size, or scale until it is covered and crop the centre."""
-    crop_share: float = 1.0
-    """With --resize crop: the share of the scaled image that is kept."""
-    interpolation: Interpolation = "bilinear"
-    """How pixels are made when scaling."""
-    mean: tuple[float, ...] = (0.5,)
-    """Subtracted from pixels in [0, 1]: one number, or one each channel."""
-    std: tuple[float, ...] = (0.5,)
-    """Divides them after that."""
-
-    def resolve(self) -> Preprocess:
-        """The same as a `Preprocess`, which checks it. Raises `ConfigError`."""
-        return Preprocess(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +105,7 @@ class TrainConfig:
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    images: ImageConfig = field(default_factory=ImageConfig)
+    images: Preprocess = field(default_factory=lambda: Preprocess(image_size=(224, 224)))
     augment: Augment = field(default_factory=Augment)
     optimization: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: Precision = "auto"
@@ -210,7 +186,7 @@ class TrainConfig:
         return found
 
 
-PARTS = {"model": ModelConfig, "images": ImageConfig, "augment": Augment, "optimization": OptimizerConfig}
+PARTS = {"model": ModelConfig, "images": Preprocess, "augment": Augment, "optimization": OptimizerConfig}
 FLAT = {item.name: "" for item in dataclasses.fields(TrainConfig) if item.name not in PARTS} | {
     item.name: part for part, cls in PARTS.items() for item in dataclasses.fields(cls)
 }

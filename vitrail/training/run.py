@@ -97,7 +97,7 @@ class _Parts:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.device = pick_device(config.device)
-        self.preprocess: Preprocess = config.images.resolve()
+        self.preprocess: Preprocess = config.images
         # The shape of the network is checked before the data is looked at; the number of classes cannot be wrong.
         self.network_config(num_classes=2)
         self.splits: Splits = open_data(config.data, validation_share=config.validation_share)
