@@ -43,7 +43,7 @@ def reference_augment(image: np.ndarray, numbers: list[float], *, flip: bool, sh
     _, height, width = image.shape
     if flip and numbers[0] < 0.5:
         image = image[:, :, ::-1]
-    top, left = (int(number * (2 * shift + 1)) for number in numbers[1:])
+    top, left = (int(number * (2 * shift + 1)) for number in numbers[1:3])
     padded = np.pad(image, ((0, 0), (shift, shift), (shift, shift)), mode="edge")
     return padded[:, top : top + height, left : left + width]
 
@@ -139,7 +139,7 @@ def test_what_happens_to_a_sample_depends_neither_on_its_batch_nor_on_its_place(
 ) -> None:
     images, samples = batch(12), torch.arange(100, 112)
     epochs = torch.arange(12) // 5
-    augment = Augment(flip=True, shift=2)
+    augment = Augment(flip=True, shift=2, erase=0.5)
     together = augment(images, seed=seed, epochs=epochs, samples=samples)
     parts = [
         augment(images[part], seed=seed, epochs=epochs[part], samples=samples[part])
@@ -199,3 +199,37 @@ def test_a_flip_is_decided_apart_from_the_shift() -> None:
 def test_a_negative_shift_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^shift=-1 is negative; 0 means none$"):
         Augment(shift=-1)
+
+
+@given(size=st.tuples(st.integers(1, 3), st.integers(1, 31), st.integers(1, 31)), chance=st.sampled_from([0.3, 1.0]))
+def test_erased_boxes_equal_the_reference(size: tuple[int, int, int], chance: float) -> None:
+    channels, height, width = size
+    images = batch(6, height, width, channels)
+    samples = list(range(6))
+    found = Augment(flip=False, erase=chance)(images, seed=5, epochs=longs(*[2] * 6), samples=longs(*samples))
+    for image, sample, result in zip(images.numpy(), samples, found.numpy(), strict=True):
+        drawn, centre_y, centre_x, size_y, size_x = reference_uniform(5, 2, sample, 8)[3:]
+        expected = image.copy()
+        for y in range(height):
+            for x in range(width):
+                inside_y = abs((y + 0.5) / height - centre_y) < 0.05 + 0.15 * size_y - 1e-6
+                inside_x = abs((x + 0.5) / width - centre_x) < 0.05 + 0.15 * size_x - 1e-6
+                if drawn < chance and inside_y and inside_x:
+                    expected[:, y, x] = 128
+        assert (result != expected).mean() < 0.02  # a pixel's middle may lie on the border, where rounding decides
+
+
+def test_half_of_the_images_lose_a_twentieth() -> None:
+    images = torch.zeros(4000, 1, 20, 30, dtype=torch.uint8)
+    found = Augment(flip=False, erase=0.5)(
+        images, seed=0, epochs=torch.zeros(4000, dtype=torch.int64), samples=torch.arange(4000)
+    )
+    erased = (found == 128).float().mean(dim=(1, 2, 3))
+    assert ((erased > 0).float().mean() - 0.5).abs() < 0.04
+    assert 0.04 < erased[erased > 0].mean() < 0.0625  # a quarter of each side on average, less what is cut off
+    assert erased.max() <= 0.4**2 * 1.1
+
+
+def test_the_chance_of_erasing_is_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"erase=1.5 is not in \[0, 1\]"):
+        Augment(erase=1.5)

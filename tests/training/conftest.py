@@ -25,7 +25,7 @@ from vitrail.plain import from_plain
 from vitrail.recipes import RECIPES
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import QuietDisplay
+from vitrail.training.display import Display
 from vitrail.training.journal import read_journal
 from vitrail.training.loop import Plan
 from vitrail.training.optimizer import make_optimizer
@@ -175,7 +175,7 @@ def straight(
     return outcome(run)
 
 
-class _StopAt(QuietDisplay):
+class _StopAt(Display):
     """Sends this process a real SIGTERM when a step is reported."""
 
     def __init__(self, step: int) -> None:
@@ -187,7 +187,7 @@ class _StopAt(QuietDisplay):
 
 
 @pytest.fixture(scope="session")
-def stop_at() -> Callable[[int], QuietDisplay]:
+def stop_at() -> Callable[[int], Display]:
     """A display that stops the run it is shown, at a step of runs of at most 100 steps."""
     return _StopAt
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from vitrail.errors import RunError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import QuietDisplay
+from vitrail.training.display import Display
 from vitrail.training.loop import Plan, train_step
 from vitrail.training.run import train
 from vitrail.training.state import Best, TrainState
@@ -239,7 +239,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
     config = tiny(checkpoints=4)
     folder = Path(config.run or "") / "checkpoints"
 
-    class Lock(QuietDisplay):
+    class Lock(Display):
         def step(self, step: int, figures: dict[str, float]) -> None:
             if step == 5:
                 lock(folder / "step-3")

@@ -17,7 +17,7 @@ import vitrail.training.run as run_module
 from vitrail.errors import NonFiniteLoss, SaveError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import QuietDisplay
+from vitrail.training.display import Display
 from vitrail.training.journal import read_journal
 from vitrail.training.loop import Plan, train_step
 from vitrail.training.run import resume, train
@@ -74,7 +74,7 @@ def file_limit() -> Iterator[Callable[[int], None]]:
 def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
     small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None], tmp_path: Path
 ) -> None:
-    class Limit(QuietDisplay):
+    class Limit(Display):
         def step(self, step: int, figures: dict[str, float]) -> None:
             if step == 13:
                 file_limit(120_000)
@@ -94,7 +94,7 @@ def test_a_place_where_nothing_can_be_written_is_an_error(tiny: Small, tmp_path:
         train(tiny(run=str(tmp_path / "file" / "run")))
 
 
-class Poison(QuietDisplay):
+class Poison(Display):
     """Makes one weight NaN after a step, so that the loss of the next is NaN."""
 
     def __init__(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,13 @@ import torch
 
 from vitrail.errors import RunError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import QuietDisplay
+from vitrail.training.display import Display
 from vitrail.training.journal import read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
 Outcome = Callable[[Path], dict[str, Any]]
-StopAt = Callable[[int], QuietDisplay]
+StopAt = Callable[[int], Display]
 
 
 def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) -> Path:
@@ -91,7 +91,7 @@ def test_other_thread_counts_change_no_bit(
 def test_a_crash_goes_back_to_the_newest_checkpoint(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
-    class Crash(QuietDisplay):
+    class Crash(Display):
         def step(self, step: int, figures: dict[str, float]) -> None:
             if step == 15:
                 raise MemoryError
@@ -155,14 +155,14 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
-    class Crash(QuietDisplay):
+    class Crash(Display):
         def step(self, step: int, figures: dict[str, float]) -> None:
             if step == 6:  # after the evaluation at step 4, which wrote a model
                 raise MemoryError
 
     notes: list[str] = []
 
-    class Notes(QuietDisplay):
+    class Notes(Display):
         def note(self, text: str) -> None:
             notes.append(text)
 

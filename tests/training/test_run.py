@@ -21,7 +21,7 @@ from vitrail.data.sources import Splits, open_data
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import QuietDisplay
+from vitrail.training.display import Display
 from vitrail.training.journal import read_journal
 from vitrail.training.loop import Plan
 from vitrail.training.run import RunResult, resume, train
@@ -123,7 +123,7 @@ def test_the_model_on_disk_is_the_one_returned(finished: tuple[TrainConfig, RunR
     assert result.metrics["test_accuracy"] == right / 40
 
 
-class Watching(QuietDisplay):
+class Watching(Display):
     """Keeps the weights that were measured, by step, and the result."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def break_images(folder: Path) -> set[str]:
 
 
 def test_broken_images_are_skipped_and_named_once(
-    folder_config: Tiny, colour_folder: Path, stop_at: Callable[[int], QuietDisplay], outcome: Callable[[Path], Any]
+    folder_config: Tiny, colour_folder: Path, stop_at: Callable[[int], Display], outcome: Callable[[Path], Any]
 ) -> None:
     broken = break_images(colour_folder)
     config = folder_config(colour_folder, steps=30, max_skipped=0.5, validation_share=0.2)
@@ -343,7 +343,7 @@ def test_too_many_broken_images_end_the_run(folder_config: Tiny, colour_folder: 
 
 
 def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path) -> None:
-    class Vanish(QuietDisplay):
+    class Vanish(Display):
         def begin(self, step: int, steps: int) -> None:
             (colour_folder / "red" / "00.png").unlink()
 

@@ -17,6 +17,9 @@ from vitrail.errors import ConfigError
 __all__ = ["Augment", "keyed_uniform"]
 
 
+GREY = 128
+
+
 @dataclass(frozen=True, kw_only=True)
 class Augment:
     """What may happen to an image before it is normalised."""
@@ -26,18 +29,27 @@ class Augment:
     shift: int = 0
     """Move by up to this many pixels each way (a random crop of the padded image); borders repeat the edge."""
 
+    erase: float = 0.0
+    """Chance that a box of a tenth to four tenths of each side turns grey (random erasing, 1708.04896)."""
+
     def __post_init__(self) -> None:
         if self.shift < 0:
             raise ConfigError(f"shift={self.shift} is negative; 0 means none")
+        if not 0 <= self.erase <= 1:
+            raise ConfigError(f"erase={self.erase} is not in [0, 1]")
 
     def __call__(
         self, images: UInt8[Tensor, "b c h w"], *, seed: int, epochs: Int64[Tensor, " b"], samples: Int64[Tensor, " b"]
     ) -> UInt8[Tensor, "b c h w"]:
         """The changed images. `epochs` and `samples` say which image each is, and decide what happens to it."""
-        if not (self.flip or self.shift):
-            return images
+        draws = keyed_uniform(seed, epochs, samples, draws=8)
+        if self.flip or self.shift:
+            images = self._move(images, draws[:, :3])
+        return self._erase(images, draws[:, 3:]) if self.erase else images
+
+    def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float[Tensor, "b 3"]) -> UInt8[Tensor, "b c h w"]:
         b, _, height, width = images.shape
-        flip, down, across = keyed_uniform(seed, epochs, samples, draws=3).unbind(1)
+        flip, down, across = draws.unbind(1)
         rows = torch.arange(height, device=images.device).expand(b, -1)
         columns = torch.arange(width, device=images.device).expand(b, -1)
         if self.shift:
@@ -49,6 +61,16 @@ class Augment:
         batch = torch.arange(b, device=images.device)[:, None, None]
         picked = images.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None, :]]  # b h w c
         return picked.permute(0, 3, 1, 2)
+
+    def _erase(self, images: UInt8[Tensor, "b c h w"], draws: Float[Tensor, "b 5"]) -> UInt8[Tensor, "b c h w"]:
+        """A box's centre lies anywhere, so that a box at the border is smaller."""
+        chance, centre_y, centre_x, size_y, size_x = draws[:, :, None].unbind(1)  # each b 1
+        y = (torch.arange(images.shape[2], device=images.device) + 0.5) / images.shape[2]  # in shares of the side
+        x = (torch.arange(images.shape[3], device=images.device) + 0.5) / images.shape[3]
+        rows = (y - centre_y).abs() < (0.1 + 0.3 * size_y) / 2  # b h
+        columns = (x - centre_x).abs() < (0.1 + 0.3 * size_x) / 2
+        box = (rows & (chance < self.erase))[:, None, :, None] & columns[:, None, None, :]
+        return images.masked_fill(box, GREY)
 
 
 def keyed_uniform(

@@ -24,6 +24,6 @@ def demo() -> TrainConfig:
         keep="last",
         model=ModelConfig(variant="ViT-Pico/7", position_std=0.3),
         images=Preprocess(image_size=(28, 28), channels=1, mean=(0.286,), std=(0.353,)),
-        augment=Augment(flip=True),
+        augment=Augment(flip=True, erase=0.5),
         optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
     )

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-__all__ = ["ConsoleDisplay", "Display", "QuietDisplay"]
+__all__ = ["ConsoleDisplay", "Display"]
 
 
-@runtime_checkable
-class Display(Protocol):
-    """What the loop tells whoever is looking."""
+class Display:
+    """What the loop tells whoever is looking. This one shows nothing; others override what they show."""
 
-    def begin(self, step: int, steps: int) -> None: ...
-    def say(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def step(self, step: int, figures: dict[str, float]) -> None: ...
-    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None: ...
-    def end(self) -> None: ...
+    def begin(self, step: int, steps: int) -> None:
+        """The loop starts after `step`."""
+
+    def say(self, text: str) -> None:
+        """What goes on."""
+
+    def note(self, text: str) -> None:
+        """What asks for attention."""
+
+    def step(self, step: int, figures: dict[str, float]) -> None:
+        """Means since the last call: loss, metrics, images_per_second."""
+
+    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
+        """What an evaluation on the validation split gave."""
+
+    def end(self) -> None:
+        """The loop is over, one way or another."""
 
 
-class QuietDisplay:
-    """Shows nothing."""
-
-    def begin(self, step: int, steps: int) -> None: ...
-    def say(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def step(self, step: int, figures: dict[str, float]) -> None: ...
-    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None: ...
-    def end(self) -> None: ...
-
-
-class ConsoleDisplay:
+class ConsoleDisplay(Display):
     """Step, loss, accuracy, images/s and time left. Off a terminal, a line about every ten seconds."""
 
     LINE_SECONDS = 10.0
@@ -65,11 +63,9 @@ class ConsoleDisplay:
         self._progress.start()
 
     def say(self, text: str) -> None:
-        """What goes on."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """What asks for attention."""
         self.console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def step(self, step: int, figures: dict[str, float]) -> None:

@@ -26,7 +26,7 @@ from vitrail.objectives.classification import Classification
 from vitrail.plain import from_plain, to_plain
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display, QuietDisplay
+from vitrail.training.display import Display
 from vitrail.training.examples import Example, write_examples
 from vitrail.training.journal import Journal, read_journal
 from vitrail.training.loop import Plan, fit
@@ -71,7 +71,7 @@ def train(config: TrainConfig, *, display: Display | None = None, started: float
     except SaveError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return parts.run(folder, display or QuietDisplay(), started, resuming=False)
+    return parts.run(folder, display or Display(), started, resuming=False)
 
 
 def resume(folder: Path, *, display: Display | None = None, started: float | None = None) -> RunResult:
@@ -88,7 +88,7 @@ def resume(folder: Path, *, display: Display | None = None, started: float | Non
             f"{len(parts.splits.train):,} now, or other names); a resumed run needs the same data"
         )
     recover_folder(folder / "model")
-    return parts.run(folder, display or QuietDisplay(), started, resuming=True)
+    return parts.run(folder, display or Display(), started, resuming=True)
 
 
 class _Parts:

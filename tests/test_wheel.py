@@ -1,0 +1,36 @@
+"""What is published: the wheel holds the bundled images, their licence and the types, and little else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import vitrail
+
+ROOT = Path(vitrail.__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_the_wheel_is_whole_and_small(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("vitrail-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        notice = archive.read("vitrail/data/sources/bundled/LICENSE").decode()
+        metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    assert "MIT License" in notice and "Zalando" in notice
+    assert {
+        f"vitrail/{path.relative_to(ROOT / 'vitrail').as_posix()}" for path in (ROOT / "vitrail").rglob("*.py")
+    } <= names
+    assert {"vitrail/py.typed", "vitrail/data/sources/bundled/train-images-idx3-ubyte.gz"} <= names
+    assert not any(name.startswith(("tests/", "docs/")) for name in names)
+    assert wheel.stat().st_size < 6_000_000
+    assert "Requires-Dist: torch>=2.11" in metadata and "Requires-Python: >=3.11" in metadata
