@@ -45,7 +45,7 @@ def test_run_json_is_enough_to_do_it_again(finished: tuple[TrainConfig, RunResul
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
     assert from_plain(TrainConfig, record["config"]) == config
     assert record["config"]["seed"] == 5
-    assert record["steps"] == 24 and record["precision"] == "float32"
+    assert record["steps"] == 24 and record["config"]["precision"] == "float32"
     assert (record["data"]["train"], record["data"]["validation"], record["data"]["test"]) == (200, 40, 40)
     assert record["data"]["classes"] == list("0123456789")
     assert record["machine"]["versions"]["torch"] == torch.__version__

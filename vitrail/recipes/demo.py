@@ -10,9 +10,13 @@ __all__ = ["demo"]
 
 
 def demo() -> TrainConfig:
-    """Fashion-MNIST's bundled 10,000 images in a few minutes on two cores.
+    """The 10,000 bundled images of Fashion-MNIST, on a network of 679 thousand parameters.
 
-    Command: `vitrail train` (or `make demo`).
+    Command: `vitrail train`, or `make demo`.
+    Hardware: two CPU cores; any GPU.
+    Time: 4 to 5 minutes on two cores with AVX512-BF16 (1,100 to 1,450 images/s; AMD EPYC 9004, 2026-11).
+    Result: 86.4 % of the 2,000 test images, 87.2 % of the 531 validation images (seed 0, one run).
+    How it was chosen is told in docs/log.md.
     """
     return TrainConfig(
         name="demo",

@@ -13,7 +13,9 @@ def folder() -> TrainConfig:
     """A small network on colour images of 64 x 64 pixels: where `vitrail train --data DIR` starts.
 
     Command: `vitrail train --data DIR`, where DIR holds a folder of images for each class, or train/, val/ and test/
-    with such folders. A network from scratch needs hundreds of images a class to be of use.
+    with such folders.
+    Hardware: two CPU cores; any GPU.
+    Time and result depend on the images; a network from scratch needs hundreds of them in each class to be of use.
     """
     return TrainConfig(
         epochs=40.0,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,11 +21,12 @@ from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import describe, pick_device
 from vitrail.models.vit import VisionTransformer, ViTConfig
 from vitrail.objectives.classification import Classification
-from vitrail.plain import from_plain, to_plain
+from vitrail.plain import to_plain
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
 from vitrail.training.examples import Example, write_examples
+from vitrail.training.folder import new_folder, read_record
 from vitrail.training.journal import Journal, read_journal
 from vitrail.training.loop import Plan, fit
 from vitrail.training.meter import check_finite
@@ -64,7 +63,7 @@ def train(config: TrainConfig, *, display: Display | None = None, started: float
     """
     started = time.perf_counter() if started is None else started
     parts = _Parts(config)
-    folder = _new_folder(config)
+    folder = new_folder(config)
     try:
         with saving("the run", folder):
             write_json(folder / "run.json", parts.record())
@@ -80,7 +79,7 @@ def resume(folder: Path, *, display: Display | None = None, started: float | Non
     In float32 on the CPU the result is the same, bit by bit, as if the run had never stopped.
     """
     started = time.perf_counter() if started is None else started
-    record = _read_record(folder)
+    record = read_record(folder)
     parts = _Parts(record.config)
     if record.fingerprint != parts.fingerprint:
         raise RunError(
@@ -95,8 +94,9 @@ class _Parts:
     """What a config stands for on this machine, made before anything is written."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.config = config
         self.device = pick_device(config.device)
+        # Resolved here and recorded so, or a run resumed on another machine would go on in another number format.
+        self.config = config = replace(config, precision=resolve_precision(config.precision, self.device))
         self.preprocess: Preprocess = config.images
         # The shape of the network is checked before the data is looked at; the number of classes cannot be wrong.
         self.network_config(num_classes=2)
@@ -108,7 +108,6 @@ class _Parts:
             )
         self.fingerprint = fingerprint(self.splits.train, self.splits.validation, self.splits.test)
         self.steps = config.total_steps(len(self.splits.train))
-        self.precision = resolve_precision(config.precision, self.device)
 
     def network_config(self, num_classes: int) -> ViTConfig:
         return self.config.model.resolve(
@@ -121,7 +120,6 @@ class _Parts:
         return {
             "config": to_plain(self.config),
             "steps": self.steps,
-            "precision": self.precision,
             "data": {
                 **{name: 0 if source is None else len(source) for name, source in splits.items()},
                 "fingerprint": self.fingerprint,
@@ -151,7 +149,7 @@ class _Parts:
                 fit(state, self._plan(), watch)
             except NonFiniteLoss as error:
                 journal.write("failed", step=state.step, reason=str(error))
-                raise NonFiniteLoss(_advice(error, checkpoints, folder)) from None
+                raise NonFiniteLoss(_advice(error, checkpoints)) from None
             finally:
                 display.end()
         return self._finish(folder, bundle, state, journal, watch.summary(self.device))
@@ -181,7 +179,7 @@ class _Parts:
             seed=self.config.seed,
             augment=self.config.augment,
             preprocess=self.preprocess,
-            precision=self.precision,
+            precision=self.config.precision,
             device=self.device,
         )
 
@@ -244,8 +242,8 @@ class _Parts:
         count = sum(parameter.numel() for parameter in network.parameters())
         display.say(
             f"{self.config.model.variant} with {count:,} parameters on {len(self.splits.train):,} images of "
-            f"{len(self.splits.classes)} classes: {self.steps:,} steps of {self.config.batch_size} in {self.precision} "
-            f"on {self.device}, into {folder}"
+            f"{len(self.splits.classes)} classes: {self.steps:,} steps of {self.config.batch_size} "
+            f"in {self.config.precision} on {self.device}, into {folder}"
         )
 
     def _finish(
@@ -276,52 +274,8 @@ class _Parts:
         return RunResult(folder, bundle, bundle.metrics, summary, examples)
 
 
-def _new_folder(config: TrainConfig) -> Path:
-    """Makes the run's folder. Raises `RunError` rather than mix two runs."""
-    if config.run is not None:
-        folder = Path(config.run)
-        if folder.exists():
-            if not config.overwrite:
-                raise RunError(
-                    f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
-                    "or replace it with --overwrite"
-                )
-            if not (folder / "run.json").is_file():
-                raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
-            shutil.rmtree(folder)
-    else:
-        name = re.sub(r"[^\w.-]+", "-", config.name or Path(config.data).resolve().name).strip("-.") or "run"
-        numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
-        folder = next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())
-    with saving("the run", folder):
-        folder.mkdir(parents=True)
-    return folder
-
-
-class _Record(NamedTuple):
-    """What resuming needs of `run.json`."""
-
-    config: TrainConfig
-    fingerprint: str
-    images: int
-
-
-def _read_record(folder: Path) -> _Record:
-    path = folder / "run.json"
-    if not path.is_file():
-        raise RunError(f"{str(folder)!r} is not a run's folder: it has no run.json")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        config = from_plain(TrainConfig, record["config"])
-        return _Record(config, str(record["data"]["fingerprint"]), int(record["data"]["train"]))
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{path} is damaged: {error}") from error
-
-
-def _advice(error: NonFiniteLoss, checkpoints: Checkpoints, folder: Path) -> str:
-    kept = (
-        f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
-        if (steps := checkpoints.steps())
-        else ("it came before the first checkpoint")
-    )
+def _advice(error: NonFiniteLoss, checkpoints: Checkpoints) -> str:
+    kept = "it came before the first checkpoint"
+    if steps := checkpoints.steps():
+        kept = f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
     return f"{error}: the run diverged; {kept}. Try a lower --learning-rate, a longer --warmup, or --precision float32"

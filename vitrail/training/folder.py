@@ -1,0 +1,59 @@
+"""A run's folder: finding a place for a new one, and reading what an old one says of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from vitrail.errors import RunError
+from vitrail.files import saving
+from vitrail.plain import from_plain
+from vitrail.training.config import TrainConfig
+
+__all__ = ["Record", "new_folder", "read_record"]
+
+
+def new_folder(config: TrainConfig) -> Path:
+    """Makes the run's folder. Raises `RunError` rather than mix two runs."""
+    if config.run is not None:
+        folder = Path(config.run)
+        if folder.exists():
+            if not config.overwrite:
+                raise RunError(
+                    f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
+                    "or replace it with --overwrite"
+                )
+            if not (folder / "run.json").is_file():
+                raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
+            shutil.rmtree(folder)
+    else:
+        name = re.sub(r"[^\w.-]+", "-", config.name or Path(config.data).resolve().name).strip("-.") or "run"
+        numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
+        folder = next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())
+    with saving("the run", folder):
+        folder.mkdir(parents=True)
+    return folder
+
+
+class Record(NamedTuple):
+    """What resuming needs of `run.json`."""
+
+    config: TrainConfig
+    fingerprint: str
+    images: int
+
+
+def read_record(folder: Path) -> Record:
+    """Raises `RunError` when the folder is not a run's, or its `run.json` was damaged."""
+    path = folder / "run.json"
+    if not path.is_file():
+        raise RunError(f"{str(folder)!r} is not a run's folder: it has no run.json")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        config = from_plain(TrainConfig, record["config"])
+        return Record(config, str(record["data"]["fingerprint"]), int(record["data"]["train"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} is damaged: {error}") from error
