@@ -57,4 +57,6 @@ def test_the_network_is_built_and_takes_two_steps(
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
     assert network.head is not None and network.head.weight.abs().sum() > 0, "the head began at 0"
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
-    assert from_plain(TrainConfig, record["config"]) == config
+    recorded = from_plain(TrainConfig, record["config"])
+    assert recorded.precision in ("bf16", "float32"), "what auto stood for, so that resuming elsewhere keeps it"
+    assert recorded.override(precision=config.precision) == config
