@@ -71,7 +71,7 @@ def test_broken_and_unlabelled_samples_are_left_out(bundle: Bundle, tmp_path: Pa
     examples = write_examples(bundle, Mixed(), folder)
     assert [example.label for example in examples] == ["T-shirt/top", "../escape", "\u4e2d"]
     assert {path.parent for path in (example.path for example in examples)} == {folder}
-    assert sorted(path.name for path in folder.iterdir()) == ["00-T-shirt-top.png", "01--escape.png", "02--.png"]
+    assert sorted(path.name for path in folder.iterdir()) == ["00-T-shirt-top.png", "01--escape.png", "02-中.png"]
 
 
 def test_a_run_writes_held_out_images(tiny: Callable[..., TrainConfig]) -> None:

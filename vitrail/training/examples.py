@@ -15,6 +15,10 @@ from vitrail.weights.bundle import Bundle, Prediction
 __all__ = ["Example", "write_examples"]
 
 
+PUNCTUATION = re.compile(r"\W+")
+"""What a class name may have that a file name should not; letters of any language stay."""
+
+
 @dataclass(frozen=True)
 class Example:
     """An image, what it is, and what the model takes it for."""
@@ -35,7 +39,7 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
             picked.append((to_pil(sample.image, bundle.preprocess.channels), source.classes[sample.label]))
         except UndecodableImage:
             continue
-    names = [f"{number:02}-{re.sub(r'[^A-Za-z0-9]+', '-', label)}.png" for number, (_, label) in enumerate(picked)]
+    names = [f"{number:02}-{PUNCTUATION.sub('-', label)}.png" for number, (_, label) in enumerate(picked)]
     with replacing_folder("example images", folder) as partial:
         for (picture, _), name in zip(picked, names, strict=True):
             picture.save(partial / name)
