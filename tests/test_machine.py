@@ -13,7 +13,7 @@ import torch
 
 import vitrail
 from vitrail.errors import ConfigError
-from vitrail.machine import cpu_name, describe, has_bf16_matrix_units, peak_memory, pick_device
+from vitrail.machine import cpu_name, describe, has_bf16_matrix_units, peak_memory, pick_device, total_memory
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
@@ -61,6 +61,14 @@ def test_peak_memory_grows_with_the_peak_and_stays() -> None:
     assert 0.8 * 2**26 < during - before < 1.5 * 2**26
     del block
     assert peak_memory(CPU) >= 0.99 * during  # the kernel's count is off by a few pages a core
+
+
+@linux
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the GPU's memory then")
+def test_total_memory_is_what_the_kernel_lets_this_process_have() -> None:
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    installed = int(line.split()[1]) * 1024
+    assert proc_bytes("VmHWM") < total_memory() <= installed * 1.001
 
 
 @linux

@@ -14,11 +14,23 @@ if TYPE_CHECKING:
     from vitrail.training.run import train as train
     from vitrail.weights.bundle import Bundle as Bundle
     from vitrail.weights.bundle import Prediction as Prediction
-    from vitrail.weights.bundle import load as load
+    from vitrail.weights.load import convert as convert
+    from vitrail.weights.load import load as load
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["RECIPES", "Bundle", "Prediction", "RunResult", "TrainConfig", "create", "load", "resume", "train"]
+__all__ = [
+    "RECIPES",
+    "Bundle",
+    "Prediction",
+    "RunResult",
+    "TrainConfig",
+    "convert",
+    "create",
+    "load",
+    "resume",
+    "train",
+]
 
 _HOMES = {
     "RECIPES": "vitrail.recipes",
@@ -27,7 +39,8 @@ _HOMES = {
     "RunResult": "vitrail.training.run",
     "TrainConfig": "vitrail.training.config",
     "create": "vitrail.models.variants",
-    "load": "vitrail.weights.bundle",
+    "convert": "vitrail.weights.load",
+    "load": "vitrail.weights.load",
     "resume": "vitrail.training.run",
     "train": "vitrail.training.run",
 }

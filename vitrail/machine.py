@@ -13,7 +13,7 @@ import torch
 
 from vitrail.errors import ConfigError
 
-__all__ = ["cpu_name", "describe", "has_bf16_matrix_units", "peak_memory", "pick_device"]
+__all__ = ["cpu_name", "describe", "has_bf16_matrix_units", "peak_memory", "pick_device", "total_memory"]
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -56,6 +56,21 @@ def peak_memory(device: torch.device) -> int:
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def total_memory() -> int:
+    """Bytes of memory of the device that "auto" stands for: the GPU's own, else the machine's, or its container's."""
+    device = pick_device()
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(limit, encoding="utf-8") as file:
+                return min(installed, int(file.read()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return installed
 
 
 def cpu_name() -> str:

@@ -3,22 +3,156 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+import vitrail.cli.models
 from vitrail.cli import main
+from vitrail.models import cost
+from vitrail.models.variants import PUBLISHED, variant_config
+
+FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_bytes"]
 
 
+def rows_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["models", *words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert isinstance(rows, list)
+    return rows
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main(["models", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 20 GB."""
+    monkeypatch.setattr(vitrail.cli.models, "total_memory", lambda: 20_000_000_000)
+
+
+@pytest.mark.usefixtures("narrow", "gigabytes")
 def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models"]) == 0
-    shown = capsys.readouterr().out
-    line = next(line for line in shown.splitlines() if "ViT-B/16" in line)
-    assert line.split() == ["ViT-B/16", "768", "12", "12", "3072", "224x224", "197", "86,567,656", "17.56"]
-    assert "ViT-Pico/7" in shown and "ViT-e/14" in shown
+    lines = {line.split()[0]: line.split()[1:] for line in lines_of(capsys) if "/" in line or "BiT" in line}
+    assert set(PUBLISHED) <= set(lines)
+    memory = {
+        name: f"{cost.training_bytes(variant_config(name), 32, precision='bf16') / 1e9:.{int(name != 'ViT-e/14')}f}"
+        for name in ("ViT-B/16", "R50+ViT-B/16", "BiT-R50x1", "ViT-e/14")
+    }
+    expected = {
+        "ViT-B/16": ["768/12/3072/12", "224", "197", "86,567,656", "17.56", memory["ViT-B/16"]],
+        "R50+ViT-B/16": ["768/12/3072/12", "224", "197", "98,659,112", "21.54", memory["R50+ViT-B/16"]],
+        "BiT-R50x1": ["3-4-6-3", "224", "49", "25,549,352", "4.09", memory["BiT-R50x1"]],
+        "ViT-e/14": ["1792/56/15360/16", "224", "257", "3,807,214,312", "990.7", memory["ViT-e/14"] + "*"],
+    }
+    assert {name: lines[name] for name in expected} == expected
+    assert lines["ViT-Pico/7"][1] == "28" and lines["ViT-Nano/8"][1] == "64" and lines["Conv+ViT-Pico/8"][1] == "32"
+
+
+@pytest.mark.usefixtures("narrow", "gigabytes")
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--image-size", "384", "384"],
+        ["--image-size", "64", "96"],
+        ["--batch-size", "256"],
+        ["--layers"],
+        ["--image-size", "1022", "1022", "--batch-size", "4096"],
+        ["--image-size", "384", "512"],
+    ],
+)
+def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    lines = lines_of(capsys, *words)
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    if "--layers" not in words:
+        assert all(any(line.split()[:1] == [name] and line.split()[-2] for line in lines) for name in PUBLISHED)
+
+
+@pytest.mark.usefixtures("narrow", "gigabytes")
+def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    needed = {row["name"]: row["training_bytes"] for row in rows_of(capsys, "--batch-size", "8")}
+    text = lines_of(capsys, "--batch-size", "8")
+    marked = {line.split()[0] for line in text if line.split()[:1] and line.split()[-1].endswith("*")}
+    assert marked == {name for name, number in needed.items() if number > 20e9} != set()
+    caption = " ".join(" ".join(text).split())
+    assert "memory of a training step of 8 images; * is more than the 20 GB here" in caption
+
+
+@pytest.mark.usefixtures("narrow")
+def test_no_mark_where_all_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitrail.cli.models, "total_memory", lambda: 10**15)
+    assert not any("*" in line for line in lines_of(capsys))
+
+
+def test_json_says_all_in_exact_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys)
+    assert [row["name"] for row in rows] == list(PUBLISHED)
+    for row in rows:
+        assert list(row) == FIELDS
+        config = variant_config(row["name"], image_size=tuple(row["image_size"]))
+        assert row["parameters"] == cost.parameters(config) and row["macs"] == cost.macs(config)
+        assert row["training_bytes"] == cost.training_bytes(config, 32, precision="bf16")
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["ViT-B/16"]["shape"] == "768/12/3072/12" and by_name["BiT-R152x4"]["shape"] == "3-8-36-3"
+    assert by_name["ViT-Pico/7"]["image_size"] == [28, 28] and by_name["BiT-R50x1"]["tokens"] == 49
+
+
+def test_classes_and_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, "--num-classes", "21843", "--batch-size", "2")
+    (row,) = (row for row in rows if row["name"] == "ViT-S/16")
+    assert row["parameters"] == 30_075_219
+    config = variant_config("ViT-S/16", num_classes=21843)
+    assert row["training_bytes"] == cost.training_bytes(config, 2, precision="bf16")
 
 
 def test_another_size_is_rounded_to_the_patch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--image-size", "384", "380", "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["name"]: row for row in rows_of(capsys, "--image-size", "384", "380")}
     assert rows["ViT-B/16"]["image_size"] == [384, 384]
     assert rows["ViT-B/16"]["parameters"] == 86_859_496
+    assert rows["ViT-Pico/7"]["image_size"] == [385, 378]
+    assert rows["R+ViT-Ti/16"]["image_size"] == [384, 384] and rows["R+ViT-Ti/16"]["tokens"] == 12 * 12 + 1
+    assert rows["R50+ViT-B/16"]["tokens"] == 24 * 24 + 1
+    assert rows["BiT-R50x1"]["image_size"] == [384, 380] and rows["BiT-R50x1"]["tokens"] == 12 * 12
+
+
+@pytest.mark.usefixtures("narrow")
+def test_sizes_that_are_not_square_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = (line for line in lines_of(capsys, "--image-size", "64", "96") if line.split()[:1] == ["ViT-B/16"])
+    assert line.split()[2:4] == ["64x96", "25"]
+
+
+def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(capsys, "--layers", "--image-size", "384", "192")
+    expected = [{**layer._asdict(), "tokens": 289, "width": 768} for layer in cost.layer_costs(289, 768)]
+    assert rows == expected and [row["kind"] for row in rows] == ["self-attention", "recurrence", "convolution"]
+    lines = lines_of(capsys, "--layers")
+    assert lines[0].strip() == "Mixing 197 tokens of width 768, as ViT-B/16 has them"
+    (line,) = (line for line in lines if "recurrence" in line)
+    assert line.split() == ["recurrence", "0.116", "197", "197"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch-size", "0"], "batch_size=0 is less than 1"),
+        (["--batch-size", "-2"], "batch_size=-2 is less than 1"),
+        (["--num-classes", "-1"], "num_classes=-1 is negative; 0 means none"),
+    ],
+)
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["models", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_layers_are_of_the_nearest_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rows_of(capsys, "--layers", "--image-size", "220", "220")[0]["tokens"] == 197

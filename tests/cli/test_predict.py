@@ -9,7 +9,7 @@ import pytest
 
 from vitrail.cli import main
 from vitrail.training.run import RunResult
-from vitrail.weights.bundle import load
+from vitrail.weights.load import load
 
 
 def test_a_folder_as_json_says_what_the_api_says(

@@ -18,6 +18,9 @@ from vitrail.models.vit import VisionTransformer, ViTConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
+DIVISORS = {"none": 1, "learned": 1, "learned-2d": 2, "sincos-2d": 4, "relative-bias": 1, "rotary-2d": 4}
+"""Kinds of positions, and what has to divide a head's width, or is sure to divide the network's."""
+
 
 @dataclass(frozen=True)
 class Golden:
@@ -86,18 +89,33 @@ def configs() -> st.SearchStrategy[dict[str, Any]]:
         patch = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
         grid = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
         heads = draw(st.integers(1, 4))
+        pool = draw(st.sampled_from(["cls", "gap", "map", "cls+gap"]))
+        positions = draw(st.sampled_from([*DIVISORS]))
+        inside = positions in ("relative-bias", "rotary-2d")
+        places = [None, "every-layer", *(["shared"] if positions != "rotary-2d" else []), *([] if inside else ["stem"])]
         return {
             "image_size": (patch[0] * grid[0], patch[1] * grid[1]),
             "patch_size": patch,
             "channels": draw(st.integers(1, 4)),
-            "width": heads * draw(st.integers(1, 6)),
+            "width": heads * DIVISORS[positions] * draw(st.integers(1, 3)),
             "depth": draw(st.integers(1, 3)),
             "heads": heads,
             "mlp_width": draw(st.integers(1, 20)),
             "num_classes": draw(st.integers(0, 7)),
-            "pool": draw(st.sampled_from(["cls", "gap"])),
+            "pool": pool,
+            "class_token": draw(st.sampled_from([None, True, *([False] if pool in ("gap", "map") else [])])),
+            "registers": draw(st.integers(0, 2)),
             "head_hidden": draw(st.integers(0, 9)),
-            "activation": draw(st.sampled_from(["gelu", "gelu-tanh"])),
+            "final_norm": draw(st.sampled_from(["tokens", "pooled"])),
+            "positions": positions,
+            "positions_at": draw(st.sampled_from(places)),
+            "positions_cover": draw(st.sampled_from(["all", "class", "patches"])),
+            "activation": draw(st.sampled_from(["gelu", "gelu-tanh", "swiglu"])),
+            "layer_scale": draw(st.sampled_from([0.0, 0.1])),
+            "qk_norm": draw(st.booleans()),
+            "qkv_bias": draw(st.booleans()),
+            "dense_bias": draw(st.booleans()),
+            "patch_bias": draw(st.booleans()),
         }
 
     return draw_fields()

@@ -1,20 +1,26 @@
-"""Closed forms of parameters and multiply-accumulates against the module, counted product by product."""
+"""Closed forms of parameters, multiply-accumulates and bytes, against what the modules have, compute and keep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
-from hypothesis import given
+import torch.nn.functional as F
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.models import cost
-from vitrail.models.variants import variant_config
+from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
+
+Precision = Literal["float32", "bf16"]
 
 GMACS = {
     "ViT-Ti/16": "1.25", "ViT-S/32": "1.14", "ViT-S/16": "4.60", "ViT-M/16": "7.99", "ViT-B/32": "4.41",
@@ -24,16 +30,54 @@ GMACS = {
 """At 224 with 1000 classes. Of ViT-G/14 it is 483.7476, which tables that round 483.75 again give as 483.8."""
 
 
-def counted(config: ViTConfig, device: str, batch: int = 1) -> int:
+def counted(config: AnyConfig, device: str, batch: int = 1, size: tuple[int, int] | None = None) -> int:
     """Multiply-accumulates of one forward pass as torch's counter sees them."""
     with torch.device(device):
-        network, images = VisionTransformer(config).eval(), torch.zeros(batch, config.channels, *config.image_size)
+        network, images = build(config).eval(), torch.zeros(batch, config.channels, *(size or config.image_size))
     # the counter has no formula for the CPU's fused attention
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network(images)
     flops = counter.get_total_flops()
     assert flops % 2 == 0
     return flops // 2
+
+
+def trained(config: AnyConfig, size: tuple[int, int] | None = None) -> int:
+    """FLOPs of a forward and a backward pass of one image."""
+    with torch.device("meta"):
+        network, images = build(config).train(), torch.zeros(1, config.channels, *(size or config.image_size))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        network(images).sum().backward()
+    return counter.get_total_flops()
+
+
+def saved(network: nn.Module, images: Tensor, precision: Precision) -> int:
+    """Bytes of all that autograd keeps of a forward pass, weights not counted; views of one storage count once."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other gets its address
+        return tensor
+
+    bf16 = precision == "bf16"
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            result = network(images)
+        del result
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def saved_per_image(config: AnyConfig, size: tuple[int, int], precision: Precision) -> int:
+    """By the difference of two batches, which leaves out what is kept once, however many images there are."""
+    with torch.device("meta"):  # weights of zero take no time to draw
+        network = build(config).to_empty(device="cpu").train()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+    images = torch.zeros(3, config.channels, *size)
+    return saved(network, images, precision) - saved(network, images[:2], precision)
 
 
 @pytest.mark.parametrize("name", GMACS)
@@ -65,6 +109,38 @@ def test_macs_of_a_forward_pass_on_the_cpu(small: Callable[..., ViTConfig], fiel
     assert counted(config, "cpu", batch=3) == 3 * cost.macs(config)
 
 
+HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
+    "no stage": (variant_config("R+ViT-Ti/16", depth=1), [(224, 160), (93, 61)]),
+    "four stages": (variant_config("R26+ViT-S/32", depth=1), [(97, 65)]),
+    "three stages": (variant_config("R26+ViT-S/16", depth=1), [(48, 80), (65, 50)]),
+    "wide, in patches": (
+        variant_config("R26+ViT-Ti/64", depth=1, image_size=64, root=RootConfig(depths=(1, 1, 1, 1), width=96)),
+        [(64, 128)],
+    ),
+    "small images": (variant_config("Conv+ViT-Pico/8", depth=2, image_size=32), [(32, 32), (24, 40)]),
+    "small images, odd": (
+        variant_config(
+            "Conv+ViT-Pico/2", image_size=(9, 12), channels=1, root=RootConfig(stem="3x3+3x3", depths=(1, 1), width=32)
+        ),
+        [(9, 12), (15, 22)],
+    ),
+    "BiT": (variant_config("BiT-R26x1"), [(97, 130)]),
+    "BiT of one stage": (ResNetConfig(depths=(2,), width=32, channels=1, num_classes=0), [(31, 28), (64, 33)]),
+    "BiT of two widths": (ResNetConfig(depths=(1, 2, 1), width=128, num_classes=7), [(65, 96)]),
+}
+"""Configs and image sizes."""
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_and_resnets_cost_what_the_modules_do(name: str) -> None:
+    config, sizes = HYBRIDS[name]
+    with torch.device("meta"):
+        assert cost.parameters(config) == sum(parameter.numel() for parameter in build(config).parameters())
+    for size in sizes:
+        assert cost.macs(config, size) == counted(config, "meta", size=size)
+        assert cost.training_flops(config, size) == pytest.approx(trained(config, size), rel=0.01)
+
+
 def test_macs_by_hand() -> None:
     config = ViTConfig(
         image_size=(2, 3), patch_size=(1, 1), channels=1, width=2, depth=1, heads=1, mlp_width=5, num_classes=3
@@ -74,15 +150,139 @@ def test_macs_by_hand() -> None:
     assert cost.macs(config) == stem + qkv + scores + mixed + out + mlp + 2 * 3
 
 
+@settings(max_examples=25)
 @given(data=st.data())
-def test_parameters_equal_the_modules(configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject) -> None:
+def test_parameters_macs_and_training_equal_the_modules(
+    configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject
+) -> None:
     config = ViTConfig(**data.draw(configs))
     with torch.device("meta"):
         network = VisionTransformer(config)
     assert cost.parameters(config) == sum(parameter.numel() for parameter in network.parameters())
-
-
-@given(data=st.data())
-def test_macs_equal_the_modules(configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject) -> None:
-    config = ViTConfig(**data.draw(configs))
     assert cost.macs(config) == counted(config, "meta")
+    assert cost.training_flops(config) == pytest.approx(trained(config), rel=0.01)
+
+
+@settings(max_examples=15)
+@given(data=st.data(), scale=st.tuples(st.integers(1, 3), st.integers(1, 3)))
+def test_macs_of_another_size(
+    configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject, scale: tuple[int, int]
+) -> None:
+    config = ViTConfig(**data.draw(configs))
+    size = config.patch_size[0] * scale[0], config.patch_size[1] * scale[1]
+    assert cost.macs(config, size) == counted(config, "meta", size=size)
+    assert cost.macs(config, size) == cost.macs(replace(config, image_size=size))
+    assert cost.training_flops(config, size) == cost.training_flops(replace(config, image_size=size))
+
+
+@pytest.mark.parametrize("name", ["ViT-B/16", "R50+ViT-B/16", "BiT-R50x1"])
+def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
+    config = variant_config(name)
+    assert 0.97 * 6 * cost.macs(config) < cost.training_flops(config) < 6 * cost.macs(config)
+    assert cost.training_flops(config) == pytest.approx(trained(config), rel=1e-9)
+
+
+# --- bytes
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no head": {"num_classes": 0},
+    "rotary-2d with qk_norm": {"positions": "rotary-2d", "qk_norm": True, "registers": 2},
+    "gap": {"pool": "gap"},
+    "gap with class token": {"pool": "gap", "class_token": True, "registers": 4},
+    "cls+gap with registers": {"pool": "cls+gap", "registers": 3},
+    "map": {"pool": "map"},
+    "map, normed after": {"pool": "map", "final_norm": "pooled", "num_classes": 0},
+    "gap, normed after": {"pool": "gap", "final_norm": "pooled", "head_hidden": 64},
+    "cls, normed after": {"final_norm": "pooled"},
+    "head_hidden": {"head_hidden": 192},
+    "swiglu": {"activation": "swiglu"},
+    "gelu-tanh": {"activation": "gelu-tanh"},
+    "layer_scale": {"layer_scale": 0.1},
+    "qk_norm": {"qk_norm": True},
+    "dropout": {"dropout": 0.1},
+    "stochastic_depth": {"stochastic_depth": 0.2},
+    "no positions": {"positions": "none"},
+    "learned-2d": {"positions": "learned-2d", "positions_at": "every-layer"},
+    "learned, shared": {"positions_at": "shared"},
+    "sincos-2d": {"positions": "sincos-2d", "pool": "gap"},
+    "relative-bias": {"positions": "relative-bias"},
+    "relative-bias, shared": {"positions": "relative-bias", "positions_at": "shared", "dropout": 0.1},
+    "rotary-2d": {"positions": "rotary-2d"},
+    "rotary-2d with registers": {"positions": "rotary-2d", "registers": 2, "layer_scale": 0.1},
+    "no biases": {"qkv_bias": False, "dense_bias": False, "patch_bias": False},
+    "all of it": {"activation": "swiglu", "layer_scale": 0.1, "qk_norm": True, "dropout": 0.1, "pool": "cls+gap"},
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_that_a_transformer_keeps(name: str, precision: Precision) -> None:
+    config = variant_config("ViT-Ti/16", image_size=(96, 64), depth=2, **BLOCKS[name])
+    for size in ((96, 64), (48, 112)):
+        assert cost.activation_bytes(config, size, precision) == pytest.approx(
+            saved_per_image(config, size, precision), rel=0.03
+        )
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_bytes_that_hybrids_and_resnets_keep(name: str, precision: Precision) -> None:
+    config, sizes = HYBRIDS[name]
+    for size in sizes:
+        assert cost.activation_bytes(config, size, precision) == pytest.approx(
+            saved_per_image(config, size, precision), rel=0.03
+        )
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_bytes_that_a_wide_and_long_network_keeps(precision: Precision) -> None:
+    config = variant_config("ViT-S/16", image_size=(224, 160), depth=2)
+    kept = saved_per_image(config, (224, 160), precision)
+    assert cost.activation_bytes(config, None, precision) == pytest.approx(kept, rel=0.01)
+
+
+def test_bytes_grow_with_depth_by_the_same_for_each_block() -> None:
+    for precision in get_args(Precision):
+        sizes = [cost.activation_bytes(ViTConfig(depth=depth), None, precision) for depth in (3, 6, 9)]
+        assert sizes[2] - sizes[1] == sizes[1] - sizes[0] > 0
+
+
+def test_training_bytes_are_weights_gradients_moments_and_activations() -> None:
+    config = variant_config("ViT-Ti/16")
+    for precision, each in (("float32", 4 + 4 + 8), ("bf16", 4 + 4 + 8 + 2)):
+        for batch in (1, 32):
+            expected = each * 5_717_416 + batch * cost.activation_bytes(config, None, precision)
+            assert cost.training_bytes(config, batch, precision=precision) == expected
+    assert cost.training_bytes(config, 2, (32, 48)) == 16 * 5_717_416 + 2 * cost.activation_bytes(config, (32, 48))
+
+
+# --- layers
+
+
+@pytest.mark.parametrize(("tokens", "width", "kernel"), [(197, 768, 3), (10, 4, 5), (2, 8, 3), (1, 3, 3)])
+def test_layer_costs_are_the_table_of_attention_is_all_you_need(tokens: int, width: int, kernel: int) -> None:
+    attention, recurrence, convolution = cost.layer_costs(tokens, width, kernel)
+    assert attention == ("self-attention", 2 * tokens**2 * width, 1, 1)
+    assert recurrence == ("recurrence", tokens * width**2, tokens, tokens)
+    layers = 0
+    while layers * (kernel - 1) < tokens - 1:  # each layer lets a signal go (kernel - 1) / 2 further to both sides
+        layers += 1
+    assert convolution[:3] == ("convolution", kernel * tokens * width**2, 1)
+
+
+def test_macs_of_layers_are_counted() -> None:
+    tokens, width, kernel = 12, 8, 3
+    attention, recurrence, convolution = cost.layer_costs(tokens, width, kernel)
+    x = torch.zeros(1, tokens, width, device="meta")
+
+    def products(function: Callable[[], object]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            function()
+        return counter.get_total_flops() // 2
+
+    weight = torch.zeros(width, width, device="meta")
+    assert products(lambda: (x @ x.transpose(1, 2)) @ x) == attention.macs
+    assert products(lambda: [x[:, i] @ weight for i in range(tokens)]) == recurrence.macs
+    kernels = torch.zeros(width, width, kernel, device="meta")
+    assert products(lambda: F.conv1d(x.transpose(1, 2), kernels, padding=1)) == convolution.macs

@@ -1,4 +1,4 @@
-"""Images cut into patches, the class token in front, and positions on top: the parts of equation 1."""
+"""Images cut into patches, and tokens in front of them: the parts of equation 1."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.models.patches import ClassToken, PatchEmbedding
-from vitrail.models.positions import LearnedPositions
+from vitrail.models.patches import PatchEmbedding, PrefixTokens
 
 
 @pytest.mark.parametrize(
@@ -45,38 +44,46 @@ def test_each_token_is_one_patch_in_raster_order(patch: tuple[int, int], grid: t
             assert torch.equal(tokens[:, row * columns + column], cut.flatten(1))
 
 
-def test_class_token_is_the_first_of_every_image() -> None:
-    layer = ClassToken(4)
-    assert torch.equal(layer.token, torch.zeros(1, 1, 4))
+def test_no_bias_is_no_bias() -> None:
+    embedding = PatchEmbedding((2, 3), 1, 7, bias=False)
+    assert [name for name, _ in embedding.named_parameters()] == ["projection.weight"]
+    assert not embedding(torch.zeros(1, 1, 4, 6)).any()
+
+
+@pytest.mark.parametrize("registers", [0, 1, 3])
+@pytest.mark.parametrize("class_token", [False, True])
+def test_prefix_is_the_class_token_and_then_registers(class_token: bool, registers: int) -> None:
+    layer = PrefixTokens(4, class_token=class_token, registers=registers)
+    length = class_token + registers
+    values = torch.arange(4.0 * length).view(length, 4)
     with torch.no_grad():
-        layer.token.copy_(torch.arange(1.0, 5.0))
+        for parameter, part in ((layer.cls, values[:class_token]), (layer.registers, values[class_token:])):
+            assert (parameter is None) == (len(part) == 0)
+            if parameter is not None:
+                parameter.copy_(part)
     tokens = torch.randn(3, 5, 4)
     result = layer(tokens)
-    assert torch.equal(result[:, 1:], tokens)
-    assert torch.equal(result[:, 0], torch.arange(1.0, 5.0).expand(3, 4))
+    assert torch.equal(result[:, length:], tokens)
+    assert torch.equal(result[:, :length], values.expand(3, length, 4))
+    if length:
+        result.sum().backward()
+        for parameter in layer.parameters():
+            assert torch.equal(parameter.grad, torch.full(parameter.shape, 3.0))
 
 
-def test_class_token_gathers_gradient_from_all_images() -> None:
-    layer = ClassToken(4)
-    layer(torch.randn(3, 5, 4)).sum().backward()
-    assert torch.equal(layer.token.grad, torch.full((1, 1, 4), 3.0))
-
-
-def test_positions_are_added_token_by_token() -> None:
-    layer = LearnedPositions(5, 4)
-    with torch.no_grad():
-        layer.embedding.copy_(torch.arange(20.0).view(1, 5, 4))
-    tokens = torch.randn(3, 5, 4)
-    assert torch.equal(layer(tokens), tokens + torch.arange(20.0).view(1, 5, 4))
-    layer(tokens).sum().backward()
-    assert torch.equal(layer.embedding.grad, torch.full((1, 5, 4), 3.0))
+def test_class_token_starts_at_zero_and_registers_do_not() -> None:
+    torch.manual_seed(0)
+    layer = PrefixTokens(4096, registers=8)
+    layer.initialise()
+    assert layer.cls is not None and torch.equal(layer.cls, torch.zeros(1, 1, 4096))
+    assert layer.registers is not None and layer.registers.shape == (1, 8, 4096)
+    assert layer.registers.std().item() == pytest.approx(0.02, rel=0.03)
+    assert abs(layer.registers.mean().item()) < 0.001 and layer.registers.abs().max() > 0.06
 
 
 def test_tokens_keep_their_number_format() -> None:
-    torch.manual_seed(0)
-    positions = LearnedPositions(6, 4)
-    torch.nn.init.normal_(positions.embedding)
-    tokens = torch.randn(2, 5, 4).bfloat16()
-    result = positions(ClassToken(4)(tokens))
-    assert result.dtype == torch.bfloat16 and result.shape == (2, 6, 4)
-    assert positions.embedding.dtype == torch.float32
+    layer = PrefixTokens(4, registers=2)
+    layer.initialise()
+    result = layer(torch.randn(2, 5, 4).bfloat16())
+    assert result.dtype == torch.bfloat16 and result.shape == (2, 8, 4)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import vitrail
 from vitrail.errors import ConfigError
 from vitrail.models import cost
-from vitrail.models.variants import PUBLISHED, VARIANTS, create, variant_config
-from vitrail.models.vit import VisionTransformer
+from vitrail.models.resnet import ResNet, ResNetConfig, RootConfig, Stem
+from vitrail.models.variants import PUBLISHED, VARIANTS, build, create, variant_config
+from vitrail.models.vit import VisionTransformer, ViTConfig
 
 COUNTS = {
     "ViT-Ti/16": (5_717_416, 5_754_472, 9_740_115, 5_717_032),
@@ -38,7 +41,39 @@ BOTH = {
 """21843 classes with the hidden head layer."""
 
 
-def made(name: str, **fields: object) -> int:
+HYBRIDS = {
+    "R+ViT-Ti/16": (6_337_704, None),
+    "R50+ViT-B/16": (98_659_112, 114_687_379),
+    "R26+ViT-S/32": (36_431_912, 44_456_467),
+    "R26+ViT-B/32": (101_383_976, None),
+    "R50+ViT-L/32": (328_994_856, 350_358_931),
+}
+"""1000 and 21843 classes."""
+
+BIT = {
+    "BiT-R50x1": (25_549_352, 68_256_659),
+    "BiT-R101x1": (44_541_480, 87_248_787),
+    "BiT-R50x3": (217_319_080, 345_399_315),
+    "BiT-R101x3": (387_934_888, 516_015_123),
+    "BiT-R152x2": (236_335_208, 321_728_979),
+    "BiT-R152x4": (936_533_224, 1_107_299_923),
+}
+"""1000 and 21843 classes."""
+
+
+def vit_config(name: str, **fields: Any) -> ViTConfig:
+    config = variant_config(name, **fields)
+    assert isinstance(config, ViTConfig)
+    return config
+
+
+def bit_config(name: str, **fields: Any) -> ResNetConfig:
+    config = variant_config(name, **fields)
+    assert isinstance(config, ResNetConfig)
+    return config
+
+
+def made(name: str, **fields: Any) -> int:
     """Parameters of the module itself, which needs no memory on the meta device."""
     with torch.device("meta"):
         network = create(name, **fields)
@@ -49,15 +84,53 @@ def made(name: str, **fields: object) -> int:
 @pytest.mark.parametrize("name", COUNTS)
 def test_published_parameter_counts(name: str) -> None:
     width = VARIANTS[name.removeprefix("ViT-").partition("/")[0]].width
-    columns: list[dict[str, object]] = [{}, {"head_hidden": width}, {"num_classes": 21843}, {"pool": "gap"}]
+    columns: list[dict[str, Any]] = [{}, {"head_hidden": width}, {"num_classes": 21843}, {"pool": "gap"}]
     assert tuple(made(name, **fields) for fields in columns) == COUNTS[name]
     assert tuple(cost.parameters(variant_config(name, **fields)) for fields in columns) == COUNTS[name]
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_published_parameter_counts_of_pretraining_networks(name: str) -> None:
-    fields = {"num_classes": 21843, "head_hidden": variant_config(name).width}
+    fields = {"num_classes": 21843, "head_hidden": vit_config(name).width}
     assert made(name, **fields) == cost.parameters(variant_config(name, **fields)) == BOTH[name]
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *BIT])
+def test_published_parameter_counts_of_hybrids_and_resnets(name: str) -> None:
+    for classes, count in zip((1000, 21843), {**HYBRIDS, **BIT}[name], strict=True):
+        if count is not None:
+            assert made(name, num_classes=classes) == count
+        closed = cost.parameters(variant_config(name, num_classes=classes))
+        assert closed == (made(name, num_classes=classes) if count is None else count)
+
+
+def test_published_parameter_count_of_a_hybrid_for_pretraining() -> None:
+    fields = {"num_classes": 21843, "head_hidden": 768}
+    assert made("R50+ViT-B/16", **fields) == 115_277_971
+    assert cost.parameters(variant_config("R50+ViT-B/16", **fields)) == 115_277_971
+
+
+@pytest.mark.parametrize("name", ["BiT-R200x3", "BiT-R26x1", "R101x3+ViT-L/32", "R152+ViT-B/16", "Conv+ViT-Pico/8"])
+def test_closed_form_of_networks_without_a_published_count(name: str) -> None:
+    assert cost.parameters(variant_config(name)) == made(name)
+
+
+def test_published_parameter_counts_of_the_s16_baseline() -> None:
+    fields = {"pool": "gap", "positions": "sincos-2d"}
+    for more, count in (({"head_hidden": 384}, 22_122_472), ({}, 21_974_632)):
+        assert made("ViT-S/16", **fields, **more) == count
+        assert cost.parameters(variant_config("ViT-S/16", **fields, **more)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("R+ViT-Ti/16", 50), ("R50+ViT-B/16", 197), ("R26+ViT-S/32", 50), ("R26+ViT-B/32", 50), ("R50+ViT-L/32", 50),
+        ("ViT-B/16", 197), ("ViT-H/14", 257),
+    ],
+)  # fmt: skip
+def test_published_lengths_at_224(name: str, tokens: int) -> None:
+    assert vit_config(name).tokens == tokens
 
 
 def test_published_parameter_count_at_384() -> None:
@@ -81,24 +154,90 @@ def test_published_parameter_count_at_384() -> None:
     ],
 )
 def test_depth_width_mlp_and_heads_of_published_sizes(name: str, numbers: tuple[int, ...]) -> None:
-    config = variant_config(name)
+    config = vit_config(name)
     assert (config.depth, config.width, config.mlp_width, config.heads) == numbers
     assert config.pool == "cls" and config.norm_eps == 1e-6 and config.activation == "gelu"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_listed_variants_exist_and_fit_an_image(name: str) -> None:
-    patch = int(name.rpartition("/")[2])
-    config = variant_config(name, image_size=2 * patch)
-    assert config.patch_size == (patch, patch) and config.grid == (2, 2)
+    if name.startswith("BiT"):
+        assert bit_config(name, image_size=(64, 96)).grid_of(64, 96) == (2, 3)
+        return
+    pixels = 32 if name == "R+ViT-Ti/16" else int(name.rpartition("/")[2])
+    config = vit_config(name, image_size=(2 * pixels, 3 * pixels))
+    assert config.grid == (2, 3)
+    if config.root is None:
+        assert config.patch_size == (pixels, pixels)
+    else:
+        assert config.root.stride * config.patch_size[0] == config.root.stride * config.patch_size[1] == pixels
+
+
+@pytest.mark.parametrize(
+    ("name", "depths", "width", "stem", "patch"),
+    [
+        ("R+ViT-Ti/16", (), 64, "7x7+pool", 8),
+        ("R+ViT-B/32", (), 64, "7x7+pool", 16),
+        ("Conv+ViT-Pico/8", (), 32, "3x3+3x3", 4),
+        ("Conv+ViT-Ti/2", (), 32, "3x3+3x3", 1),
+        ("R26+ViT-S/32", (2, 2, 2, 2), 64, "7x7+pool", 1),
+        ("R26+ViT-B/64", (2, 2, 2, 2), 64, "7x7+pool", 2),
+        ("R26+ViT-B/96", (2, 2, 2, 2), 64, "7x7+pool", 3),
+        ("R50+ViT-B/16", (3, 4, 9), 64, "7x7+pool", 1),
+        ("R50+ViT-L/32", (3, 4, 6, 3), 64, "7x7+pool", 1),
+        ("R101+ViT-L/16", (3, 4, 26), 64, "7x7+pool", 1),
+        ("R152x2+ViT-L/16", (3, 8, 39), 128, "7x7+pool", 1),
+        ("R101x3+ViT-L/32", (3, 4, 23, 3), 192, "7x7+pool", 1),
+        ("R200x1+ViT-Ti/32", (3, 24, 36, 3), 64, "7x7+pool", 1),
+    ],
+)
+def test_roots_of_hybrids(name: str, depths: tuple[int, ...], width: int, stem: Stem, patch: int) -> None:
+    config = vit_config(name, image_size=192)
+    assert config.root == RootConfig(depths=depths, width=width, stem=stem)
+    assert config.patch_size == (patch, patch)
+    assert (config.root.norm_eps, config.root.weight_eps, config.root.weight_eps_on) == (1e-6, 1e-5, "deviation")
+
+
+@pytest.mark.parametrize(
+    ("name", "depths", "width"),
+    [
+        ("BiT-R26x1", (2, 2, 2, 2), 64), ("BiT-R50x1", (3, 4, 6, 3), 64), ("BiT-R101x3", (3, 4, 23, 3), 192),
+        ("BiT-R152x4", (3, 8, 36, 3), 256), ("BiT-R200x3", (3, 24, 36, 3), 192), ("BiT-R50x10", (3, 4, 6, 3), 640),
+    ],
+)  # fmt: skip
+def test_depths_and_widths_of_resnets(name: str, depths: tuple[int, ...], width: int) -> None:
+    config = bit_config(name)
+    assert (config.depths, config.width) == (depths, width)
+    assert (config.norm_eps, config.weight_eps, config.weight_eps_on) == (1e-5, 1e-10, "variance")
+
+
+def test_fields_replace_those_of_hybrids_and_resnets() -> None:
+    config = bit_config("BiT-R50x1", depths=(1, 1), num_classes=3, image_size=(33, 20), channels=1)
+    assert (config.depths, config.num_classes, config.image_size, config.channels) == ((1, 1), 3, (33, 20), 1)
+    root = RootConfig(depths=(1,), width=32)
+    hybrid = vit_config("R50+ViT-B/16", root=root, depth=1, image_size=64)
+    assert (hybrid.root, hybrid.depth, hybrid.width, hybrid.grid) == (root, 1, 768, (16, 16))
+    with pytest.raises(ConfigError, match=r"unknown field 'pool' of BiT-R50x1; "):
+        create("BiT-R50x1", pool="gap")
+    with pytest.raises(ConfigError, match=r"unknown field 'num_clases' of BiT-R50x1; nearest: num_classes"):
+        create("BiT-R50x1", num_clases=3)
+
+
+def test_build_makes_what_a_config_describes() -> None:
+    with torch.device("meta"):
+        assert isinstance(create("BiT-R26x1"), ResNet)
+        hybrid = create("R26+ViT-S/32")
+        plain = build(ViTConfig())
+    assert isinstance(hybrid, VisionTransformer) and hybrid.root is not None
+    assert isinstance(plain, VisionTransformer) and plain.root is None
 
 
 def test_case_tells_sizes_apart() -> None:
-    assert variant_config("ViT-g/14").width == 1408 and variant_config("ViT-G/14").width == 1664
+    assert vit_config("ViT-g/14").width == 1408 and vit_config("ViT-G/14").width == 1664
 
 
 def test_patch_of_two_sides_is_rows_then_columns() -> None:
-    config = variant_config("ViT-Ti/16x8", image_size=(32, 24))
+    config = vit_config("ViT-Ti/16x8", image_size=(32, 24))
     assert config.patch_size == (16, 8) and config.grid == (2, 3)
 
 
@@ -108,7 +247,7 @@ def test_image_size_of_one_number_is_a_square() -> None:
 
 
 def test_fields_replace_those_of_the_variant() -> None:
-    config = variant_config("ViT-B/16", depth=2, patch_size=(8, 8), channels=1)
+    config = vit_config("ViT-B/16", depth=2, patch_size=(8, 8), channels=1)
     assert (config.depth, config.patch_size, config.channels, config.width) == (2, (8, 8), 1, 768)
 
 
@@ -122,12 +261,34 @@ def test_create_makes_a_network_that_runs() -> None:
     ("name", "message"),
     [
         ("ViT-X/16", r"unknown variant 'ViT-X/16': size 'X' does not exist; nearest: .*ViT-[A-Z]/16"),
-        ("vit-b/16", r"unknown variant 'vit-b/16': a name is ViT-SIZE/PATCH; nearest: ViT-B/16"),
-        ("ViT-B", r"a name is ViT-SIZE/PATCH; nearest: .*ViT-B/"),
-        ("ViT-B/0", r"a name is ViT-SIZE/PATCH"),
-        ("ViT-B/16x", r"a name is ViT-SIZE/PATCH"),
-        ("ViT-B/16x0", r"a name is ViT-SIZE/PATCH"),
-        ("ViT-B/16 ", r"a name is ViT-SIZE/PATCH"),
+        (
+            "vit-b/16",
+            r"'vit-b/16': a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1; nearest: ViT-B/16",
+        ),
+        ("ViT-B", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1; nearest: .*ViT-B/"),
+        ("ViT-B/0", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("ViT-B/16x", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("ViT-B/16x0", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("ViT-B/16 ", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("BiT-R50", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1; nearest: .*BiT-R50x1"),
+        ("BiT-R50x0", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("R50+ViT-B/16x8", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("R50x0+ViT-B/16", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("ConvViT-B/8", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        ("Conv50+ViT-B/8", r"a name is ViT-SIZE/PATCH, R50\+ViT-SIZE/PATCH or BiT-R50x1"),
+        (
+            "BiT-R34x1",
+            r"'BiT-R34x1': a ResNet of 34 layers is not in the table; choose from 26, 50, 101, 152, 200",
+        ),
+        (
+            "R18+ViT-B/32",
+            r"unknown variant 'R18\+ViT-B/32': a ResNet of 18 layers is not in the table; choose from 26, 50, 101",
+        ),
+        ("R50+ViT-Q/32", r"unknown variant 'R50\+ViT-Q/32': size 'Q' does not exist; nearest: "),
+        ("R50+ViT-B/8", r"unknown variant 'R50\+ViT-B/8': a hybrid's patch is 16, or a multiple of 32"),
+        ("R50+ViT-B/48", r"unknown variant 'R50\+ViT-B/48': a hybrid's patch is 16, or a multiple of 32"),
+        ("R+ViT-B/7", r"unknown variant 'R\+ViT-B/7': the patch of a root without stages is a multiple of 2"),
+        ("Conv+ViT-B/7", r"unknown variant 'Conv\+ViT-B/7': the patch of a root without stages is a multiple of 2"),
         ("ViT-b/16", r"size 'b' does not exist; nearest: ViT-B/16"),
         ("resnet", r"unknown variant 'resnet'.*choices: .*ViT-Pico/7.*ViT-e/14"),
         ("", r"unknown variant ''"),
@@ -150,3 +311,14 @@ def test_unknown_field_names_the_nearest() -> None:
 def test_image_that_the_patch_does_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"image_size=\(225, 160\) is not a multiple of patch_size=\(16, 16\)"):
         create("ViT-B/16", image_size=(225, 160))
+    message = (
+        r"image_size=\(100, 224\) is not a multiple of patch_size=\(2, 2\) of a feature map at 1/32; .*\(128, 256\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        create("R50+ViT-B/64", image_size=(100, 224))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_image_size_of_three_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"image_size=\(1, 2, 3\) must be one number or \(height, width\)"):
+        create("ViT-B/16", image_size=(1, 2, 3))  # type: ignore[arg-type]

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.vit import Block, StochasticDepth, VisionTransformer, ViTConfig
+from vitrail.models.attention import SelfAttention
+from vitrail.models.layers import Mlp
+from vitrail.models.resnet import RootConfig
+from vitrail.models.vit import Block, VisionTransformer, ViTConfig
 
 
 class Golden(Protocol):
@@ -39,41 +42,133 @@ def equations(network: VisionTransformer, images: Tensor, dropout: float = 0.0) 
     """The tokens after equation 4, from the paper's formulas and the network's weights alone."""
     config, weights = network.config, network.state_dict()
 
-    def dense(x: Tensor, name: str) -> Tensor:
-        return torch.einsum("bni,oi->bno", x, weights[f"{name}.weight"]).contiguous() + weights[f"{name}.bias"]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        variance = centred.square().mean(-1, keepdim=True)
-        return centred / (variance + config.norm_eps).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-    def gelu(x: Tensor) -> Tensor:
-        if config.activation == "gelu":
-            return x * (1 + torch.erf(x / math.sqrt(2))) / 2
-        return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
-
-    def msa(x: Tensor, name: str) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (config.heads, -1)) for part in dense(x, f"{name}.qkv").split(config.width, dim=-1)
-        )
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(config.width // config.heads)
-        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
-        return dense(mixed.flatten(2), f"{name}.out")
-
     def drop(x: Tensor) -> Tensor:
         return F.dropout(x, dropout, training=dropout > 0)
 
-    patches = F.unfold(images, config.patch_size, stride=config.patch_size).transpose(1, 2)
-    z = dense(patches, "patches.projection")
-    if config.pool == "cls":
-        z = torch.cat([weights["cls.token"].repeat(len(images), 1, 1), z], dim=1)
-    z = drop(z + weights["positions.embedding"])
+    def msa(x: Tensor, name: str, guide: Tensor | None) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (config.heads, -1)) for part in dense(weights, x, f"{name}.qkv").split(config.width, -1)
+        )
+        if config.qk_norm:
+            q, k = (norm(weights, y, f"{name}.{kind}_norm", config) for y, kind in ((q, "query"), (k, "key")))
+        if config.positions == "rotary-2d":
+            q, k = turned(q, config), turned(k, config)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(config.width // config.heads)
+        if guide is not None:
+            scores = scores + guide
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        return dense(weights, mixed.flatten(2), f"{name}.out")
+
+    x = images if network.root is None else network.root(images)
+    z = dense(weights, F.unfold(x, config.patch_size, stride=config.patch_size).transpose(1, 2), "patches.projection")
+    prefix = [weights[name] for name in ("prefix.cls", "prefix.registers") if name in weights]
+    z = torch.cat([*(tokens.repeat(len(images), 1, 1) for tokens in prefix), z], dim=1)
     for layer in range(config.depth):
+        own = layer if config.where == "every-layer" else 0
+        if config.positions in ("learned", "learned-2d", "sincos-2d") and (layer == 0 or config.where != "stem"):
+            z = z + places(weights, config, own)
+        if layer == 0:
+            z = drop(z)
+        guide = bias_of_pairs(weights["positions.bias"][own], config) if config.positions == "relative-bias" else None
         block = f"blocks.{layer}"
-        z = drop(msa(norm(z, f"{block}.norm1"), f"{block}.attention")) + z
-        hidden = drop(gelu(dense(norm(z, f"{block}.norm2"), f"{block}.mlp.0")))
-        z = drop(dense(hidden, f"{block}.mlp.3")) + z
-    return norm(z, "norm")
+        branch = drop(msa(norm(weights, z, f"{block}.norm1", config), f"{block}.attention", guide))
+        z = branch * weights.get(f"{block}.scale1.gamma", 1.0) + z
+        hidden = activation(dense(weights, norm(weights, z, f"{block}.norm2", config), f"{block}.mlp.up"), config)
+        branch = drop(dense(weights, drop(hidden), f"{block}.mlp.down"))
+        z = branch * weights.get(f"{block}.scale2.gamma", 1.0) + z
+    return norm(weights, z, "norm", config) if config.final_norm == "tokens" else z
+
+
+def one_vector(network: VisionTransformer, tokens: Tensor) -> Tensor:
+    """What the head sees of the tokens that `equations` gives."""
+    config, weights = network.config, network.state_dict()
+    if config.pool == "map":
+        q = dense(weights, weights["attention_pool.probe"], "attention_pool.query").unflatten(-1, (config.heads, -1))
+        k, v = (
+            half.unflatten(-1, (config.heads, -1))
+            for half in dense(weights, tokens, "attention_pool.key_value").chunk(2, -1)
+        )
+        scores = torch.einsum("qhd,bkhd->bhqk", q[0], k) / math.sqrt(config.width // config.heads)
+        x = dense(weights, torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2), "attention_pool.out")
+        hidden = activation(
+            dense(weights, norm(weights, x, "attention_pool.norm", config), "attention_pool.mlp.up"), config
+        )
+        vector = (x + dense(weights, hidden, "attention_pool.mlp.down"))[:, 0]
+    else:
+        cls, mean = tokens[:, 0], tokens[:, config.prefix :].mean(1)
+        vector = {"cls": cls, "gap": mean, "cls+gap": torch.cat([cls, mean], 1)}[config.pool]
+    return norm(weights, vector, "norm", config) if config.final_norm == "pooled" else vector
+
+
+def dense(weights: dict[str, Tensor], x: Tensor, name: str) -> Tensor:
+    result = torch.einsum("bni,oi->bno", x, weights[f"{name}.weight"]).contiguous()
+    return result + weights[f"{name}.bias"] if f"{name}.bias" in weights else result
+
+
+def norm(weights: dict[str, Tensor], x: Tensor, name: str, config: ViTConfig) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    return centred / (variance + config.norm_eps).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def activation(x: Tensor, config: ViTConfig) -> Tensor:
+    if config.activation == "swiglu":
+        gate, value = x.split(config.mlp_width, dim=-1)
+        return gate / (1 + torch.exp(-gate)) * value
+    if config.activation == "gelu":
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def places(weights: dict[str, Tensor], config: ViTConfig, layer: int) -> Tensor:
+    """What is added to each token, patch by patch."""
+    rows, columns = config.grid
+    table = torch.zeros(config.prefix + rows * columns, config.width)
+    covered = {"all": config.prefix, "class": int(config.has_class_token), "patches": 0}[config.positions_cover]
+    if config.positions == "learned":
+        table[:covered] = weights["positions.embedding"][layer, :covered]
+        table[config.prefix :] = weights["positions.embedding"][layer, covered:]
+        return table
+    if config.positions == "learned-2d" and covered:
+        table[:covered] = weights["positions.first"][layer]
+    for row in range(rows):
+        for column in range(columns):
+            if config.positions == "learned-2d":
+                parts = [weights["positions.columns"][layer, column], weights["positions.rows"][layer, row]]
+            else:
+                quarter = config.width // 4
+                steps = [10_000 ** (-i / (quarter - 1)) if quarter > 1 else 1.0 for i in range(quarter)]
+                parts = [
+                    torch.tensor([function(place * step) for step in steps])
+                    for place in (column, row) for function in (math.sin, math.cos)
+                ]  # fmt: skip
+            table[config.prefix + row * columns + column] = torch.cat(parts)
+    return table
+
+
+def bias_of_pairs(table: Tensor, config: ViTConfig) -> Tensor:
+    """For each head and pair of tokens, what is added to the logit."""
+    rows, columns = config.grid
+    result = torch.zeros(config.heads, config.tokens, config.tokens)
+    for query in range(rows * columns):
+        for key in range(rows * columns):
+            down, across = query // columns - key // columns, query % columns - key % columns
+            result[:, config.prefix + query, config.prefix + key] = table[:, down + rows - 1, across + columns - 1]
+    return result
+
+
+def turned(x: Tensor, config: ViTConfig) -> Tensor:
+    """Each pair of channels (i, i + d / 2) as a complex number, times its patch's phase."""
+    rows, columns = config.grid
+    quarter = x.shape[-1] // 4
+    angles = torch.zeros(config.tokens, 2 * quarter)
+    for patch in range(rows * columns):
+        for i in range(quarter):
+            angles[config.prefix + patch, i] = patch // columns * 100 ** (-i / quarter)
+            angles[config.prefix + patch, quarter + i] = patch % columns * 100 ** (-i / quarter)
+    numbers = torch.complex(x[..., : 2 * quarter], x[..., 2 * quarter :])
+    numbers = numbers * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([numbers.real, numbers.imag], dim=-1)
 
 
 def pictures(config: ViTConfig, batch: int = 2) -> Tensor:
@@ -104,19 +199,69 @@ def test_network_follows_equations_1_to_4(
     torch.testing.assert_close(network(images), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pool": "map"},
+        {"pool": "map", "class_token": True, "registers": 2, "activation": "swiglu", "final_norm": "pooled"},
+        {"pool": "cls+gap", "registers": 1},
+        {"pool": "cls+gap", "final_norm": "pooled"},
+        {"pool": "gap", "class_token": True, "registers": 3, "final_norm": "pooled"},
+        {"pool": "gap", "final_norm": "pooled", "head_hidden": 6},
+        {"activation": "swiglu", "layer_scale": 0.1, "qk_norm": True},
+        {"qkv_bias": False, "dense_bias": False, "patch_bias": False},
+        {"qkv_bias": False, "dense_bias": False, "patch_bias": False, "activation": "swiglu", "qk_norm": True},
+    ],
+)
+def test_networks_of_later_kinds_follow_the_equations(
+    small: Small, randomised: Randomised, fields: dict[str, Any]
+) -> None:
+    check_equations(randomised(small(**fields, norm_eps=1e-3)), 1e-5)
+
+
+def check_equations(network: VisionTransformer, tolerance: float) -> None:
+    config, images = network.config, pictures(network.config)
+    with torch.no_grad():
+        features, tokens = network.features(images), equations(network, images)
+        vector, logits = network.embed(images), network(images)
+    close = {"atol": tolerance, "rtol": tolerance}
+    first = int(config.has_class_token)
+    assert (features.cls is not None) == config.has_class_token and features.grid == config.grid
+    ours = [features.registers, features.patches] if features.cls is None else [
+        features.cls[:, None], features.registers, features.patches]  # fmt: skip
+    assert features.registers.shape[1] == config.registers and first + config.registers == config.prefix
+    torch.testing.assert_close(torch.cat(ours, 1), tokens, **close)
+    expected = one_vector(network, tokens)
+    torch.testing.assert_close(vector, expected, **close)
+    assert vector.shape == (2, config.embed_width)
+    for layer, squash in ((network.head_hidden, torch.tanh), (network.head, lambda x: x)):
+        if layer is not None:
+            expected = squash(expected @ layer.weight.T + layer.bias)
+    torch.testing.assert_close(logits, expected, **close)
+
+
 @given(data=st.data())
 def test_networks_of_any_shape_follow_the_equations(
     configs: st.SearchStrategy[dict[str, Any]], randomised: Randomised, data: st.DataObject
 ) -> None:
-    config = ViTConfig(**data.draw(configs), norm_eps=1e-2)  # else two tokens of nearly equal parts differ by rounding
-    network, images = randomised(config), pictures(config)
-    with torch.no_grad():
-        features, tokens = network.features(images), equations(network, images)
-        logits = network(images)
-    first = config.pool == "cls"
-    torch.testing.assert_close(features.patches, tokens[:, first:], atol=1e-4, rtol=1e-4)
-    assert features.grid == config.grid and features.patches.shape[1] == math.prod(config.grid)
-    assert logits.shape == (2, config.num_classes or config.head_hidden or config.width)
+    # with a smaller epsilon, two tokens of nearly equal parts differ by rounding
+    check_equations(randomised(ViTConfig(**data.draw(configs), norm_eps=1e-1)), 2e-4)
+
+
+PLACES = [
+    *((kind, where) for kind in ("none", "learned", "learned-2d", "sincos-2d") for where in (
+        "stem", "every-layer", "shared")),
+    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("rotary-2d", "every-layer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize("cover", ["all", "class", "patches"])
+def test_positions_of_every_kind_follow_the_equations(
+    small: Small, randomised: Randomised, kind: str, cover: str, where: str
+) -> None:
+    fields = {"positions": kind, "positions_at": where, "positions_cover": cover, "registers": 2}
+    check_equations(randomised(small(**fields, norm_eps=1e-3)), 1e-5)
 
 
 def test_norm_epsilon_and_activation_change_the_result(small: Small, randomised: Randomised) -> None:
@@ -146,9 +291,9 @@ def timm_to_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     renamed = {}
     for name, tensor in tensors.items():
         for theirs, ours in (
-            ("cls_token", "cls.token"), ("pos_embed", "positions.embedding"),
+            ("cls_token", "prefix.cls"), ("reg_token", "prefix.registers"), ("pos_embed", "positions.embedding"),
             ("patch_embed.proj", "patches.projection"), ("attn.qkv", "attention.qkv"), ("attn.proj", "attention.out"),
-            ("mlp.fc1", "mlp.0"), ("mlp.fc2", "mlp.3"),
+            ("mlp.fc1", "mlp.up"), ("mlp.fc2", "mlp.down"), ("ls1", "scale1"), ("ls2", "scale2"),
         ):  # fmt: skip
             name = name.replace(theirs, ours)
         renamed[name] = tensor.flatten(1) if name == "patches.projection.weight" else tensor
@@ -156,8 +301,15 @@ def timm_to_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def google_to_ours(tensors: dict[str, Tensor], width: int, depth: int) -> dict[str, Tensor]:
-    def dense(name: str) -> dict[str, Tensor]:
-        return {"weight": tensors[f"{name}/kernel"].T, "bias": tensors[f"{name}/bias"]}
+    def dense(*names: str) -> dict[str, Tensor]:
+        return {
+            "weight": torch.cat([tensors[f"{name}/kernel"].reshape(width, -1).T for name in names]),
+            "bias": torch.cat([tensors[f"{name}/bias"].flatten() for name in names]),
+        }
+
+    def mlp(ours: str, theirs: str) -> dict[str, dict[str, Tensor]]:
+        down = {"weight": tensors[f"{theirs}/Dense_1/kernel"].T, "bias": tensors[f"{theirs}/Dense_1/bias"]}
+        return {f"{ours}.up": dense(f"{theirs}/Dense_0"), f"{ours}.down": down}
 
     def norm(name: str) -> dict[str, Tensor]:
         return {"weight": tensors[f"{name}/scale"], "bias": tensors[f"{name}/bias"]}
@@ -167,32 +319,51 @@ def google_to_ours(tensors: dict[str, Tensor], width: int, depth: int) -> dict[s
             "weight": tensors["embedding/kernel"].permute(3, 2, 0, 1).reshape(width, -1),
             "bias": tensors["embedding/bias"],
         },
-        "positions": {"embedding": tensors["Transformer/posembed_input/pos_embedding"]},
         "norm": norm("Transformer/encoder_norm"),
-        "head": dense("head"),
+        "head": {"weight": tensors["head/kernel"].T, "bias": tensors["head/bias"]},
     }
+    for name in ("pos_embedding", "Transformer/posembed_input/pos_embedding"):
+        if name in tensors:
+            modules["positions"] = {"embedding": tensors[name]}
     if "cls" in tensors:
-        modules["cls"] = {"token": tensors["cls"]}
+        modules["prefix"] = {"cls": tensors["cls"]}
     if "pre_logits/kernel" in tensors:
         modules["head_hidden"] = dense("pre_logits")
     for layer in range(depth):
         theirs = f"Transformer/encoderblock_{layer}"
         attention = f"{theirs}/MultiHeadDotProductAttention_0"
-        parts = [f"{attention}/{part}" for part in ("query", "key", "value")]
         modules |= {
             f"blocks.{layer}.norm1": norm(f"{theirs}/LayerNorm_0"),
             f"blocks.{layer}.norm2": norm(f"{theirs}/LayerNorm_1"),
-            f"blocks.{layer}.attention.qkv": {
-                "weight": torch.cat([tensors[f"{part}/kernel"].reshape(width, width).T for part in parts]),
-                "bias": torch.cat([tensors[f"{part}/bias"].flatten() for part in parts]),
-            },
+            f"blocks.{layer}.attention.qkv": dense(*(f"{attention}/{part}" for part in ("query", "key", "value"))),
             f"blocks.{layer}.attention.out": {
                 "weight": tensors[f"{attention}/out/kernel"].reshape(width, width).T,
                 "bias": tensors[f"{attention}/out/bias"],
             },
-            f"blocks.{layer}.mlp.0": dense(f"{theirs}/MlpBlock_0/Dense_0"),
-            f"blocks.{layer}.mlp.3": dense(f"{theirs}/MlpBlock_0/Dense_1"),
+            **mlp(f"blocks.{layer}.mlp", f"{theirs}/MlpBlock_0"),
         }
+    if "MAPHead_0/probe" in tensors:
+        attention = "MAPHead_0/MultiHeadDotProductAttention_0"
+        modules |= {
+            "attention_pool": {"probe": tensors["MAPHead_0/probe"]},
+            "attention_pool.query": dense(f"{attention}/query"),
+            "attention_pool.key_value": dense(f"{attention}/key", f"{attention}/value"),
+            "attention_pool.out": {
+                "weight": tensors[f"{attention}/out/kernel"].reshape(width, width).T,
+                "bias": tensors[f"{attention}/out/bias"],
+            },
+            "attention_pool.norm": norm("MAPHead_0/LayerNorm_0"),
+            **mlp("attention_pool.mlp", "MAPHead_0/MlpBlock_0"),
+        }
+    for name in tensors:
+        if match := re.fullmatch(r"(conv_root|gn_root|block(\d+)/unit(\d+)/(\w+))/(kernel|scale)", name):
+            ours = {"conv_root": "root.stem", "gn_root": "root.norm"}.get(match[1])
+            if ours is None:
+                part = {"conv_proj": "shortcut", "gn_proj": "shortcut_norm"}.get(match[4])
+                part = part or match[4].replace("gn", "norm")
+                ours = f"root.stages.{int(match[2]) - 1}.{int(match[3]) - 1}.{part}"
+            kernel = match[5] == "kernel"
+            modules[ours] = {"weight": tensors[name].permute(3, 2, 0, 1)} if kernel else norm(match[1])
     return {f"{module}.{name}": tensor for module, parts in modules.items() for name, tensor in parts.items()}
 
 
@@ -210,6 +381,32 @@ def test_logits_of_timm(golden: Read, name: str, pool: str) -> None:
 def test_logits_of_vision_transformer(golden: Read, name: str, pool: str, head_hidden: int) -> None:
     reference = golden(name)
     network = VisionTransformer(ViTConfig(**GOLDEN, pool=pool, head_hidden=head_hidden, activation="gelu-tanh")).eval()
+    network.load_state_dict(google_to_ours(reference.tensors, width=64, depth=2))
+    torch.testing.assert_close(network(reference.images), reference.logits, atol=1e-4, rtol=0)
+
+
+def test_logits_of_timm_with_registers_and_layer_scale(golden: Read) -> None:
+    reference = golden("timm_vit_registers")
+    config = ViTConfig(**GOLDEN, registers=4, layer_scale=1e-5, positions_cover="all")
+    network = VisionTransformer(config).eval()
+    network.load_state_dict(timm_to_ours(reference.tensors))
+    torch.testing.assert_close(network(reference.images), reference.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("bigvision_map", {"pool": "map"}),
+        ("bigvision_gap_sincos", {"pool": "gap", "positions": "sincos-2d", "head_hidden": 64}),
+        (
+            "google_hybrid",
+            {"root": RootConfig(depths=(2, 1), width=32), "patch_size": (1, 1), "image_size": (64, 48)},
+        ),
+    ],
+)
+def test_logits_of_vision_transformer_and_big_vision(golden: Read, name: str, fields: dict[str, Any]) -> None:
+    reference = golden(name)
+    network = VisionTransformer(ViTConfig(**{**GOLDEN, **fields, "activation": "gelu-tanh"})).eval()
     network.load_state_dict(google_to_ours(reference.tensors, width=64, depth=2))
     torch.testing.assert_close(network(reference.images), reference.logits, atol=1e-4, rtol=0)
 
@@ -247,7 +444,7 @@ def test_mean_pool_has_no_class_token(small: Small, randomised: Randomised) -> N
     config = small(pool="gap")
     network, images = randomised(config), pictures(config)
     features = network.features(images)
-    assert features.cls is None and network.cls is None and config.tokens == features.patches.shape[1] == 6
+    assert features.cls is None and network.prefix.cls is None and config.tokens == features.patches.shape[1] == 6
     torch.testing.assert_close(network.embed(images), features.patches.mean(1))
 
 
@@ -256,7 +453,7 @@ def test_patch_tokens_are_in_raster_order(small: Small, randomised: Randomised) 
     network = randomised(config)
     with torch.no_grad():
         for block in network.blocks:  # without branches, a token depends on its own patch alone
-            for layer in (block.attention.out, block.mlp[3]):
+            for layer in (block.attention.out, block.mlp.down):
                 layer.weight.zero_()
                 layer.bias.zero_()
     images = pictures(config)
@@ -288,10 +485,19 @@ def test_an_empty_batch_gives_no_logits(small: Small, randomised: Randomised) ->
     assert randomised(small())(pictures(small(), batch=0)).shape == (0, 5)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 12, 11), (2, 3, 10, 12), (2, 1, 12, 10), (2, 3, 24, 20)])
-def test_images_that_do_not_fit(small: Small, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 3, 12, 11), "image_size=(12, 11) is not a multiple of patch_size=(4, 5); the nearest that is: (12, 10)"),
+        ((2, 3, 10, 12), "image_size=(10, 12) is not a multiple of patch_size=(4, 5); the nearest that is: (8, 10)"),
+        ((2, 3, 0, 10), "image_size=(0, 10) is not a multiple of patch_size=(4, 5); the nearest that is: (4, 10)"),
+        ((2, 1, 12, 10), "images of shape (2, 1, 12, 10) do not fit a network for channels=3"),
+        ((0, 4, 12, 10), "images of shape (0, 4, 12, 10) do not fit a network for channels=3"),
+    ],
+)
+def test_images_that_do_not_fit(small: Small, shape: tuple[int, ...], message: str) -> None:
     network = VisionTransformer(small())
-    message = re.escape(f"images of shape {shape} do not fit a network for (batch, *(3, 12, 10))")
+    message = f"^{re.escape(message)}$"
     for call in (network, network.features, network.embed):
         with pytest.raises(ConfigError, match=message):
             call(torch.zeros(shape))
@@ -321,12 +527,12 @@ def test_dropout_keeps_the_mean(small: Small, randomised: Randomised) -> None:
     network = randomised(config).train()
     seen: list[tuple[Tensor, Tensor]] = []
     layers = [module for module in network.modules() if isinstance(module, nn.Dropout)]
-    assert len(layers) == 1 + 3 * config.depth
+    assert len(layers) == 1 + 2 * config.depth  # an MLP's is used twice
     for layer in layers:
         layer.register_forward_hook(lambda _, given, result: seen.append((given[0], result)))
     torch.manual_seed(0)
     network(pictures(config, batch=64))
-    assert len(seen) == len(layers)
+    assert len(seen) == 1 + 3 * config.depth
     for before, after in seen:
         kept = after != 0
         torch.testing.assert_close(after[kept], before[kept] / 0.75)
@@ -358,25 +564,11 @@ def test_stochastic_depth_grows_linearly(small: Small) -> None:
     assert [block.skip.rate for block in VisionTransformer(small(depth=1, stochastic_depth=0.4)).blocks] == [0]
 
 
-def test_stochastic_depth_drops_whole_branches_and_keeps_the_mean() -> None:
-    layer = StochasticDepth(0.3).train()
-    torch.manual_seed(0)
-    branch = torch.randn(20_000, 2, 3)
-    result = layer(branch)
-    kept = (result != 0).flatten(1)
-    assert torch.equal(kept.all(1), kept.any(1))
-    torch.testing.assert_close(result[kept.all(1)], branch[kept.all(1)] / 0.7)
-    assert abs(kept.double().mean() - 0.7) < 0.015
-    assert abs(layer(torch.ones(20_000, 1, 1)).double().mean() - 1) < 0.02
-    assert torch.equal(layer.eval()(branch), branch)
-
-
 def test_both_branches_of_a_block_are_skipped_by_themselves() -> None:
-    block = Block(
-        width=4, heads=2, mlp_width=6, activation="gelu", norm_eps=1e-6, dropout=0.0, stochastic_depth=0.5
-    ).train()
+    block = Block(width=4, attention=SelfAttention(4, 2), mlp=Mlp(4, 6), norm_eps=1e-6, stochastic_depth=0.5).train()
+    assert isinstance(block.mlp, Mlp)
     with torch.no_grad():
-        for branch, value in ((block.attention.out, 1.0), (block.mlp[3], 10.0)):
+        for branch, value in ((block.attention.out, 1.0), (block.mlp.down, 10.0)):
             branch.weight.zero_()
             branch.bias.fill_(value)
     torch.manual_seed(0)
@@ -427,7 +619,7 @@ def test_attention_starts_xavier_uniform(fresh: VisionTransformer) -> None:
 def test_mlp_starts_xavier_uniform_with_tiny_biases(fresh: VisionTransformer) -> None:
     biases = []
     for block in fresh.blocks:
-        for layer in (block.mlp[0], block.mlp[3]):
+        for layer in (block.mlp.up, block.mlp.down):
             assert_uniform(layer.weight, math.sqrt(6 / (96 + 1024)))
             biases.append(layer.bias)
             assert layer.bias.std() == pytest.approx(1e-6, rel=0.25)
@@ -442,8 +634,8 @@ def test_patches_and_hidden_layer_start_lecun_normal(fresh: VisionTransformer) -
 
 
 def test_head_and_class_token_start_at_zero(fresh: VisionTransformer) -> None:
-    assert fresh.head is not None and fresh.cls is not None
-    assert not fresh.head.weight.any() and not fresh.head.bias.any() and not fresh.cls.token.any()
+    assert fresh.head is not None and fresh.prefix.cls is not None
+    assert not fresh.head.weight.any() and not fresh.head.bias.any() and not fresh.prefix.cls.any()
     assert not fresh(torch.randn(1, 3, 64, 64)).any()
 
 
@@ -511,9 +703,58 @@ def unchecked() -> Iterator[None]:
         ({"stochastic_depth": 1.5}, "stochastic_depth=1.5 is not in [0, 1)"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 is not above 0"),
         ({"norm_eps": math.nan}, "norm_eps=nan is not above 0"),
-        ({"pool": "avg"}, "pool='avg' is not one of 'cls', 'gap'"),
-        ({"activation": "relu"}, "activation='relu' is not one of 'gelu', 'gelu-tanh'"),
+        ({"pool": "avg"}, "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap'"),
+        ({"activation": "relu"}, "activation='relu' is not one of 'gelu', 'gelu-tanh', 'swiglu'"),
+        ({"registers": -2}, "registers=-2 is negative; 0 means none"),
+        ({"layer_scale": -0.5}, "layer_scale=-0.5 is negative; 0 means none"),
+        ({"layer_scale": math.nan}, "layer_scale=nan is negative; 0 means none"),
+        ({"head_bias": math.inf}, "head_bias=inf is not a number to start from"),
+        ({"head_bias": math.nan}, "head_bias=nan is not a number to start from"),
+        ({"final_norm": "none"}, "final_norm='none' is not one of 'tokens', 'pooled'"),
+        (
+            {"positions": "fourier"},
+            "positions='fourier' is not one of 'none', 'learned', 'learned-2d', 'sincos-2d', 'relative-bias', "
+            "'rotary-2d'",
+        ),
+        ({"positions_at": "head"}, "positions_at='head' is not one of 'stem', 'every-layer', 'shared'"),
+        ({"positions_cover": "none"}, "positions_cover='none' is not one of 'all', 'class', 'patches'"),
+        (
+            {"position_resize": "nearest"},
+            "position_resize='nearest' is not one of 'linear-corners', 'bilinear', 'bicubic', 'bicubic-corners', "
+            "'bicubic-antialias'",
+        ),
+        ({"pool": "cls", "class_token": False}, "pool='cls' needs a class token: class_token=False cannot be"),
+        ({"pool": "cls+gap", "class_token": False}, "pool='cls+gap' needs a class token: class_token=False cannot be"),
+        (
+            {"positions": "rotary-2d", "width": 18},
+            "positions='rotary-2d' turns pairs of channels in two directions: width / heads = 6 is not divisible by 4",
+        ),
+        (
+            {"positions": "sincos-2d", "width": 6},
+            "positions='sincos-2d' has four parts: width=6 is not divisible by 4",
+        ),
+        (
+            {"positions": "learned-2d", "width": 9},
+            "positions='learned-2d' has two halves: width=9 is not divisible by 2",
+        ),
+        (
+            {"positions": "rotary-2d", "positions_at": "stem"},
+            "positions='rotary-2d' act inside attention: positions_at='stem' is not for them",
+        ),
+        (
+            {"positions": "relative-bias", "positions_at": "stem"},
+            "positions='relative-bias' act inside attention: positions_at='stem' is not for them",
+        ),
+        (
+            {"positions": "rotary-2d", "positions_at": "shared"},
+            "positions='rotary-2d' have nothing to share: positions_at can only be 'every-layer'",
+        ),
         ({"width": 100, "heads": 3}, "width=100 is not divisible by heads=3"),
+        (
+            {"root": RootConfig(depths=(1, 1)), "patch_size": (2, 3), "image_size": (40, 48)},
+            "image_size=(40, 48) is not a multiple of patch_size=(2, 3) of a feature map at 1/8; "
+            "the nearest that is: (32, 48)",
+        ),
         ({"image_size": (0, 10)}, "image_size=(0, 10) and patch_size=(4, 5) must be at least 1"),
         ({"patch_size": (4, 0)}, "image_size=(12, 10) and patch_size=(4, 0) must be at least 1"),
         (
@@ -544,7 +785,7 @@ def test_all_fields_that_do_not_fit_are_named_at_once(small: Small) -> None:
     assert str(caught.value).splitlines() == [
         "depth=0 is less than 1",
         "dropout=2.0 is not in [0, 1)",
-        "pool='avg' is not one of 'cls', 'gap'",
+        "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap'",
         "width=100 is not divisible by heads=3",
         "image_size=(13, 10) is not a multiple of patch_size=(4, 5); the nearest that is: (12, 10)",
     ]

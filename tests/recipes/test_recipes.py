@@ -15,7 +15,7 @@ from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.journal import read_journal
 from vitrail.training.run import train
-from vitrail.weights.bundle import load
+from vitrail.weights.load import load
 
 COMMANDS = {
     "demo": "vitrail train",

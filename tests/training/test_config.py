@@ -12,6 +12,7 @@ import pytest
 from vitrail.data.augment import Augment
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
+from vitrail.models.resnet import ResNetConfig
 from vitrail.plain import from_plain, to_plain
 from vitrail.recipes import RECIPES
 from vitrail.training.config import FLAT, PARTS, ModelConfig, OptimizerConfig, TrainConfig
@@ -157,3 +158,14 @@ def test_json_with_an_unknown_field_or_a_wrong_type_is_refused() -> None:
 def test_a_whole_number_where_json_lost_the_point() -> None:
     assert from_plain(TrainConfig, {"epochs": 3}).epochs == 3.0
     assert isinstance(from_plain(TrainConfig, {"epochs": 3}).epochs, float)
+
+
+def test_the_demo_takes_a_resnet() -> None:
+    """It sets how positions begin, which a ResNet does not have."""
+    config = RECIPES["demo"]().override(variant="BiT-R26x1", width=32).model
+    resolved = config.resolve(num_classes=3, image_size=(40, 56), channels=1)
+    assert isinstance(resolved, ResNetConfig) and resolved.width == 32 and resolved.depths == (2, 2, 2, 2)
+    with pytest.raises(ConfigError, match="unknown field 'qk_norm' of BiT-R26x1"):
+        RECIPES["demo"]().override(variant="BiT-R26x1", qk_norm=True).model.resolve(
+            num_classes=3, image_size=(40, 56), channels=1
+        )

@@ -12,7 +12,7 @@ from vitrail.machine import has_bf16_matrix_units, pick_device
 from vitrail.training.config import TrainConfig
 from vitrail.training.journal import read_journal
 from vitrail.training.run import train
-from vitrail.weights.bundle import load
+from vitrail.weights.load import load
 
 pytestmark = pytest.mark.gpu
 

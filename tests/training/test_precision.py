@@ -44,7 +44,7 @@ def test_weights_and_optimizer_state_stay_in_float32(
 ) -> None:
     state, plan = prepare(small(tmp_path / "run", precision="bf16"))
     outputs = []
-    handle = state.objective.network.blocks[0].mlp[0].register_forward_hook(lambda *given: outputs.append(given[-1]))
+    handle = state.objective.network.blocks[0].mlp.up.register_forward_hook(lambda *given: outputs.append(given[-1]))
     figures = train_step(state, plan, next(state.batches))
     handle.remove()
     assert outputs[0].dtype == torch.bfloat16

@@ -65,6 +65,7 @@ def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> N
 @pytest.mark.parametrize("fields", [
     {"optimizer": "sgd", "keep": "last", "loss": "sigmoid"},
     {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
+    {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit_of_other_configs(
     fields: dict[str, Any], small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path
@@ -203,6 +204,7 @@ def test_a_damaged_run_json_is_named(text: str, tmp_path: Path) -> None:
 
 
 SIZES = (
+    "--variant", "ViT-Pico/7", "--image-size", "28", "28",
     "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
     "--dropout", "0.2", "--stochastic-depth", "0.3", "--threads", "2", "--batch-size", "20",
 )  # fmt: skip

@@ -26,7 +26,7 @@ from vitrail.training.journal import read_journal
 from vitrail.training.loop import Plan
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.state import TrainState
-from vitrail.weights.bundle import load
+from vitrail.weights.load import load
 
 Tiny = Callable[..., TrainConfig]
 

@@ -89,7 +89,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
 def test_a_second_signal_ends_at_once(tmp_path: Path, command: Command) -> None:
     run = tmp_path / "run"
     options = ("--run", str(run), "--steps", "10", "--batch-size", "4000", "--accumulation", "400")
-    process = command("demo", *options, "--variant", "ViT-S/7", "--device", "cpu", "--precision", "float32")
+    process = command("demo", *options, "--variant", "ViT-S/8", "--device", "cpu", "--precision", "float32")
     await_event(process, run / "journal.jsonl", "started")
     time.sleep(1)
     process.send_signal(signal.SIGTERM)

@@ -1,14 +1,22 @@
-"""A small model whose every weight matters."""
+"""Small models whose every weight matters, and files as other libraries write them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess
+from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer, ViTConfig
 from vitrail.weights.bundle import Bundle
 
@@ -19,7 +27,7 @@ CLASSES = ("rose", "tulip", "黒い花 / black")
 def make_bundle() -> Callable[..., Bundle]:
     """Makes models for images of 12 x 10 with weights drawn from a seed; fields can be replaced."""
 
-    def make(*, seed: int = 5, scores: str = "softmax", channels: int = 3, **fields: Any) -> Bundle:
+    def make(*, seed: int = 5, scores: Any = "softmax", channels: int = 3, **fields: Any) -> Bundle:
         defaults = {
             "image_size": (12, 10), "patch_size": (4, 5), "width": 12, "depth": 2, "heads": 3, "mlp_width": 20,
             "num_classes": 3,
@@ -45,3 +53,106 @@ def make_bundle() -> Callable[..., Bundle]:
 def bundle(make_bundle: Callable[..., Bundle]) -> Bundle:
     """One of them."""
     return make_bundle()
+
+
+# --- files that other libraries would have written
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SUFFIXES = {
+    "google": ".npz", "big-vision": ".npz", "bit": ".npz", "bit-torch": ".pth", "timm": "", "huggingface": "",
+    "torchvision": ".pth",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What another implementation computed: its tensors by their names, the images, and the logits."""
+
+    tensors: dict[str, np.ndarray]
+    images: Tensor
+    logits: Tensor
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return self.images.shape[2], self.images.shape[3]
+
+    def difference(self, bundle: Bundle) -> float:
+        """The largest difference between a bundle's logits and these."""
+        with torch.inference_mode():
+            return float((bundle.network(self.images) - self.logits).abs().max())
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Golden]:
+    """Reads a golden file by name and draws the tensors and images that it was computed with."""
+    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
+    assert spec is not None and spec.loader is not None
+    weights = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(weights)
+
+    def read(name: str) -> Golden:
+        content = json.loads((GOLDEN / f"{name}.json").read_text())
+        return Golden(
+            {key: weights.tensor(key, tuple(shape)) for key, shape in content["tensors"].items()},
+            torch.from_numpy(weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))),
+            torch.tensor(content["logits"]),
+        )
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def write_file() -> Callable[[Mapping[str, Any], Path], Path]:
+    """Writes arrays or tensors as numpy, safetensors or PyTorch do, by the path's suffix."""
+
+    def write(tensors: Mapping[str, Any], path: Path) -> Path:
+        if path.suffix == ".npz":
+            arrays: dict[str, Any] = dict(tensors)
+            np.savez(path, **arrays)
+            return path
+        content = {name: torch.as_tensor(tensor).contiguous() for name, tensor in tensors.items()}
+        if path.suffix == ".safetensors":
+            save_file(content, path)
+        else:
+            torch.save(content, path)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def random_bundle() -> Callable[..., Bundle]:
+    """Makes bundles of any config, with weights of which none is zero or one, so that none can be left out unseen."""
+
+    def make(config: AnyConfig, **fields: Any) -> Bundle:
+        network = build(config).eval()
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator))
+        classes = tuple(f"class {number}" for number in range(config.num_classes))
+        preprocess = Preprocess(image_size=config.image_size, channels=config.channels)
+        return Bundle(**{"network": network, "classes": classes, "preprocess": preprocess, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def place_of() -> Callable[[str, Path], Path]:
+    """Says where in a folder a layout's file or folder can be written."""
+    return lambda layout, folder: folder / f"out{SUFFIXES[layout]}"
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[Bundle, Bundle], None]:
+    """Asserts that two bundles have the same network, bit by bit."""
+
+    def check(first: Bundle, second: Bundle) -> None:
+        before, after = first.network.state_dict(), second.network.state_dict()
+        assert list(before) == list(after)
+        for name in before:
+            assert torch.equal(before[name], after[name]), name
+        assert first.network.config == second.network.config
+
+    return check

@@ -29,7 +29,7 @@ from vitrail.errors import BundleError, ConfigError, DataError, SaveError, Undec
 from vitrail.files import recover_folder
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.bundle import Bundle, Prediction, load, read_image
+from vitrail.weights.bundle import Bundle, Prediction, load_bundle, read_image
 
 Make = Callable[..., Bundle]
 
@@ -90,7 +90,7 @@ def test_what_is_saved_is_what_is_loaded(make_bundle: Make, tmp_path: Path, fiel
     bundle = make_bundle(**fields)
     path = bundle.save(tmp_path / "out")
     assert path == tmp_path / "out" and sorted(snapshot(path)) == ["model.json", "model.safetensors"]
-    loaded = load(path, device="cpu")
+    loaded = load_bundle(path, device="cpu")
     before, after = bundle.network.state_dict(), loaded.network.state_dict()
     assert list(before) == list(after)
     for name in before:
@@ -105,17 +105,17 @@ def test_what_is_saved_is_what_is_loaded(make_bundle: Make, tmp_path: Path, fiel
 
 def test_a_loaded_model_predicts_the_same(bundle: Bundle, saved: Path) -> None:
     arrays = images(5, 20, 17, 3)
-    assert load(str(saved), device="cpu").predict(arrays) == bundle.predict(arrays)
+    assert load_bundle(str(saved), device="cpu").predict(arrays) == bundle.predict(arrays)
     assert torch.equal(vitrail.load(saved, device="cpu").embed(arrays), bundle.embed(arrays))
 
 
 def test_a_loaded_model_can_be_trained_and_saved_again(saved: Path, tmp_path: Path) -> None:
-    loaded = load(saved, device="cpu")
+    loaded = load_bundle(saved, device="cpu")
     before = load_file(saved / "model.safetensors")
     loaded.network.train()(torch.randn(2, 3, 12, 10)).sum().backward()
     torch.optim.SGD(loaded.network.parameters(), lr=0.1).step()
     loaded.save(saved)
-    after = load(saved, device="cpu").network.state_dict()
+    after = load_bundle(saved, device="cpu").network.state_dict()
     assert not torch.equal(before["head.weight"], after["head.weight"])
 
 
@@ -136,13 +136,13 @@ def test_the_same_model_gives_the_same_bytes(make_bundle: Make, tmp_path: Path) 
 def test_the_folder_of_a_run_holds_its_model(bundle: Bundle, tmp_path: Path) -> None:
     bundle.save(tmp_path / "run" / "model")
     (tmp_path / "run" / "run.json").write_text("{}")
-    assert load(tmp_path / "run", device="cpu").classes == bundle.classes
+    assert load_bundle(tmp_path / "run", device="cpu").classes == bundle.classes
 
 
 def test_loading_draws_no_random_numbers(saved: Path) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    loaded = load(saved, device="cpu")
+    loaded = load_bundle(saved, device="cpu")
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(parameter.is_meta for parameter in loaded.network.parameters())
 
@@ -371,14 +371,14 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable:
 def test_a_damaged_model_is_refused(saved: Path, break_it: Callable[[Path], object], message: str) -> None:
     break_it(saved)
     with pytest.raises(BundleError, match=message):
-        load(saved, device="cpu")
+        load_bundle(saved, device="cpu")
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"model '.*nowhere' does not exist: there is no such folder"):
-        load(tmp_path / "nowhere", device="cpu")
+        load_bundle(tmp_path / "nowhere", device="cpu")
     with pytest.raises(BundleError, match=r"is not a model: it has no model\.json"):
-        load(tmp_path, device="cpu")
+        load_bundle(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("position", [0, 8, 100, -2000, -1])
@@ -389,23 +389,23 @@ def test_one_flipped_bit_is_seen(saved: Path, position: int, bit: int) -> None:
     data[position] ^= 1 << bit
     path.write_bytes(data)
     with pytest.raises(BundleError, match=r"model\.safetensors was altered"):
-        load(saved, device="cpu")
+        load_bundle(saved, device="cpu")
 
 
 def test_weights_that_do_not_fit_are_all_named(bundle: Bundle, saved: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
-    del tensors["norm.weight"], tensors["cls.token"]
+    del tensors["norm.weight"], tensors["prefix.cls"]
     tensors["norm.scale"] = torch.zeros(12)
     tensors["head.weight"] = torch.zeros(4, 12)
     replace_weights(saved, safetensors_bytes(tensors))
     with pytest.raises(BundleError) as caught:
-        load(saved, device="cpu")
+        load_bundle(saved, device="cpu")
     first, *problems = str(caught.value).splitlines()
     assert first == f"the weights in {saved} do not fit its architecture:"
     assert sorted(line.strip() for line in problems) == [
         "misshaped: head.weight is (4, 12), the network has (3, 12)",
-        "missing: cls.token (1, 1, 12)",
         "missing: norm.weight (12,)",
+        "missing: prefix.cls (1, 1, 12)",
         "unexpected: norm.scale (12,)",
     ]
 
@@ -426,11 +426,11 @@ def test_a_pickle_in_place_of_the_weights_is_not_run(bundle: Bundle, saved: Path
     for data in (pickled, archive.getvalue()):
         (saved / "model.safetensors").write_bytes(data)
         with pytest.raises(BundleError, match="was altered"):
-            load(saved, device="cpu")
+            load_bundle(saved, device="cpu")
         replace_weights(saved, data)
         loaded = None
         with contextlib.suppress(Exception):
-            loaded = load(saved, device="cpu")
+            loaded = load_bundle(saved, device="cpu")
         assert loaded is None and not marker.exists()
 
 
@@ -448,7 +448,7 @@ def assert_intact(old: tuple[Path, dict[str, bytes]]) -> None:
     path, before = old
     assert snapshot(path) == before
     assert [entry.name for entry in path.parent.iterdir()] == ["model"]
-    load(path, device="cpu")
+    load_bundle(path, device="cpu")
 
 
 def test_a_model_takes_the_place_of_another(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
@@ -456,7 +456,7 @@ def test_a_model_takes_the_place_of_another(bundle: Bundle, old: tuple[Path, dic
     (path / "leftover.txt").write_text("x")
     bundle.save(path)
     assert sorted(snapshot(path)) == ["model.json", "model.safetensors"] and snapshot(path) != before
-    assert torch.equal(load(path, device="cpu").network.state_dict()["head.bias"], bundle.network.head.bias)
+    assert torch.equal(load_bundle(path, device="cpu").network.state_dict()["head.bias"], bundle.network.head.bias)
     assert [entry.name for entry in path.parent.iterdir()] == ["model"]
 
 
@@ -485,7 +485,7 @@ def test_a_full_disk_leaves_the_old_model(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_intact(old)
     bundle.save(old[0])
-    assert load(old[0], device="cpu").provenance["notes"] == "x" * notes
+    assert load_bundle(old[0], device="cpu").provenance["notes"] == "x" * notes
 
 
 def test_a_place_that_cannot_be_written_is_a_save_error(bundle: Bundle, tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_a_place_that_cannot_be_written_is_a_save_error(bundle: Bundle, tmp_path
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_model_on_the_gpu_predicts_the_same(bundle: Bundle, saved: Path) -> None:
     arrays = images(5)
-    loaded = load(saved, device="cuda")
+    loaded = load_bundle(saved, device="cuda")
     assert isinstance(loaded.network, VisionTransformer) and loaded.device.type == "cuda"
     for one, other in zip(loaded.predict(arrays), bundle.predict(arrays), strict=True):
         assert dict(one.ranking) == pytest.approx(dict(other.ranking), abs=1e-3)
@@ -524,14 +524,14 @@ def test_a_file_in_the_way_is_named(bundle: Bundle, tmp_path: Path) -> None:
 def test_a_folder_that_lost_its_name_gets_it_back(saved: Path) -> None:
     saved.rename(saved.with_name(f"{saved.name}.replaced"))
     recover_folder(saved)
-    assert load(saved, device="cpu").classes
+    assert load_bundle(saved, device="cpu").classes
 
 
 def test_other_number_formats_are_refused(bundle: Bundle, tmp_path: Path) -> None:
     bundle.network.half()
     bundle.save(tmp_path / "half")
     with pytest.raises(BundleError, match=r"not float32: .* is float16"):
-        load(tmp_path / "half", device="cpu")
+        load_bundle(tmp_path / "half", device="cpu")
 
 
 def test_one_image_needs_a_list(bundle: Bundle) -> None:

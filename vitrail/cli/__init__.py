@@ -17,6 +17,7 @@ VERBS = {
     "train": "train a network, on the bundled images or on yours",
     "evaluate": "measure a model on a data set",
     "predict": "name what is on images",
+    "convert": "write a model in another library's layout, or another's in ours",
     "models": "list the sizes of networks, with parameters and cost",
 }
 

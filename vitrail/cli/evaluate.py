@@ -18,7 +18,8 @@ from vitrail.data.source import Source
 from vitrail.data.sources import Splits, open_data
 from vitrail.errors import DataError
 from vitrail.evaluation.accuracy import Accuracy
-from vitrail.weights.bundle import Bundle, load
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
 
 __all__ = ["main"]
 
@@ -28,7 +29,7 @@ class Evaluate:
     """Measure how often a model's likeliest class is the true one."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """Folder of a model, or of the run that made it."""
+    """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
     data: str
     """A folder of class folders (with or without train/, val/, test/), a folder of IDX files, fashion-mnist or
     bundled."""
@@ -50,7 +51,7 @@ def main(words: Sequence[str], started: float) -> int:
     skipped: list[Skipped] = []
     evaluator = Accuracy(bundle.preprocess, batch_size=options.batch_size, on_skip=skipped.append)
     chosen, notes = _choose(bundle, options)
-    for note in notes:
+    for note in (*bundle.notes, *notes):
         console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
     rows = {name: evaluator(bundle.network, source) for name, source in chosen.items()}
     for item in skipped:

@@ -1,8 +1,9 @@
-"""`vitrail models`: the sizes of networks."""
+"""`vitrail models`: the sizes of networks, and which of them fit on this machine."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,61 +13,128 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.cli.options import parse
-from vitrail.models.cost import macs, parameters
+from vitrail.errors import ConfigError
+from vitrail.machine import total_memory
+from vitrail.models.cost import layer_costs, macs, parameters, training_bytes
+from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import PUBLISHED, variant_config
+from vitrail.models.vit import ViTConfig
 
 __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """List the sizes of networks with their parameters and the cost of one image in multiply-accumulates (GMAC).
+    """List the sizes of networks with their parameters, the cost of one image in multiply-accumulates (GMAC; twice as
+    many FLOPs), and the memory that training takes.
 
-    Any size takes any patch that divides the image: ViT-S/8, or ViT-S/16x8 for patches of 16 rows and 8 columns.
+    Any size takes any patch that divides the image: ViT-S/8, or ViT-S/16x8 for patches of 16 rows and 8 columns. A
+    ResNet below makes a hybrid: R101x3+ViT-L/32.
     """
 
     image_size: tuple[int, int] | None = None
-    """Height and width in pixels; by default 224 x 224, or 28 x 28 and 64 x 64 for the two smallest."""
+    """Height and width in pixels; by default 224 x 224, or 28 x 28, 64 x 64 and 32 x 32 for the smallest."""
     num_classes: int = 1000
     """Outputs of the head."""
+    batch_size: int = 32
+    """Images of the training step whose memory is told (AdamW, bf16 products)."""
+    layers: bool = False
+    """Instead, compare the layers that mix a sequence's tokens: attention, recurrence, convolution."""
     json: bool = False
     """Print JSON instead of a table."""
 
 
-OWN_SIZES = {"ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64)}
+OWN_SIZES = {"ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": (32, 32)}
 
 
 def main(words: Sequence[str], started: float) -> int:
     options = parse(Models, words, usage="vitrail models", description=Models.__doc__ or "")
-    rows = [_row(name, options) for name in PUBLISHED]
+    if options.batch_size < 1:
+        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
+    rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print(json.dumps(rows))
         return 0
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("name", "width", "depth", "heads", "MLP", "image", "tokens", "parameters", "GMAC"):
-        table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
-    for row in rows:
-        row["image_size"] = "x".join(map(str, row["image_size"]))
-        row["parameters"], row["macs"] = f"{row['parameters']:,}", f"{row['macs'] / 1e9:.2f}"
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
+    Console().print(_layer_table(rows) if options.layers else _table(rows, options))
     return 0
 
 
-def _row(name: str, options: Models) -> dict[str, Any]:
-    patch = int(name.rpartition("/")[2])
-    height, width = (
-        max(1, round(side / patch)) * patch for side in options.image_size or OWN_SIZES.get(name, (224, 224))
+def _table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
+    here = total_memory()
+    caption = (
+        "shape: width/depth/MLP/heads, or units of a ResNet's stages. px: image side. GB: memory of a training step"
     )
-    config = variant_config(name, image_size=(height, width), num_classes=options.num_classes)
+    caption += f" of {options.batch_size} images"
+    if any(row["training_bytes"] > here for row in rows):
+        caption += f"; * is more than the {here / 1e9:,.0f} GB here"
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
+    )
+    for heading in ("name", "shape", "px", "tokens", "parameters", "GMAC", "GB"):
+        table.add_column(heading, justify="left" if heading == "name" else "right", no_wrap=True)
+    for row in rows:
+        memory, too_much = row["training_bytes"] / 1e9, "*" if row["training_bytes"] > here else " "
+        table.add_row(
+            row["name"],
+            row["shape"],
+            _side(*row["image_size"]),
+            str(row["tokens"]),
+            f"{row['parameters']:,}",
+            _short(row["macs"] / 1e9, places=2),
+            _short(memory) + too_much,
+        )
+    return table
+
+
+def _short(value: float, places: int = 1) -> str:
+    """Fewer decimals for larger numbers, so that columns stay narrow."""
+    if value < 100:
+        return f"{value:.{places}f}"
+    return f"{value:.{places - 1}f}" if value < 1000 else f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
+
+
+def _side(height: int, width: int) -> str:
+    return str(height) if height == width else f"{height}x{width}"
+
+
+def _row(name: str, options: Models) -> dict[str, Any]:
+    config = variant_config(name, num_classes=options.num_classes, image_size=_size(name, options))
+    if isinstance(config, ResNetConfig):
+        height, width = config.grid_of(*config.image_size)
+        shape, tokens = "-".join(map(str, config.depths)), height * width
+    else:
+        shape, tokens = f"{config.width}/{config.depth}/{config.mlp_width}/{config.heads}", config.tokens
     return {
         "name": name,
-        "width": config.width,
-        "depth": config.depth,
-        "heads": config.heads,
-        "mlp_width": config.mlp_width,
-        "image_size": [height, width],
-        "tokens": config.tokens,
+        "shape": shape,
+        "image_size": list(config.image_size),
+        "tokens": tokens,
         "parameters": parameters(config),
         "macs": macs(config),
+        "training_bytes": training_bytes(config, options.batch_size, precision="bf16"),
     }
+
+
+def _size(name: str, options: Models) -> tuple[int, int]:
+    """The size asked for, or the nearest one that the variant's patches divide."""
+    wanted = options.image_size or OWN_SIZES.get(name, (224, 224))
+    config = variant_config(name, image_size=32 * int(name.rpartition("/")[2] if "/" in name else 1))
+    return wanted if isinstance(config, ResNetConfig) else config.nearest_size(*wanted)
+
+
+def _layer_rows(options: Models) -> list[dict[str, Any]]:
+    height, width = options.image_size or (224, 224)
+    config = variant_config("ViT-B/16")
+    assert isinstance(config, ViTConfig)
+    tokens = math.prod(config.grid_of(*config.nearest_size(height, width))) + config.prefix
+    return [{**cost._asdict(), "tokens": tokens, "width": config.width} for cost in layer_costs(tokens, config.width)]
+
+
+def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
+    title = f"Mixing {rows[0]['tokens']} tokens of width {rows[0]['width']}, as ViT-B/16 has them"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("layer", "GMAC", "steps in sequence", "longest path"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(row["kind"], f"{row['macs'] / 1e9:.3f}", str(row["sequential"]), str(row["path"]))
+    return table

@@ -19,7 +19,8 @@ from rich.table import Table
 from vitrail.cli.options import parse
 from vitrail.data.decode import SUFFIXES
 from vitrail.errors import DataError, UndecodableImage
-from vitrail.weights.bundle import Prediction, load
+from vitrail.weights.bundle import Prediction
+from vitrail.weights.load import load
 
 __all__ = ["main"]
 
@@ -29,7 +30,7 @@ class Predict:
     """Name what is on images, with probabilities."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """Folder of a model, or of the run that made it."""
+    """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
     images: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Image files, or folders of them."""
     top: int = 3
@@ -44,6 +45,8 @@ def main(words: Sequence[str], started: float) -> int:
     options = parse(Predict, words, usage="vitrail predict", description=Predict.__doc__ or "")
     paths = _image_paths(options.images)
     bundle = load(options.model, device=options.device)
+    for note in bundle.notes:
+        print(f"vitrail: {note}", file=sys.stderr)
     results = bundle.predict(paths, undecodable="return")
     named = list(zip(paths, results, strict=True))
     if options.json:

@@ -2,44 +2,88 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-__all__ = ["SelfAttention", "attend"]
+__all__ = ["Guide", "SelfAttention", "attend"]
+
+
+class Guide(NamedTuple):
+    """What positions that act inside attention tell it about its tokens (see `positions.py`)."""
+
+    bias: Float[Tensor, "heads n n"] | None = None
+    """Added to the logits of every pair of tokens."""
+    rotation: tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]] | None = None
+    """Cosines and sines of the angles by which queries and keys are turned."""
 
 
 class SelfAttention(nn.Module):
     """MSA of equation 2: every token looks at every other, `heads` times in parallel.
 
     Queries, keys and values come from one matrix product (equation 5); the rows of its weight are all queries, then all
-    keys, then all values, each ordered by head.
+    keys, then all values, each ordered by head. With `qk_norm_eps` above 0 a layer norm over each head's channels comes
+    between the projection and the product of queries and keys, which keeps the logits small (2302.05442).
     """
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(
+        self, width: int, heads: int, *, qkv_bias: bool = True, out_bias: bool = True, qk_norm_eps: float = 0.0
+    ) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.query_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None
+        self.key_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None
+        self.out = nn.Linear(width, width, bias=out_bias)
 
-    def forward(self, tokens: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+    def forward(self, tokens: Float[Tensor, "b n width"], guide: Guide | None = None) -> Float[Tensor, "b n width"]:
         b, n, width = tokens.shape
         qkv = self.qkv(tokens).view(b, n, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each b heads n head_width
-        mixed = attend(q, k, v)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
+        if guide is not None and guide.rotation is not None:
+            q, k = _rotate(q, guide.rotation), _rotate(k, guide.rotation)
+        mixed = attend(q, k, v, None if guide is None else guide.bias)
         return self.out(mixed.transpose(1, 2).reshape(b, n, width))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        for projection in self.qkv.weight.chunk(3):  # each is a matrix of its own: fan-out D, not 3 D
+            nn.init.xavier_uniform_(projection)
+        nn.init.xavier_uniform_(self.out.weight)
+        for bias in (self.qkv.bias, self.out.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
 
 def attend(
-    q: Float[Tensor, "b heads n d"], k: Float[Tensor, "b heads n d"], v: Float[Tensor, "b heads n d"]
-) -> Float[Tensor, "b heads n d"]:
-    """`softmax(q k^T / sqrt(d)) v` (equations 6 and 7), by whichever kernel is faster where the tensors are.
+    q: Float[Tensor, "b heads m d"],
+    k: Float[Tensor, "b heads n d"],
+    v: Float[Tensor, "b heads n d"],
+    bias: Float[Tensor, "heads m n"] | None = None,
+) -> Float[Tensor, "b heads m d"]:
+    """`softmax(q k^T / sqrt(d) + bias) v` (equations 6 and 7), by whichever kernel is faster where the tensors are.
 
     In bfloat16 on a CPU the fused kernel is slow at the lengths of a ViT: plain products trained a network of 6 layers,
     width 192 and 50 tokens 1.5 times as fast (318 against 209 images/s; 2 cores with AVX512-BF16, 2026-11), while in
     float32 the two are equal within the noise and the fused one needs no n x n matrix in memory.
     """
+    if bias is not None:
+        bias = bias.to(q.dtype)
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        return ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).softmax(dim=-1) @ v
-    return F.scaled_dot_product_attention(q, k, v)
+        logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        return (logits if bias is None else logits + bias).softmax(dim=-1) @ v
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def _rotate(
+    x: Float[Tensor, "b heads n d"], rotation: tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]
+) -> Float[Tensor, "b heads n d"]:
+    """Turns each pair of channels (i, i + d / 2) by its token's angle (2104.09864)."""
+    cosine, sine = (part.to(x.dtype) for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat([-second, first], dim=-1) * sine

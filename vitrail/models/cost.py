@@ -1,34 +1,298 @@
-"""Parameters and multiply-accumulates of a network by closed form, without making it."""
+"""What a network costs, by closed form and without making it: parameters, multiply-accumulates, bytes of activations.
+
+A FLOP count is twice the multiply-accumulates. All counts are of matrix products and convolutions; norms, activations
+and softmax are left out, as everywhere in the literature.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
+from vitrail.models.resnet import EXPANSION, ResNetConfig, RootConfig
+from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 
-__all__ = ["macs", "parameters"]
+__all__ = ["LayerCost", "activation_bytes", "layer_costs", "macs", "parameters", "training_bytes", "training_flops"]
 
 
-def parameters(config: ViTConfig) -> int:
+def parameters(config: AnyConfig) -> int:
     """Trainable numbers of the network that `config` describes."""
-    width, mlp = config.width, config.mlp_width
-    stem = math.prod(config.patch_size) * config.channels * width + width
-    tokens = config.tokens * width + (config.pool == "cls") * width  # positions, class token
-    attention = 4 * width * width + 4 * width
-    block = attention + 2 * width * mlp + mlp + width + 4 * width  # two norms of 2 * width
-    hidden = config.head_hidden * (width + 1)
-    head = config.num_classes * ((config.head_hidden or width) + 1)
-    return stem + tokens + config.depth * block + 2 * width + hidden + head
+    if isinstance(config, ResNetConfig):
+        units = sum(unit.parameters(bit=True) for unit in _units(config, config.image_size))
+        stem = 49 * config.channels * config.width
+        return stem + units + 2 * config.embed_width + config.num_classes * (config.embed_width + 1)
+    width = config.width
+    stem = math.prod(config.patch_size) * _stem_channels(config) * width + width * config.patch_bias
+    hidden = config.head_hidden * (config.embed_width + 1)
+    head = config.num_classes * ((config.head_hidden or config.embed_width) + 1)
+    norm = 2 * (width if config.final_norm == "tokens" else config.embed_width)
+    prefix = config.prefix * width
+    attention_pool = 0
+    if config.pool == "map":
+        attention_pool = width + 4 * width * (width + 1) + 2 * width + _mlp_parameters(config, bias=True)
+    root = _root_parameters(config.root, config.channels) if config.root else 0
+    blocks = config.depth * _block_parameters(config)
+    return root + stem + prefix + _position_parameters(config) + blocks + norm + attention_pool + hidden + head
 
 
-def macs(config: ViTConfig) -> int:
-    """Multiply-accumulates of the matrix products of one image's forward pass (a FLOP count is twice that).
+def macs(config: AnyConfig, image_size: tuple[int, int] | None = None) -> int:
+    """Multiply-accumulates of one image's forward pass, at the config's image size or another."""
+    size = image_size or config.image_size
+    if isinstance(config, ResNetConfig):
+        units = sum(unit.macs for unit in _units(config, size))
+        return _first_macs(config, size) + units + config.num_classes * config.embed_width
+    n, width = math.prod(config.grid_of(*size)) + config.prefix, config.width
+    root = 0
+    if config.root:
+        root = _root_stem_macs(config.root, config.channels, size) + sum(unit.macs for unit in _units(config, size))
+    stem = math.prod(config.grid_of(*size)) * math.prod(config.patch_size) * _stem_channels(config) * width
+    mlp = (3 if config.activation == "swiglu" else 2) * width * config.mlp_width
+    block = n * (4 * width * width + mlp) + 2 * n * n * width
+    attention_pool = 0
+    if config.pool == "map":  # the query is the same for all images, but is computed with each batch
+        attention_pool = 2 * n * width * width + 2 * width * width + 2 * n * width + mlp
+    hidden = config.head_hidden * config.embed_width
+    head = config.num_classes * (config.head_hidden or config.embed_width)
+    return root + stem + config.depth * block + attention_pool + hidden + head
 
-    Training costs three times as much: the backward pass has two products for each of these.
+
+def training_flops(config: AnyConfig, image_size: tuple[int, int] | None = None) -> int:
+    """FLOPs of a training step, an image: forward, and two products for each of its own backward.
+
+    The first product's gradient with respect to the image is not computed.
     """
-    n, width = config.tokens, config.width
-    stem = math.prod(config.grid) * math.prod(config.patch_size) * config.channels * width
-    block = n * (4 * width * width + 2 * width * config.mlp_width) + 2 * n * n * width
-    hidden = config.head_hidden * width
-    head = config.num_classes * (config.head_hidden or width)
-    return stem + config.depth * block + hidden + head
+    size = image_size or config.image_size
+    first = _first_macs(config, size)
+    return 2 * (3 * macs(config, size) - first)
+
+
+def activation_bytes(
+    config: AnyConfig, image_size: tuple[int, int] | None = None, precision: Literal["float32", "bf16"] = "float32"
+) -> int:
+    """Bytes that the forward pass of one image keeps for the backward pass (on a CPU; the loss not counted).
+
+    Every term stands for a tensor that some backward formula needs: a norm its input, a product both factors, GELU its
+    input, softmax its output. In float32 the fused attention kernel keeps no n x n matrix.
+    """
+    size = image_size or config.image_size
+    each = 4 if precision == "float32" else 2
+    if isinstance(config, ResNetConfig):
+        return each * _resnet_kept(config, size) + 8 * config.width * math.prod(_cells(size, 4))
+    n, width = math.prod(config.grid_of(*size)) + config.prefix, config.width
+    stem = math.prod(config.grid_of(*size)) * math.prod(config.patch_size) * _stem_channels(config)
+    kept = stem + config.depth * _block_kept(config, n, precision)
+    kept += n * width if config.final_norm == "tokens" else config.embed_width
+    statistics = (2 * config.depth + (config.final_norm == "tokens")) * 2 * n
+    if config.qk_norm:
+        statistics += config.depth * 4 * n * config.heads
+    if precision == "float32" and config.positions != "relative-bias":
+        statistics += config.depth * n * config.heads  # the fused kernel's log-sum-exp
+    if config.dropout:
+        kept += n * width
+    if config.pool == "map":
+        kept += 3 * n * width + (n * config.heads if precision == "bf16" else 0)
+    elif config.pool == "cls" and (config.num_classes or config.head_hidden):
+        kept += n * width  # the head keeps the class token, which is a view of all normalised tokens
+    root = 0
+    if config.root:
+        kept += _root_kept(config.root, config.channels, size) - stem * (config.patch_size == (1, 1))
+        root = 8 * config.root.width * math.prod(_cells(size, 4)) * (config.root.stem == "7x7+pool")
+    return each * kept + 4 * statistics + root
+
+
+def training_bytes(
+    config: AnyConfig,
+    batch: int,
+    image_size: tuple[int, int] | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+) -> int:
+    """Bytes that a training step with AdamW needs: weights, gradients and two moments in float32, the weights once more
+    in bfloat16 where products run in it, and the activations of a batch."""
+    weights = parameters(config) * (16 if precision == "float32" else 18)
+    return weights + batch * activation_bytes(config, image_size, precision)
+
+
+class LayerCost(NamedTuple):
+    """One kind of layer over a sequence ("Attention Is All You Need", Table 1)."""
+
+    kind: str
+    macs: int
+    """Multiply-accumulates of mixing n tokens of a width."""
+    sequential: int
+    """Steps that have to wait for each other."""
+    path: int
+    """Layers, or steps, that a signal passes between the two tokens that are farthest apart."""
+
+
+def layer_costs(tokens: int, width: int, kernel: int = 3) -> tuple[LayerCost, ...]:
+    """Self-attention, a recurrence and a convolution over the same sequence.
+
+    The products that mix tokens are counted: the two of attention, without its projections; a recurrence's one per
+    token; a convolution's `kernel` per token. A convolution's path is over stacked layers of that kernel.
+    """
+    return (
+        LayerCost("self-attention", 2 * tokens * tokens * width, 1, 1),
+        LayerCost("recurrence", tokens * width * width, tokens, tokens),
+        LayerCost("convolution", kernel * tokens * width * width, 1, math.ceil((tokens - 1) / (kernel - 1))),
+    )
+
+
+class _Unit(NamedTuple):
+    """One bottleneck: channels, and cells of its map before and after the stride."""
+
+    before: int
+    after: int
+    cells_in: int
+    cells_out: int
+    side: tuple[int, int]
+    stride: int
+
+    @property
+    def middle(self) -> int:
+        return self.after // EXPANSION
+
+    @property
+    def has_shortcut(self) -> bool:
+        return self.stride > 1 or self.before != self.after
+
+    @property
+    def macs(self) -> int:
+        shortcut = self.before * self.after * self.cells_out * self.has_shortcut
+        first, last = self.before * self.middle * self.cells_in, self.middle * self.after * self.cells_out
+        return first + 9 * self.middle**2 * self.cells_out + last + shortcut
+
+    def parameters(self, *, bit: bool) -> int:
+        products = self.middle * (self.before + 9 * self.middle + self.after)
+        products += self.before * self.after * self.has_shortcut
+        if bit:
+            return products + 2 * (self.before + 2 * self.middle)
+        return products + 2 * (2 * self.middle + self.after + self.after * self.has_shortcut)
+
+
+def _cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
+    return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
+
+
+def _units(config: AnyConfig, size: tuple[int, int]) -> Iterator[_Unit]:
+    """The bottlenecks of a ResNet, or of a hybrid's root, in order."""
+    shape = config if isinstance(config, ResNetConfig) else config.root
+    assert shape is not None
+    widths = [shape.width, *(shape.width * EXPANSION * 2**stage for stage in range(len(shape.depths)))]
+    side = _cells(size, 4 if isinstance(shape, ResNetConfig) or shape.stem == "7x7+pool" else 2)
+    for stage, (depth, (before, after)) in enumerate(zip(shape.depths, pairwise(widths), strict=True)):
+        for unit in range(depth):
+            stride = 2 if stage and unit == 0 else 1
+            new = _cells(side, stride)
+            yield _Unit(before if unit == 0 else after, after, math.prod(side), math.prod(new), side, stride)
+            side = new
+
+
+def _first_macs(config: AnyConfig, size: tuple[int, int]) -> int:
+    """Of the product that sees the image."""
+    if isinstance(config, ViTConfig) and config.root is None:
+        return math.prod(config.grid_of(*size)) * math.prod(config.patch_size) * config.channels * config.width
+    root = config.root if isinstance(config, ViTConfig) else None
+    if root and root.stem == "3x3+3x3":
+        return math.prod(size) * 9 * config.channels * (root.width // 2)
+    return math.prod(_cells(size, 2)) * 49 * config.channels * (root.width if root else config.width)
+
+
+def _root_stem_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    half = math.prod(_cells(size, 2))
+    if root.stem == "7x7+pool":
+        return half * 49 * channels * root.width
+    return math.prod(size) * 9 * channels * (root.width // 2) + half * 9 * (root.width // 2) * root.width
+
+
+def _stem_channels(config: ViTConfig) -> int:
+    return config.root.out_channels if config.root else config.channels
+
+
+def _mlp_parameters(config: ViTConfig, *, bias: bool) -> int:
+    up = (2 if config.activation == "swiglu" else 1) * config.mlp_width
+    return config.width * (up + config.mlp_width) + bias * (up + config.width)
+
+
+def _block_parameters(config: ViTConfig) -> int:
+    width = config.width
+    attention = 4 * width * width + 3 * width * config.qkv_bias + width * config.dense_bias
+    query_key_norms = 4 * (width // config.heads) * config.qk_norm
+    scales = 2 * width * (config.layer_scale > 0)
+    return attention + query_key_norms + scales + 4 * width + _mlp_parameters(config, bias=config.dense_bias)
+
+
+def _position_parameters(config: ViTConfig) -> int:
+    layers = config.depth if config.where == "every-layer" else 1
+    covered = {"all": config.prefix, "class": int(config.has_class_token), "patches": 0}[config.positions_cover]
+    height, width = config.grid
+    if config.positions == "learned":
+        return layers * (covered + height * width) * config.width
+    if config.positions == "learned-2d":
+        return layers * (covered * config.width + (height + width) * (config.width // 2))
+    if config.positions == "relative-bias":
+        return layers * config.heads * (2 * height - 1) * (2 * width - 1)
+    return 0
+
+
+def _root_parameters(root: RootConfig, channels: int) -> int:
+    config = replace(ViTConfig(), root=root, patch_size=(1, 1), channels=channels)
+    units = sum(unit.parameters(bit=False) for unit in _units(config, config.image_size))
+    half = root.width // 2
+    before = 9 * channels * half + 2 * half + 9 * half * root.width
+    return (49 * channels * root.width if root.stem == "7x7+pool" else before) + 2 * root.width + units
+
+
+def _block_kept(config: ViTConfig, n: int, precision: str) -> int:
+    """Numbers that one block keeps for its backward pass, norms' statistics not counted."""
+    tokens, hidden = n * config.width, n * config.mlp_width
+    kept = 8 * tokens + (4 if config.activation == "swiglu" else 2) * hidden
+    if precision == "bf16" or config.positions == "relative-bias":
+        kept += config.heads * n * n
+    if config.qk_norm:
+        kept += 3 * tokens
+    if config.positions == "rotary-2d" and precision == "float32" and not config.qk_norm:
+        kept += 2 * tokens
+    if config.layer_scale:
+        kept += 2 * tokens
+    if config.dropout:
+        kept += 2 * tokens + hidden
+    return kept
+
+
+def _resnet_kept(config: ResNetConfig, size: tuple[int, int]) -> int:
+    half = _cells(size, 2)
+    kept = config.channels * math.prod(size) + config.width * (half[0] + 2) * (half[1] + 2)
+    for unit in _units(config, size):  # each norm its input, each convolution the activated map
+        kept += 2 * unit.before * unit.cells_in + 2 * unit.middle * (unit.cells_in + unit.cells_out)
+    return kept + 2 * math.prod(config.grid_of(*size)) * config.embed_width
+
+
+def _root_kept(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    half = _cells(size, 2)
+    kept = 2 * root.width * math.prod(half)
+    if root.stem == "3x3+3x3":
+        before = root.width // 2
+        kept += channels * _padded(size, 3, 1) + 2 * before * math.prod(size) + before * _padded(size, 3, 2)
+    else:
+        kept += channels * _padded(size, 7, 2)
+        padded = _padded(half, 3, 2)
+        kept += root.width * (padded if padded > math.prod(half) else 0)
+        kept += root.width * math.prod(_cells(size, 4)) * bool(root.depths)
+    config = replace(ViTConfig(), root=root, patch_size=(1, 1), channels=channels)
+    for unit in _units(config, size):
+        kept += 2 * unit.middle * unit.cells_in + unit.middle * (
+            _padded(unit.side, 3, unit.stride) + 2 * unit.cells_out
+        )
+        kept += (2 + unit.has_shortcut) * unit.after * unit.cells_out
+    return kept
+
+
+def _padded(side: tuple[int, int], kernel: int, stride: int) -> int:
+    """Cells of a map that "SAME" padding has surrounded."""
+    new = _cells(side, stride)
+    height, width = (max(s, (m - 1) * stride + kernel) for s, m in zip(side, new, strict=True))
+    return height * width

@@ -1,4 +1,4 @@
-"""Images to tokens: the patch projection, and the class token in front of the patches."""
+"""Images to tokens: the patch projection, and the tokens in front of the patches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-__all__ = ["ClassToken", "PatchEmbedding"]
+__all__ = ["PatchEmbedding", "PrefixTokens"]
 
 
 class PatchEmbedding(nn.Module):
@@ -16,10 +16,10 @@ class PatchEmbedding(nn.Module):
     arithmetic, and its kernel reshaped to (width, channels * patch height * patch width) is this weight.
     """
 
-    def __init__(self, patch_size: tuple[int, int], channels: int, width: int) -> None:
+    def __init__(self, patch_size: tuple[int, int], channels: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.projection = nn.Linear(channels * patch_size[0] * patch_size[1], width)
+        self.projection = nn.Linear(channels * patch_size[0] * patch_size[1], width, bias=bias)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n width"]:
         """Tokens in row-major order of the grid; the patch must divide the image."""
@@ -30,12 +30,26 @@ class PatchEmbedding(nn.Module):
         return self.projection(patches.reshape(b, (h // ph) * (w // pw), c * ph * pw))
 
 
-class ClassToken(nn.Module):
-    """Puts one learned token before the patch tokens: `x_class` of equation 1. It starts at zero."""
+class PrefixTokens(nn.Module):
+    """Puts learned tokens before the patch tokens: `x_class` of equation 1, then registers (2309.16588).
 
-    def __init__(self, width: int) -> None:
+    The class token starts at zero, registers as normal numbers of deviation 0.02.
+    """
+
+    def __init__(self, width: int, *, class_token: bool = True, registers: int = 0) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.cls = nn.Parameter(torch.zeros(1, 1, width)) if class_token else None
+        self.registers = nn.Parameter(torch.empty(1, registers, width)) if registers else None
 
     def forward(self, tokens: Float[Tensor, "b n width"]) -> Float[Tensor, "b m width"]:
-        return torch.cat([self.token.to(tokens.dtype).expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        prefix = [part for part in (self.cls, self.registers) if part is not None]
+        if not prefix:
+            return tokens
+        return torch.cat([*(part.to(tokens.dtype).expand(len(tokens), -1, -1) for part in prefix), tokens], dim=1)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        if self.cls is not None:
+            nn.init.zeros_(self.cls)
+        if self.registers is not None:
+            nn.init.normal_(self.registers, std=0.02)

@@ -1,18 +1,33 @@
-"""One table of sizes, and `create`, which makes a network from a name such as "ViT-S/16"."""
+"""One table of names, "ViT-B/16", the hybrid "R50+ViT-B/16", "BiT-R50x1", and `create`, which makes networks."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any, NamedTuple
 
 from vitrail.errors import ConfigError, nearest
+from vitrail.models.resnet import ResNet, ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
-__all__ = ["PUBLISHED", "VARIANTS", "Variant", "create", "variant_config"]
+__all__ = [
+    "PUBLISHED",
+    "RESNETS",
+    "VARIANTS",
+    "AnyConfig",
+    "AnyNetwork",
+    "Variant",
+    "build",
+    "create",
+    "variant_config",
+]
+
+AnyConfig = ViTConfig | ResNetConfig
+AnyNetwork = VisionTransformer | ResNet
 
 
 class Variant(NamedTuple):
-    """The four numbers that a size stands for."""
+    """The four numbers that a size of a transformer stands for."""
 
     width: int
     depth: int
@@ -35,35 +50,107 @@ VARIANTS = {
     "e": Variant(1792, 56, 15360, 16),  # 2209.06794
 }
 
+RESNETS = {
+    "26": (2, 2, 2, 2),
+    "50": (3, 4, 6, 3),
+    "101": (3, 4, 23, 3),
+    "152": (3, 8, 36, 3),
+    "200": (3, 24, 36, 3),
+}
+"""Units of the four stages of a ResNet, by its depth."""
+
 PUBLISHED = (
-    "ViT-Pico/7", "ViT-Nano/8", "ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-M/16", "ViT-B/32", "ViT-B/16", "ViT-B/8",
+    "ViT-Pico/7", "Conv+ViT-Pico/8", "ViT-Nano/8",
+    "ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-M/16", "ViT-B/32", "ViT-B/16", "ViT-B/8",
     "ViT-L/32", "ViT-L/16", "ViT-So400m/14", "ViT-H/14", "ViT-g/14", "ViT-G/14", "ViT-e/14",
+    "R+ViT-Ti/16", "R26+ViT-S/32", "R26+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32",
+    "BiT-R50x1", "BiT-R101x1", "BiT-R50x3", "BiT-R101x3", "BiT-R152x2", "BiT-R152x4", "BiT-R200x3",
 )  # fmt: skip
 """Sizes with the patches they were published with, as `vitrail models` lists them. Any size takes any patch."""
 
-NAME = re.compile(r"ViT-(?P<size>\w+)/(?P<patch_h>[1-9]\d*)(x(?P<patch_w>[1-9]\d*))?")
+VIT = re.compile(r"ViT-(?P<size>\w+)/(?P<patch_h>[1-9]\d*)(x(?P<patch_w>[1-9]\d*))?")
+HYBRID = re.compile(r"(Conv|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)")
+BIT = re.compile(r"BiT-R(?P<layers>\d+)x(?P<factor>[1-9]\d*)")
 
 
-def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> ViTConfig:
-    """The config that `name` stands for: "ViT-B/16", or "ViT-B/16x8" for patches of 16 rows and 8 columns.
+def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> AnyConfig:
+    """The config that `name` stands for.
 
-    `fields` replace those of `ViTConfig`. Raises `ConfigError` for a name or a field that does not exist.
+    - "ViT-B/16", or "ViT-B/16x8" for patches of 16 rows and 8 columns.
+    - "R50+ViT-B/16": a hybrid, where 16 is the pixels between two tokens. At 16 the root has three stages, the units of
+      the fourth being added to the third; at 32 it has all four and patches of one cell, at 64 patches of two, and so
+      on. "R101x3" is three times as wide. "R+ViT-Ti/16" has no stage, and patches of 8 cells: its tokens are 32
+      pixels apart whatever its name says, as in the original code.
+    - "Conv+ViT-Pico/8" (ours, for small images): two 3 x 3 convolutions, the second of stride 2, and patches of 4
+      cells.
+    - "BiT-R50x1".
+
+    `fields` replace those of `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for a name or a field that does not
+    exist.
     """
-    match = NAME.fullmatch(name)
-    if match is None or match["size"] not in VARIANTS:
-        rule = "a name is ViT-SIZE/PATCH" if match is None else f"size {match['size']!r} does not exist"
-        raise ConfigError(f"unknown variant {name!r}: {rule}; {nearest(name, PUBLISHED)}")
-    known = ViTConfig.__dataclass_fields__
+    config = _named(name)
+    known = type(config).__dataclass_fields__
     for field in fields:
         if field not in known:
             raise ConfigError(f"unknown field {field!r} of {name}; {nearest(field, known)}")
-    patch_size = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
     size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(size) != 2:
         raise ConfigError(f"image_size={image_size} must be one number or (height, width)")
-    return ViTConfig(**{**VARIANTS[match["size"]]._asdict(), "patch_size": patch_size, "image_size": size, **fields})
+    return dataclasses.replace(config, **{"image_size": size, **fields})
 
 
-def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> VisionTransformer:
+def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> AnyNetwork:
     """A network with random weights: `create("ViT-S/16", num_classes=10, image_size=(224, 160))`."""
-    return VisionTransformer(variant_config(name, image_size=image_size, **fields))
+    return build(variant_config(name, image_size=image_size, **fields))
+
+
+def build(config: AnyConfig) -> AnyNetwork:
+    """The network that a config describes, with random weights."""
+    return ResNet(config) if isinstance(config, ResNetConfig) else VisionTransformer(config)
+
+
+def _named(name: str) -> AnyConfig:
+    """The config of a name, for images that its patches divide."""
+    if match := VIT.fullmatch(name):
+        patch = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
+        return ViTConfig(**_size(match, name)._asdict(), patch_size=patch, image_size=patch)
+    if match := HYBRID.fullmatch(name):
+        root, cells = _root(match, name)
+        side = root.stride * cells
+        size = _size(match, name)._asdict()
+        return ViTConfig(**size, root=root, patch_size=(cells, cells), image_size=(side, side))
+    if match := BIT.fullmatch(name):
+        return ResNetConfig(depths=_layers(match, name), width=64 * int(match["factor"]))
+    rule = "a name is ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1"
+    raise ConfigError(f"unknown variant {name!r}: {rule}; {nearest(name, PUBLISHED)}")
+
+
+def _size(match: re.Match[str], name: str) -> Variant:
+    if match["size"] not in VARIANTS:
+        rule = f"size {match['size']!r} does not exist"
+        raise ConfigError(f"unknown variant {name!r}: {rule}; {nearest(name, PUBLISHED)}")
+    return VARIANTS[match["size"]]
+
+
+def _layers(match: re.Match[str], name: str) -> tuple[int, ...]:
+    if match["layers"] not in RESNETS:
+        raise ConfigError(
+            f"unknown variant {name!r}: a ResNet of {match['layers']} layers is not in the table; choose from "
+            f"{', '.join(RESNETS)}"
+        )
+    return RESNETS[match["layers"]]
+
+
+def _root(match: re.Match[str], name: str) -> tuple[RootConfig, int]:
+    """The root of a hybrid, and the patch on its feature map."""
+    pixels = int(match["patch"])
+    if match["layers"] is None:
+        if pixels % 2:
+            raise ConfigError(f"unknown variant {name!r}: the patch of a root without stages is a multiple of 2")
+        return RootConfig() if name.startswith("R") else RootConfig(stem="3x3+3x3", width=32), pixels // 2
+    layers, width = _layers(match, name), 64 * int(match["factor"] or 1)
+    if pixels == 16:
+        return RootConfig(depths=(*layers[:2], layers[2] + layers[3]), width=width), 1
+    if pixels % 32:
+        raise ConfigError(f"unknown variant {name!r}: a hybrid's patch is 16, or a multiple of 32")
+    return RootConfig(depths=layers, width=width), pixels // 32

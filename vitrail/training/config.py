@@ -10,8 +10,10 @@ from typing import Any, Literal, get_args
 from vitrail.data.augment import Augment
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
-from vitrail.models.variants import variant_config
-from vitrail.models.vit import Activation, Pool, ViTConfig
+from vitrail.models.layers import Activation
+from vitrail.models.pooling import Pool
+from vitrail.models.positions import PositionKind, Where
+from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.weights.bundle import Scores
 
 __all__ = ["ModelConfig", "OptimizerConfig", "TrainConfig"]
@@ -27,33 +29,48 @@ class ModelConfig:
     """The network: a size by name, and what departs from it."""
 
     variant: str = "ViT-Pico/7"
-    """Size and patch, as `vitrail models` lists them: ViT-S/16."""
+    """Size and patch, as `vitrail models` lists them: ViT-S/16, the hybrid R50+ViT-B/16, BiT-R50x1."""
     width: int | None = None
-    """Length of a token; by default the variant's, like depth, heads and mlp-width."""
+    """Length of a token; by default the variant's, like depth, heads and mlp-width. For a BiT: its first channels."""
     depth: int | None = None
     """Number of blocks."""
     heads: int | None = None
     """Attention heads; they divide the width."""
     mlp_width: int | None = None
     """Hidden units of each block's MLP."""
-    pool: Pool = "cls"
-    """What the head sees: the class token, or the mean of the patch tokens."""
-    head_hidden: int = 0
+    pool: Pool | None = None
+    """What the head sees: class token (cls), mean of patch tokens (gap), attention pooling (map), or cls+gap."""
+    registers: int | None = None
+    """Learned tokens between class token and patches, without a use of their own."""
+    head_hidden: int | None = None
     """Units of a tanh layer before the head; 0 for none."""
-    activation: Activation = "gelu"
-    """Exact GELU or its tanh approximation."""
-    norm_eps: float = 1e-6
-    """Epsilon of the layer norms."""
-    position_std: float = 0.02
-    """Standard deviation of the position embedding at the start."""
-    dropout: float = 0.0
+    head_bias: float | None = None
+    """Where the head's biases start; for sigmoid losses over very many classes -10 or so."""
+    positions: PositionKind | None = None
+    """Kind of position embedding; the paper's is learned."""
+    positions_at: Where | None = None
+    """Where positions act: at the stem, at every layer with its own, or at every layer with the same."""
+    position_std: float | None = None
+    """Standard deviation of the position embedding at the start; by default 0.02."""
+    activation: Activation | None = None
+    """Exact GELU, its tanh approximation, or a gated SiLU."""
+    layer_scale: float | None = None
+    """Where the learned factors on each branch's channels start; 0 for none."""
+    qk_norm: bool | None = None
+    """Layer norm of each head's queries and keys."""
+    norm_eps: float | None = None
+    """Epsilon of the norms; by default the variant's."""
+    dropout: float | None = None
     """Chance that a value is dropped after a dense layer."""
-    stochastic_depth: float = 0.0
+    stochastic_depth: float | None = None
     """Chance that the last block is skipped; it grows linearly from 0 at the first."""
 
-    def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> ViTConfig:
-        """The network's config for data of this shape. Raises `ConfigError`."""
+    def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> AnyConfig:
+        """The network's config for data of this shape; None leaves a field as the variant has it. Raises
+        `ConfigError`."""
         fields = {name: value for name, value in vars(self).items() if value is not None and name != "variant"}
+        if self.variant.startswith("BiT"):
+            fields.pop("position_std", None)  # which the demo sets: a ResNet has no positions
         return variant_config(self.variant, image_size=image_size, channels=channels, num_classes=num_classes, **fields)
 
 

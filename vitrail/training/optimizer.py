@@ -9,10 +9,12 @@ from vitrail.training.config import OptimizerConfig
 
 __all__ = ["make_optimizer", "split_by_decay"]
 
+DECAYED = (nn.Linear, nn.Conv2d)
+
 
 def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The weights of linear layers, which decay, and the rest: norms, biases, tokens, positions."""
-    decayed = [layer.get_parameter("weight") for layer in module.modules() if isinstance(layer, nn.Linear)]
+    """The weights of linear layers and convolutions, which decay, and the rest: norms, biases, tokens, positions."""
+    decayed = [layer.get_parameter("weight") for layer in module.modules() if isinstance(layer, DECAYED)]
     known = {id(parameter) for parameter in decayed}
     return decayed, [parameter for parameter in module.parameters() if id(parameter) not in known]
 

@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError
 from vitrail.evaluation.accuracy import Accuracy
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import describe, pick_device
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.variants import AnyConfig, AnyNetwork, build
 from vitrail.objectives.classification import Classification
 from vitrail.plain import to_plain
 from vitrail.training.checkpoint import Checkpoints
@@ -36,7 +36,7 @@ from vitrail.training.schedule import Schedule
 from vitrail.training.state import TrainState
 from vitrail.training.stop import StopRequest
 from vitrail.training.watch import Intervals, Watch
-from vitrail.weights.bundle import Bundle, load
+from vitrail.weights.bundle import Bundle, load_bundle
 
 __all__ = ["RunResult", "resume", "train"]
 
@@ -109,7 +109,7 @@ class _Parts:
         self.fingerprint = fingerprint(self.splits.train, self.splits.validation, self.splits.test)
         self.steps = config.total_steps(len(self.splits.train))
 
-    def network_config(self, num_classes: int) -> ViTConfig:
+    def network_config(self, num_classes: int) -> AnyConfig:
         return self.config.model.resolve(
             num_classes=num_classes, image_size=self.preprocess.image_size, channels=self.preprocess.channels
         )
@@ -131,7 +131,7 @@ class _Parts:
 
     def run(self, folder: Path, display: Display, started: float, *, resuming: bool) -> RunResult:
         torch.manual_seed(self.config.seed)
-        network = VisionTransformer(self.network_config(len(self.splits.classes))).to(self.device)
+        network = build(self.network_config(len(self.splits.classes))).to(self.device)
         state = self._state(network)
         journal = Journal(folder / "journal.jsonl")
         checkpoints = Checkpoints(folder / "checkpoints")
@@ -160,7 +160,7 @@ class _Parts:
             return checkpoints.restore(state)
         return ["the run ended before its first checkpoint: starting from the beginning"]
 
-    def _state(self, network: VisionTransformer) -> TrainState:
+    def _state(self, network: AnyNetwork) -> TrainState:
         config = self.config
         objective = Classification(network, loss=config.loss, label_smoothing=config.label_smoothing)
         batches = TrainingBatches(
@@ -223,7 +223,7 @@ class _Parts:
             started=started,
         )
 
-    def _bundle(self, network: VisionTransformer) -> Bundle:
+    def _bundle(self, network: AnyNetwork) -> Bundle:
         config = self.config
         provenance = {
             "data": config.data,
@@ -236,7 +236,7 @@ class _Parts:
         }
         return Bundle(network, self.splits.classes, self.preprocess, scores=config.loss, provenance=provenance)
 
-    def _announce(self, folder: Path, network: VisionTransformer, display: Display) -> None:
+    def _announce(self, folder: Path, network: AnyNetwork, display: Display) -> None:
         for note in self.splits.notes:
             display.note(note)
         count = sum(parameter.numel() for parameter in network.parameters())
@@ -251,7 +251,7 @@ class _Parts:
     ) -> RunResult:
         """Measures the weights that are kept, on splits that had no say in them, and writes the model."""
         if self.config.keep == "best" and state.best.step >= 0:
-            best = load(folder / "model", device=str(self.device))
+            best = load_bundle(folder / "model", device=str(self.device))
             bundle.network.load_state_dict(best.network.state_dict())
             bundle.provenance["step"] = state.best.step
         else:

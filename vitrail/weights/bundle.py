@@ -24,16 +24,21 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage
 from vitrail.files import replacing_folder, sha256, write_json
 from vitrail.machine import pick_device
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.variants import AnyConfig, AnyNetwork, build
+from vitrail.models.vit import ViTConfig
 from vitrail.plain import from_plain, to_plain
 
-__all__ = ["Bundle", "ImageLike", "Prediction", "Scores", "load", "read_image"]
+__all__ = ["Bundle", "ImageLike", "Prediction", "Scores", "is_bundle", "load_bundle", "read_image"]
 
 ImageLike = str | Path | bytes | np.ndarray | Image.Image
 """A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
 
 Scores = Literal["softmax", "sigmoid"]
 """How logits become probabilities: classes that exclude each other, or a question for each class by itself."""
+
+ARCHITECTURES: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"ViT": ViTConfig, "BiT": ResNetConfig}
+"""Kinds of network, by the name that a description gives them; hybrids are Vision Transformers with a root."""
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -54,9 +59,9 @@ class Prediction:
 
 @dataclass
 class Bundle:
-    """A network with what is needed to use it: `load` makes one, `save` writes it."""
+    """A network with what is needed to use it: `vitrail.load` makes one, `save` writes it."""
 
-    network: VisionTransformer
+    network: AnyNetwork
     classes: tuple[str, ...]
     """Names of the network's outputs, in their order."""
     preprocess: Preprocess
@@ -65,6 +70,8 @@ class Bundle:
     """What was measured of these weights, by name: `test_accuracy`."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where the weights come from: data, recipe, seed, versions. Plain JSON values."""
+    notes: tuple[str, ...] = ()
+    """What loading assumed, replaced or resized; not saved."""
 
     def __post_init__(self) -> None:
         config = self.network.config
@@ -108,9 +115,9 @@ class Bundle:
             results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
         return results
 
-    def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b width"]:
+    def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
         """What the network's head would see of each image, in float32 on the CPU. Raises as `predict` does."""
-        parts = [torch.empty(0, self.network.config.width)]
+        parts = [torch.empty(0, self.network.config.embed_width)]
         for batch in _batches(images, batch_size):
             pixels = []
             for image in batch:
@@ -129,7 +136,8 @@ class Bundle:
         return (torch.softmax(logits, dim=1) if self.scores == "softmax" else torch.sigmoid(logits)).cpu()
 
     def save(self, path: str | Path) -> Path:
-        """Writes the folder that `load` reads, whole or not at all, replacing one that is there. Raises `SaveError`."""
+        """Writes the folder that `vitrail.load` reads, whole or not at all, over one that is there. Raises
+        `SaveError`."""
         path = Path(path)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.network.state_dict().items()}
         with replacing_folder("the model", path) as partial:
@@ -139,7 +147,7 @@ class Bundle:
                 raise OSError(None, str(error)) from error
             description = {
                 "format": FORMAT,
-                "architecture": "ViT",
+                "architecture": "BiT" if isinstance(self.network.config, ResNetConfig) else "ViT",
                 "config": to_plain(self.network.config),
                 "classes": list(self.classes),
                 "preprocess": to_plain(self.preprocess),
@@ -185,7 +193,12 @@ def read_image(path: str | Path) -> bytes:
         raise DataError(f"cannot read image {str(path)!r}: {error.strerror}") from error
 
 
-def load(path: str | Path, *, device: str = "auto") -> Bundle:
+def is_bundle(path: Path) -> bool:
+    """Whether this is a folder that `Bundle.save` wrote, or a run's folder with one in it."""
+    return (path / DESCRIPTION).is_file() or (path / "model" / DESCRIPTION).is_file()
+
+
+def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
     """The model in a folder that `Bundle.save` wrote, or in a run's folder.
 
     Raises `BundleError` for a folder that is not one, a file that is missing or was altered, and weights that do not
@@ -196,12 +209,12 @@ def load(path: str | Path, *, device: str = "auto") -> Bundle:
         folder = folder / "model"
     description = _description(folder)
     try:
-        config = from_plain(ViTConfig, description["config"])
+        config: AnyConfig = from_plain(ARCHITECTURES[description["architecture"]], description["config"])
         preprocess = from_plain(Preprocess, description["preprocess"])
     except ConfigError as error:
         raise BundleError(f"{folder / DESCRIPTION}: {error}") from error
     with torch.device("meta"):  # weights are not drawn only to be replaced
-        network = VisionTransformer(config)
+        network = build(config)
     _fill(network, _weights(folder, description["weights"]), folder)
     return Bundle(
         network=network.to(pick_device(device)).eval(),
@@ -234,7 +247,11 @@ def _description(folder: Path) -> dict[str, Any]:
     for name, kind in expected.items():
         if not isinstance(description[name], kind):
             raise BundleError(f"{path}: {name} must be a {kind.__name__}, not {description[name]!r}")
-    for name, choices in (("format", [FORMAT]), ("architecture", ["ViT"]), ("scores", ["softmax", "sigmoid"])):
+    for name, choices in (
+        ("format", [FORMAT]),
+        ("architecture", list(ARCHITECTURES)),
+        ("scores", ["softmax", "sigmoid"]),
+    ):
         if description[name] not in choices:
             raise BundleError(f"{path}: {name}={description[name]!r} is not one of {', '.join(map(repr, choices))}")
     if not all(isinstance(name, str) for name in description["classes"]):
@@ -257,7 +274,7 @@ def _weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
         raise BundleError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _fill(network: VisionTransformer, weights: dict[str, Tensor], folder: Path) -> None:
+def _fill(network: AnyNetwork, weights: dict[str, Tensor], folder: Path) -> None:
     """Puts the weights into a network without storage. Names every tensor that does not fit before touching it."""
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}

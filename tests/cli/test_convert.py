@@ -1,0 +1,157 @@
+"""`vitrail convert`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitrail.cli import main
+from vitrail.data.preprocess import Preprocess
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.variants import AnyConfig, build
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+FIELDS = {"vitrail": "", "timm": "", "huggingface": "", "google": ".npz", "big-vision": ".npz", "torchvision": ".pth"}
+
+
+def saved(config: AnyConfig, path: Path) -> Path:
+    classes = tuple(f"class {number}" for number in range(config.num_classes))
+    return Bundle(build(config), classes, Preprocess(image_size=config.image_size)).save(path)
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A small Vision Transformer in our own layout."""
+    config = ViTConfig(image_size=(8, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=24, num_classes=2)
+    return saved(config, tmp_path / "ours")
+
+
+def code_of(words: list[str]) -> int:
+    try:
+        return main(["convert", *words])
+    except SystemExit as leaving:
+        assert isinstance(leaving.code, int)
+        return leaving.code
+
+
+@pytest.mark.parametrize("to", FIELDS)
+def test_every_layout(to: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / f"out{FIELDS[to]}"
+    assert code_of([str(ours), str(out), "--to", to]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == f"Written as {to}: {out}"
+    assert ("not carried: class names" in shown) == (to in ("google", "big-vision", "torchvision"))
+    heads = {"heads": 3} if to == "torchvision" else {}
+    before, after = load(ours, device="cpu"), load(out, device="cpu", **heads)  # type: ignore[arg-type]
+    assert after.network.config.num_classes == 2
+    torch.testing.assert_close(
+        after.network.state_dict()["head.weight"], before.network.state_dict()["head.weight"], atol=0, rtol=0
+    )
+    if to in ("vitrail", "timm", "huggingface"):
+        assert after.classes == before.classes
+
+
+@pytest.mark.parametrize(("to", "suffix"), [("bit", ".npz"), ("bit-torch", ".pth"), ("timm", "")])
+def test_layouts_of_resnets(to: str, suffix: str, tmp_path: Path) -> None:
+    source = saved(ResNetConfig(image_size=(8, 8), depths=(1,), width=32, num_classes=2), tmp_path / "ours")
+    assert code_of([str(source), str(tmp_path / f"out{suffix}"), "--to", to]) == 0
+    assert isinstance(load(tmp_path / f"out{suffix}", device="cpu").network.config, ResNetConfig)
+
+
+def test_json(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.npz"
+    assert code_of([str(ours), str(out), "--to", "google", "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["written"] == str(out) and result["layout"] == "google" and captured.err == ""
+    assert "not carried: class names" in result["notes"] and "not carried: preprocessing" in result["notes"]
+
+
+def test_what_the_source_does_not_say(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare.pth"
+    assert code_of([str(ours), str(bare), "--to", "torchvision"]) == 0
+    assert code_of([str(bare), str(tmp_path / "out"), "--to", "vitrail"]) == 2
+    assert "is not a published one: give heads=..." in capsys.readouterr().err
+    words = [str(bare), str(tmp_path / "out"), "--to", "vitrail", "--layout", "torchvision", "--heads", "3"]
+    assert code_of([*words, "--image-size", "12", "8", "--num-classes", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "image size (8, 8) became (12, 8); positions were resized" in shown
+    assert "a new head of 5 classes, all zero, replaces the one of 2" in shown
+    config = load(tmp_path / "out", device="cpu").network.config
+    assert isinstance(config, ViTConfig)
+    assert (config.heads, config.image_size, config.num_classes) == (3, (12, 8), 5)
+
+
+def test_the_hidden_layer_can_be_left_out(tmp_path: Path) -> None:
+    config = ViTConfig(
+        image_size=(8, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=24, num_classes=2, head_hidden=5
+    )
+    source = saved(config, tmp_path / "ours")
+    words = [str(source), str(tmp_path / "out"), "--to", "timm"]
+    assert code_of(words) == 2
+    assert code_of([*words, "--drop-head-hidden"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{ours}", "{out}", "--to", "gogle"], "to='gogle' is not a layout; nearest: google"),
+        (["{ours}", "{out}", "--to", "google"], "'no suffix' is not .npz"),
+        (["{ours}", "{out}.npz", "--to", "bit"], "a Vision Transformer cannot be written as bit"),
+        (["{ours}", "{out}", "--to", "timm", "--layout", "tmm"], "layout='tmm' does not exist; nearest: timm"),
+        (["{ours}-no", "{out}", "--to", "timm"], "ours-no' does not exist"),
+        (["{ours}", "{out}", "--to", "timm", "--heads", "4"], "heads=4 is not what"),
+        (["{ours}", "{out}", "--to", "timm", "--image-size", "9", "8"], "is not a multiple of patch_size=(4, 4)"),
+        (["{ours}", "{out}"], "--to"),
+        (["{ours}", "--to", "timm"], "Required options"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str], message: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of([word.format(ours=ours, out=tmp_path / "out") for word in words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err and captured.out == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_mistake_is_one_message_in_a_process_of_its_own(ours: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "vitrail", "convert", str(ours), str(tmp_path / "out"), "--to", "gogle"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "vitrail: to='gogle' is not a layout; nearest: google\n"
+
+
+@pytest.mark.parametrize("to", ["google", "timm", "vitrail", "torchvision", "huggingface"])
+def test_a_place_that_cannot_be_written(
+    to: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert code_of([str(ours), str(tmp_path / "file" / f"out{FIELDS[to]}"), "--to", to]) == 1
+    assert "could not save the" in capsys.readouterr().err
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "ours"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", FIELDS)
+def test_what_is_there_is_replaced_whole(to: str, ours: Path, tmp_path: Path) -> None:
+    out, fresh = tmp_path / f"out{FIELDS[to]}", tmp_path / f"fresh{FIELDS[to]}"
+    if FIELDS[to]:
+        out.write_bytes(b"x" * 1_000_000)
+    else:
+        out.mkdir()
+        (out / "leftover").write_text("x")
+    for path in (out, fresh):
+        assert code_of([str(ours), str(path), "--to", to]) == 0
+    files = [out] if FIELDS[to] else sorted(out.iterdir())
+    for file in files:
+        twin = fresh if FIELDS[to] else fresh / file.name
+        assert file.read_bytes() == twin.read_bytes()
+    assert not (out / "leftover").exists()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["ours", out.name, fresh.name])

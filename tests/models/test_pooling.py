@@ -1,0 +1,166 @@
+"""From tokens to one vector, by every kind of pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitrail.models.layers import Activation
+from vitrail.models.network import Features
+from vitrail.models.pooling import AttentionPool, Pool, pool
+from vitrail.models.vit import VisionTransformer, ViTConfig
+
+Small = Callable[..., ViTConfig]
+Randomised = Callable[[ViTConfig], VisionTransformer]
+
+
+def tokens_of(*, cls: bool = True, registers: int = 2, patches: int = 6, width: int = 8) -> Features:
+    generator = torch.Generator().manual_seed(0)
+    return Features(
+        cls=torch.randn(3, width, generator=generator) if cls else None,
+        registers=torch.randn(3, registers, width, generator=generator),
+        patches=torch.randn(3, patches, width, generator=generator),
+        grid=(1, patches),
+    )
+
+
+def test_pools_without_weights() -> None:
+    features = tokens_of()
+    mean = sum(features.patches.unbind(1)) / 6
+    assert features.cls is not None and isinstance(mean, Tensor)
+    assert pool(features, "cls", None) is features.cls
+    torch.testing.assert_close(pool(features, "gap", None), mean)
+    torch.testing.assert_close(pool(features, "cls+gap", None), torch.cat([features.cls, mean], 1))
+    torch.testing.assert_close(pool(tokens_of(cls=False), "gap", None), tokens_of(cls=False).patches.mean(1))
+
+
+def attention_pool(activation: Activation = "gelu", width: int = 8, heads: int = 2) -> AttentionPool:
+    layer = AttentionPool(width, heads, 12, activation, 1e-3).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+def by_einsum(layer: AttentionPool, tokens: Tensor) -> Tensor:
+    """MAPHead of big_vision's models/vit.py, in float64: attention of a probe, and x + mlp(norm(x))."""
+    weights = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    heads, width, z = layer.heads, tokens.shape[2], tokens.double()
+
+    def split(matrix: Tensor) -> Tensor:
+        return matrix.view(heads, width // heads, width)
+
+    key, value = weights["key_value.weight"].split(width)
+    key_bias, value_bias = weights["key_value.bias"].view(2, heads, 1, -1)
+    q = torch.einsum("d,hed->he", weights["probe"][0, 0], split(weights["query.weight"]))
+    q = q + weights["query.bias"].view(heads, -1)
+    k = torch.einsum("bnd,hed->bhne", z, split(key)) + key_bias
+    v = torch.einsum("bnd,hed->bhne", z, split(value)) + value_bias
+    share = torch.exp(torch.einsum("he,bhne->bhn", q, k) / math.sqrt(width // heads))
+    mixed = torch.einsum("bhn,bhne->bhe", share / share.sum(-1, keepdim=True), v)
+    out = weights["out.weight"].view(width, heads, width // heads)
+    x = torch.einsum("bhe,dhe->bd", mixed, out) + weights["out.bias"]
+    centred = x - x.mean(1, keepdim=True)
+    y = centred / (centred.square().mean(1, keepdim=True) + 1e-3).sqrt() * weights["norm.weight"] + weights["norm.bias"]
+    h = y @ weights["mlp.up.weight"].T + weights["mlp.up.bias"]
+    if layer.mlp.up.out_features == 24:
+        h = h[:, :12] * torch.sigmoid(h[:, :12]) * h[:, 12:]
+    else:
+        h = h * (1 + torch.erf(h / math.sqrt(2))) / 2
+    return x + h @ weights["mlp.down.weight"].T + weights["mlp.down.bias"]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_attention_pool_is_big_visions(activation: Activation, heads: int) -> None:
+    layer, tokens = attention_pool(activation, heads=heads), tokens_of(patches=11).patches
+    torch.testing.assert_close(layer(tokens), by_einsum(layer, tokens).float(), atol=2e-4, rtol=1e-4)
+
+
+def test_attention_pool_sees_all_tokens() -> None:
+    layer, features = attention_pool(), tokens_of()
+    assert features.cls is not None
+    expected = layer(torch.cat([features.cls[:, None], features.registers, features.patches], 1))
+    assert torch.equal(pool(features, "map", layer), expected)
+    features = tokens_of(cls=False, registers=0)
+    assert torch.equal(pool(features, "map", layer), layer(features.patches))
+
+
+def test_attention_pool_does_not_know_the_order_of_tokens() -> None:
+    layer, tokens = attention_pool(), tokens_of().patches
+    torch.testing.assert_close(layer(tokens.flip(1)), layer(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_pool_in_bfloat16_stays_close() -> None:
+    layer = AttentionPool(32, 4, 48, "gelu", 1e-6)
+    torch.manual_seed(0)
+    layer.initialise()
+    tokens = torch.randn(2, 9, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        coarse = layer(tokens).float()
+    torch.testing.assert_close(coarse, layer(tokens), atol=0.05, rtol=0.05)
+
+
+def test_attention_pool_starts_xavier_uniform() -> None:
+    torch.manual_seed(0)
+    layer = AttentionPool(256, 4, 300, "gelu", 1e-6).requires_grad_(False)
+    layer.initialise()
+    bound = math.sqrt(6 / 512)
+    for weight in (layer.query.weight, *layer.key_value.weight.chunk(2), layer.out.weight):
+        assert 0.99 * bound < weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    for bias in (layer.query.bias, layer.key_value.bias, layer.out.bias):
+        assert not bias.any()
+    assert layer.probe.std().item() == pytest.approx(math.sqrt(2 / 257), rel=0.1)
+
+
+@pytest.mark.parametrize("final_norm", ["tokens", "pooled"])
+@pytest.mark.parametrize("how", ["cls", "gap", "map", "cls+gap"])
+def test_the_last_norm_is_before_or_after_the_pool(
+    small: Small, randomised: Randomised, how: Pool, final_norm: str
+) -> None:
+    network = randomised(small(pool=how, registers=2, final_norm=final_norm))
+    images = torch.randn(2, 3, 12, 10, generator=torch.Generator().manual_seed(1))
+    raw: list[Tensor] = []
+    network.blocks[-1].register_forward_hook(lambda _, given, result: raw.append(result))
+    features = network.features(images)
+    first = 1 if how in ("cls", "cls+gap") else 0
+    normed = network.norm(raw[0]) if final_norm == "tokens" else raw[0]
+    assert torch.equal(features.patches, normed[:, first + 2 :])
+    assert torch.equal(features.registers, normed[:, first : first + 2])
+    pooled = pool(features, how, network.attention_pool)
+    expected = network.norm(pooled) if final_norm == "pooled" else pooled
+    assert torch.equal(network.embed(images), expected)
+    assert expected.shape == (2, network.config.embed_width) == (2, 24 if how == "cls+gap" else 12)
+    assert network.norm.normalized_shape == (expected.shape[1] if final_norm == "pooled" else 12,)
+
+
+@pytest.mark.parametrize("fields", [{}, {"class_token": True}])
+def test_the_mean_is_of_patches_alone(small: Small, randomised: Randomised, fields: dict[str, Any]) -> None:
+    """Registers and class token act on the mean through attention alone."""
+    network = randomised(small(pool="gap", registers=3, **fields))
+    with torch.no_grad():
+        for block in network.blocks:
+            for layer in (block.attention.out, block.mlp.down):
+                layer.weight.zero_()
+    images = torch.randn(2, 3, 12, 10)
+    before = network.embed(images)
+    with torch.no_grad():
+        for parameter in network.prefix.parameters():
+            parameter.add_(1)
+    assert torch.equal(network.embed(images), before)
+    features = network.features(images)
+    assert (features.cls is not None) == bool(fields) and features.registers.shape == (2, 3, 12)
+    assert features.patches.shape == (2, 6, 12)
+    torch.testing.assert_close(before, features.patches.mean(1))
+
+
+def test_map_without_and_with_a_class_token(small: Small) -> None:
+    assert small(pool="map").prefix == 0 and small(pool="map", class_token=True).prefix == 1
+    assert small(pool="cls+gap").embed_width == 24 and small(pool="map").embed_width == 12
+    assert VisionTransformer(small(pool="gap")).attention_pool is None

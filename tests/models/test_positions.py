@@ -1,0 +1,437 @@
+"""Every kind of positions: its formula, its place, and how it is stretched to another grid."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vitrail.models.attention import SelfAttention
+from vitrail.models.positions import (
+    LearnedPositions,
+    LearnedPositions2d,
+    PositionKind,
+    PositionResize,
+    Positions,
+    RelativeBias,
+    RotaryPositions,
+    SinCosPositions,
+    Where,
+    make_positions,
+    resize_grid,
+    sincos_2d,
+)
+from vitrail.models.vit import VisionTransformer, ViTConfig
+
+ADDED: tuple[PositionKind, ...] = ("learned", "learned-2d", "sincos-2d")
+PLACES: list[tuple[PositionKind, Where]] = [
+    *((kind, where) for kind in ("none", *ADDED) for where in ("stem", "every-layer", "shared")),
+    ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("rotary-2d", "every-layer"),
+]  # fmt: skip
+RESIZES: tuple[PositionResize, ...] = (
+    "linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def made(kind: PositionKind, where: Where = "stem", *, grid: tuple[int, int] = (3, 4), **fields: Any) -> Positions:
+    """Positions for 5 blocks of width 16 with 2 heads, and 3 tokens before the patches, one of them covered."""
+    settings: dict[str, Any] = {
+        "width": 16, "heads": 2, "depth": 5, "prefix": 3, "covered": 1, "resize": "linear-corners",
+    }  # fmt: skip
+    positions = make_positions(kind, grid=grid, where=where, **{**settings, **fields})
+    torch.manual_seed(0)
+    positions.initialise(1.0)
+    return positions
+
+
+# --- shapes and places
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (1, 1), (5, 2), (2, 7)])
+@pytest.mark.parametrize(("kind", "where"), PLACES)
+def test_shapes_at_any_grid(kind: PositionKind, where: Where, grid: tuple[int, int]) -> None:
+    positions = made(kind, where)
+    tokens = torch.randn(2, 3 + math.prod(grid), 16)
+    for layer in range(5):
+        changed = positions(tokens, grid, layer)
+        assert changed.shape == tokens.shape
+        acts = kind in ADDED and (layer == 0 or where != "stem")
+        assert torch.equal(changed, tokens) != acts
+        if acts:  # registers, the second and third token, have no positions here; the class token has where learned
+            assert torch.equal(changed[:, 1:3], tokens[:, 1:3])
+            assert torch.equal(changed[:, 0], tokens[:, 0]) == (kind == "sincos-2d")
+            torch.testing.assert_close((changed - tokens)[0], (changed - tokens)[1], atol=1e-5, rtol=0)
+    guides = positions.guides(grid, 5, CPU)
+    assert len(guides) == 5
+    for guide in guides:
+        assert (guide is not None) == (kind in ("relative-bias", "rotary-2d"))
+        if guide is not None:
+            assert guide.bias is None or guide.bias.shape == (2, tokens.shape[1], tokens.shape[1])
+            assert guide.rotation is None or [part.shape for part in guide.rotation] == [(tokens.shape[1], 8)] * 2
+
+
+@pytest.mark.parametrize("where", ["every-layer", "shared"])
+@pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
+def test_each_layer_has_its_own_or_all_have_one(kind: PositionKind, where: Where) -> None:
+    positions = made(kind, where)
+    if kind == "relative-bias":
+        seen = [guide.bias for guide in positions.guides((3, 4), 5, CPU) if guide is not None]
+    else:
+        seen = [positions(torch.zeros(1, 15, 16), (3, 4), layer) for layer in range(5)]
+    first, *others = seen
+    assert first is not None and len(others) == 4
+    assert all(part is not None and torch.equal(first, part) == (where == "shared") for part in others)
+    assert {len(parameter) for parameter in positions.parameters()} == {5 if where == "every-layer" else 1}
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (5, 7)])
+@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize("resize", RESIZES)
+def test_gradients_reach_every_number(
+    kind: PositionKind, where: Where, resize: PositionResize, grid: tuple[int, int]
+) -> None:
+    positions, generator = made(kind, where, resize=resize), torch.Generator().manual_seed(0)
+    tokens = torch.zeros(2, 3 + math.prod(grid), 16)
+    total = torch.zeros((), requires_grad=True)
+    for layer in range(5):
+        total = total + (positions(tokens, grid, layer) * torch.randn(tokens.shape, generator=generator)).sum()
+    for guide in positions.guides(grid, 5, CPU):
+        if guide is not None and guide.bias is not None:
+            total = total + (guide.bias * torch.randn(guide.bias.shape, generator=generator)).sum()
+    total.backward()
+    for name, parameter in positions.named_parameters():
+        assert parameter.grad is not None and parameter.grad.all(), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "shapes"),
+    [
+        ("none", "stem", {}),
+        ("learned", "stem", {"embedding": (1, 13, 16)}),
+        ("learned", "every-layer", {"embedding": (5, 13, 16)}),
+        ("learned-2d", "shared", {"first": (1, 1, 16), "columns": (1, 4, 8), "rows": (1, 3, 8)}),
+        ("learned-2d", "every-layer", {"first": (5, 1, 16), "columns": (5, 4, 8), "rows": (5, 3, 8)}),
+        ("sincos-2d", "every-layer", {}),
+        ("relative-bias", "every-layer", {"bias": (5, 2, 5, 7)}),
+        ("relative-bias", "shared", {"bias": (1, 2, 5, 7)}),
+        ("rotary-2d", "every-layer", {}),
+    ],
+)
+def test_what_is_learned(kind: PositionKind, where: Where, shapes: dict[str, tuple[int, ...]]) -> None:
+    positions = made(kind, where)
+    assert {name: tuple(parameter.shape) for name, parameter in positions.named_parameters()} == shapes
+    assert set(positions.state_dict()) == set(shapes)
+
+
+def test_learned_2d_without_covered_tokens_learns_axes_alone() -> None:
+    assert {name for name, _ in made("learned-2d", covered=0).named_parameters()} == {"columns", "rows"}
+    tokens = torch.zeros(1, 15, 16)
+    assert not made("learned-2d", covered=0)(tokens, (3, 4))[:, :3].any()
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
+def test_positions_start_with_the_deviation_asked_for(kind: PositionKind) -> None:
+    positions = made(kind, "every-layer", grid=(14, 14), width=64, heads=8)
+    for std in (0.02, 0.125):
+        positions.initialise(std)
+        for name, parameter in positions.named_parameters():
+            if name != "first":
+                assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+                assert abs(parameter.mean().item()) < 0.05 * std
+
+
+@pytest.mark.parametrize(("kind", "where"), PLACES)
+def test_tokens_keep_their_number_format(kind: PositionKind, where: Where) -> None:
+    tokens = torch.randn(2, 15, 16).bfloat16()
+    assert made(kind, where)(tokens, (3, 4)).dtype == torch.bfloat16
+
+
+# --- formulas
+
+
+def test_learned_positions_are_added_token_by_token() -> None:
+    layer = LearnedPositions((1, 3), 4, prefix=2, covered=2)
+    with torch.no_grad():
+        layer.embedding.copy_(torch.arange(20.0).view(1, 5, 4))
+    tokens = torch.randn(3, 5, 4)
+    assert torch.equal(layer(tokens, (1, 3)), tokens + torch.arange(20.0).view(1, 5, 4))
+    layer(tokens, (1, 3)).sum().backward()
+    assert torch.equal(layer.embedding.grad, torch.full((1, 5, 4), 3.0))
+
+
+def test_learned_positions_skip_the_registers_that_they_do_not_cover() -> None:
+    layer = LearnedPositions((1, 3), 2, prefix=3, covered=1)
+    with torch.no_grad():
+        layer.embedding.copy_(torch.arange(1.0, 9.0).view(1, 4, 2))
+    expected = [[1, 2], [0, 0], [0, 0], [3, 4], [5, 6], [7, 8]]
+    assert layer(torch.zeros(1, 6, 2), (1, 3))[0].tolist() == expected
+
+
+def test_learned_2d_is_the_column_and_then_the_row() -> None:
+    layer = LearnedPositions2d((2, 3), 4, prefix=1, covered=0)
+    with torch.no_grad():
+        layer.columns.copy_(torch.tensor([[[10.0, 10.5], [11, 11.5], [12, 12.5]]]))
+        layer.rows.copy_(torch.tensor([[[20.0, 20.5], [21, 21.5]]]))
+    assert layer(torch.zeros(1, 7, 4), (2, 3))[0].tolist() == [
+        [0, 0, 0, 0],
+        [10, 10.5, 20, 20.5], [11, 11.5, 20, 20.5], [12, 12.5, 20, 20.5],
+        [10, 10.5, 21, 21.5], [11, 11.5, 21, 21.5], [12, 12.5, 21, 21.5],
+    ]  # fmt: skip
+
+
+def big_vision(height: int, width: int, channels: int) -> np.ndarray:
+    """Written after `posemb_sincos_2d` of big_vision's models/vit.py, in float64."""
+    y, x = np.mgrid[:height, :width].astype(np.float64)
+    omega = np.arange(channels // 4) / (channels // 4 - 1)
+    omega = 1.0 / 10_000**omega
+    y = np.einsum("m,d->md", y.flatten(), omega)
+    x = np.einsum("m,d->md", x.flatten(), omega)
+    return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
+
+
+@given(grid=st.tuples(st.integers(1, 20), st.integers(1, 20)), quarter=st.integers(2, 24))
+def test_sincos_is_big_visions(grid: tuple[int, int], quarter: int) -> None:
+    expected = torch.from_numpy(big_vision(*grid, 4 * quarter)).float()
+    torch.testing.assert_close(sincos_2d(grid, 4 * quarter), expected, atol=2e-5, rtol=0)
+
+
+def test_sincos_of_the_fewest_channels() -> None:
+    expected = [[math.sin(x), math.cos(x), math.sin(y), math.cos(y)] for y in range(2) for x in range(3)]
+    torch.testing.assert_close(sincos_2d((2, 3), 4), torch.tensor(expected))
+
+
+def test_sincos_belongs_to_patches_and_is_never_resized() -> None:
+    layer = SinCosPositions(8, prefix=2)
+    tokens = torch.randn(2, 8, 8)
+    assert torch.equal(layer(tokens, (2, 3)), tokens + F.pad(sincos_2d((2, 3), 8), (0, 0, 2, 0)))
+    tokens = torch.randn(2, 6, 8)
+    assert torch.equal(layer(tokens, (4, 1)), tokens + F.pad(sincos_2d((4, 1), 8), (0, 0, 2, 0)))
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (4, 3), (1, 5), (2, 2)])
+def test_relative_bias_depends_on_the_offset_alone(grid: tuple[int, int]) -> None:
+    layer = RelativeBias((3, 4), 2, prefix=2, layers=1)
+    layer.initialise(1.0)
+    (guide,) = layer.guides(grid, 1, CPU)
+    assert guide is not None and guide.bias is not None
+    bias, (rows, columns) = guide.bias, grid
+    assert not bias[:, :2].any() and not bias[:, :, :2].any()
+    offsets: dict[tuple[int, int], Tensor] = {}
+    for query in range(rows * columns):
+        for key in range(rows * columns):
+            offset = query // columns - key // columns, query % columns - key % columns
+            value = bias[:, 2 + query, 2 + key]
+            assert torch.equal(offsets.setdefault(offset, value), value)
+            if grid == (3, 4):
+                assert torch.equal(value, layer.bias[0, :, offset[0] + 2, offset[1] + 3])
+    assert len(offsets) == (2 * rows - 1) * (2 * columns - 1)
+    assert len({tuple(value.tolist()) for value in offsets.values()}) == len(offsets)
+
+
+def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
+    layer = RelativeBias((3, 4), 2, prefix=0, layers=1)
+    layer.initialise(1.0)
+    (guide,) = layer.guides((5, 6), 1, CPU)
+    assert guide is not None and guide.bias is not None
+    corner, centre = guide.bias[:, 0, 29], guide.bias[:, 7, 7]
+    torch.testing.assert_close(corner, layer.bias[0, :, 0, 0])
+    torch.testing.assert_close(centre, layer.bias[0, :, 2, 3])
+
+
+@pytest.mark.parametrize("head_width", [4, 8, 12, 64])
+def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
+    """Against the closed form: sums over pairs of channels of |q||k| cos(angle between + offset * frequency)."""
+    rows, columns = grid = 4, 5
+    (guide,) = RotaryPositions(head_width, prefix=2).guides(grid, 1, CPU)
+    assert guide is not None and guide.rotation is not None
+    cosine, sine = guide.rotation
+    torch.manual_seed(0)
+    q, k = torch.randn(2, head_width, dtype=torch.float64)
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.chunk(2)
+        return x * cosine.double() + torch.cat([-second, first]) * sine.double()
+
+    logits = turn(q) @ turn(k).T
+    half = head_width // 2
+    pair_q, pair_k = torch.complex(q[:half], q[half:]), torch.complex(k[:half], k[half:])
+    frequencies = 100 ** (-torch.arange(half // 2, dtype=torch.float64) / (half // 2))
+    for query in range(rows * columns):
+        for key in range(rows * columns):
+            down, across = query // columns - key // columns, query % columns - key % columns
+            phases = torch.cat([down * frequencies, across * frequencies])
+            expected = (pair_q * pair_k.conj() * torch.exp(1j * phases)).real.sum()
+            assert logits[2 + query, 2 + key].item() == pytest.approx(expected.item(), abs=2e-5)
+    assert torch.equal(cosine[:2], torch.ones(2, head_width)) and not sine[:2].any()  # the prefix is not turned
+    torch.testing.assert_close(turn(q)[:2].float(), q.float().expand(2, -1))
+    lengths = turn(q).norm(dim=1)
+    torch.testing.assert_close(lengths, q.norm().expand_as(lengths), atol=1e-6, rtol=1e-6)
+
+
+def test_attention_turns_queries_and_keys_and_no_values() -> None:
+    torch.manual_seed(0)
+    layer, tokens = SelfAttention(8, 2), torch.randn(2, 7, 8)
+    (guide,) = RotaryPositions(4, prefix=1).guides((2, 3), 1, CPU)
+    plain, turned = layer(tokens), layer(tokens, guide)
+    assert (plain - turned).abs().max() > 1e-3
+    with torch.no_grad():
+        layer.qkv.weight[:8] = 0  # logits of zero: every value counts the same, wherever it is
+        layer.qkv.bias[:8] = 0
+    torch.testing.assert_close(layer(tokens), layer(tokens, guide), atol=1e-6, rtol=1e-6)
+
+
+def test_attention_adds_the_bias_to_the_logits() -> None:
+    torch.manual_seed(0)
+    layer, tokens = SelfAttention(8, 2), torch.randn(3, 7, 8)
+    positions = RelativeBias((2, 3), 2, prefix=1, layers=1)
+    positions.initialise(1.0)
+    (guide,) = positions.guides((2, 3), 1, CPU)
+    assert guide is not None and guide.bias is not None
+    q, k, v = layer.qkv(tokens).view(3, 7, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    weights = ((q @ k.transpose(-1, -2)) / 2 + guide.bias).softmax(-1)
+    expected = layer.out((weights @ v).transpose(1, 2).reshape(3, 7, 8))
+    torch.testing.assert_close(layer(tokens, guide), expected, atol=1e-6, rtol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(tokens, guide).float(), expected, atol=0.03, rtol=0.05)
+
+
+# --- another grid
+
+
+def corners_aligned(image: Tensor, new: tuple[int, int]) -> Tensor:
+    """`scipy.ndimage.zoom` of order 1: corners stay, and between them each place is a mean of its four neighbours."""
+    height, width = image.shape[:2]
+    result = image.new_zeros(*new, *image.shape[2:])
+    for i in range(new[0]):
+        for j in range(new[1]):
+            y = i * (height - 1) / (new[0] - 1) if new[0] > 1 else 0.0
+            x = j * (width - 1) / (new[1] - 1) if new[1] > 1 else 0.0
+            for row in (math.floor(y), math.floor(y) + 1):
+                for column in (math.floor(x), math.floor(x) + 1):
+                    share = (1 - abs(y - row)) * (1 - abs(x - column))
+                    if share > 0:
+                        result[i, j] += share * image[min(row, height - 1), min(column, width - 1)]
+    return result
+
+
+SIDES = st.tuples(st.integers(1, 7), st.integers(1, 7))
+
+
+@given(old=SIDES, new=SIDES)
+def test_linear_resize_keeps_the_corners(old: tuple[int, int], new: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(2, math.prod(old), 3)
+    resized = resize_grid(table, old, new, "linear-corners")
+    for layer in range(2):
+        expected = corners_aligned(table[layer].view(*old, 3).double(), new).float()
+        torch.testing.assert_close(resized[layer].view(*new, 3), expected, atol=1e-5, rtol=1e-5)
+    if min(*old, *new) > 1:
+        for row, column in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
+            torch.testing.assert_close(
+                resized.view(2, *new, 3)[:, row, column], table.view(2, *old, 3)[:, row, column], atol=1e-5, rtol=0
+            )
+
+
+@pytest.mark.parametrize("how", RESIZES)
+def test_equal_grids_change_nothing(how: PositionResize) -> None:
+    table = torch.randn(1, 15, 4)
+    assert torch.equal(resize_grid(table, (3, 5), (3, 5), how), table)
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("linear-corners", {"mode": "bilinear", "align_corners": True}),
+        ("bilinear", {"mode": "bilinear", "align_corners": False}),
+        ("bicubic", {"mode": "bicubic", "align_corners": False}),
+        ("bicubic-corners", {"mode": "bicubic", "align_corners": True}),
+        ("bicubic-antialias", {"mode": "bicubic", "align_corners": False, "antialias": True}),
+    ],
+)
+@pytest.mark.parametrize(("old", "new"), [((3, 5), (6, 4)), ((7, 4), (3, 3)), ((4, 4), (9, 11)), ((2, 3), (3, 2))])
+def test_each_way_is_torchs(
+    how: PositionResize, options: dict[str, Any], old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(1, math.prod(old), 6)
+    image = table.view(*old, 6).permute(2, 0, 1)[None]
+    expected = F.interpolate(image, size=new, **options)[0].permute(1, 2, 0).reshape(1, -1, 6)
+    torch.testing.assert_close(resize_grid(table, old, new, how), expected)
+
+
+def test_the_ways_differ() -> None:
+    torch.manual_seed(0)
+    table = torch.randn(1, 28, 6)
+    results = [resize_grid(table, (7, 4), (3, 3), how) for how in RESIZES]
+    for first, second in itertools.combinations(results, 2):
+        assert (first - second).abs().max() > 1e-2
+
+
+def test_known_values_of_each_way() -> None:
+    """A ramp 0, 1 stretched to four: weights of the triangle, and of Keys' cubic with a = -0.75."""
+    ramp = torch.tensor([[[0.0], [1.0]]])
+    expected = {
+        "linear-corners": [0, 1 / 3, 2 / 3, 1],
+        "bilinear": [0, 0.25, 0.75, 1],
+        "bicubic": [-0.10546875, 0.2265625, 0.7734375, 1.10546875],
+    }
+    for how, values in expected.items():
+        for old, new in (((1, 2), (1, 4)), ((2, 1), (4, 1))):
+            result = resize_grid(ramp, old, new, how)  # type: ignore[arg-type]
+            torch.testing.assert_close(result.flatten(), torch.tensor(values), atol=1e-6, rtol=0)
+
+
+def test_resizing_keeps_the_number_format() -> None:
+    table = torch.randn(1, 6, 2, dtype=torch.bfloat16)
+    assert resize_grid(table, (2, 3), (4, 5), "bicubic").dtype == torch.bfloat16
+
+
+Small = Callable[..., ViTConfig]
+Randomised = Callable[[ViTConfig], VisionTransformer]
+
+
+@pytest.mark.parametrize("size", [(8, 20), (16, 10), (24, 20), (4, 5), (20, 20)])
+@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize("cover", ["all", "class", "patches"])
+def test_a_network_takes_another_size(
+    small: Small, randomised: Randomised, kind: PositionKind, where: Where, cover: str, size: tuple[int, int]
+) -> None:
+    """And gives what a network for that size gives, whose positions were stretched by hand."""
+    fields = {"positions": kind, "positions_at": where, "positions_cover": cover, "registers": 2}
+    config = small(**fields)
+    network = randomised(config)
+    other = VisionTransformer(replace(config, image_size=size)).eval()
+    old, new = config.grid, other.config.grid
+    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+
+    def stretched(table: Tensor, new: tuple[int, int]) -> Tensor:
+        return torch.stack([corners_aligned(layer.double(), new).float() for layer in table])
+
+    if kind == "learned":
+        covered = {"all": 3, "class": 1, "patches": 0}[cover]
+        table = weights["positions.embedding"]
+        patches = stretched(table[:, covered:].unflatten(1, old), new).flatten(1, 2)
+        weights["positions.embedding"] = torch.cat([table[:, :covered], patches], 1)
+    if kind == "learned-2d":
+        for name, length in (("rows", new[0]), ("columns", new[1])):
+            axis = weights[f"positions.{name}"]
+            weights[f"positions.{name}"] = stretched(axis[:, :, None], (length, 1))[:, :, 0]
+    if kind == "relative-bias":
+        table = weights["positions.bias"].permute(0, 2, 3, 1)
+        weights["positions.bias"] = stretched(table, (2 * new[0] - 1, 2 * new[1] - 1)).permute(0, 3, 1, 2)
+    other.load_state_dict(weights)
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(network(images), other(images), atol=2e-5, rtol=1e-4)
+        assert network.features(images).grid == new

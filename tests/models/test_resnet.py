@@ -1,0 +1,446 @@
+"""BiT ResNets and the hybrids' root: convolutions, padding and units against formulas and another implementation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Protocol, get_args
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.resnet import (
+    HybridRoot,
+    PostActivationUnit,
+    PreActivationUnit,
+    ResNet,
+    ResNetConfig,
+    RootConfig,
+    StandardisedConv,
+    Stem,
+    WeightEps,
+    _pad_same,
+)
+from vitrail.models.vit import VisionTransformer, ViTConfig
+
+
+class Golden(Protocol):
+    tensors: dict[str, Tensor]
+    images: Tensor
+    logits: Tensor
+
+
+BIT: tuple[float, WeightEps] = (1e-10, "variance")
+ROOT: tuple[float, WeightEps] = (1e-5, "deviation")
+STEMS: tuple[Stem, ...] = get_args(Stem)
+
+
+def drawn(module: Any) -> Any:
+    """With small random numbers on top of every weight, and in float64."""
+    generator = torch.Generator().manual_seed(0)
+    module = module.double().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return module
+
+
+def standardised(weight: Tensor, eps: tuple[float, WeightEps]) -> Tensor:
+    """In numpy and float64, a filter at a time."""
+    filters = []
+    for one in weight.detach().double().numpy():
+        variance = ((one - one.mean()) ** 2).mean()
+        deviation = math.sqrt(variance + eps[0]) if eps[1] == "variance" else math.sqrt(variance) + eps[0]
+        filters.append((one - one.mean()) / deviation)
+    return torch.from_numpy(np.stack(filters))
+
+
+def group_norm(x: Tensor, norm: nn.GroupNorm, groups: int = 32) -> Tensor:
+    b, c, h, w = x.shape
+    parts = x.reshape(b, groups, -1)
+    centred = parts - parts.mean(-1, keepdim=True)
+    parts = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return parts.view(b, c, h, w) * norm.weight[:, None, None] + norm.bias[:, None, None]
+
+
+# --- convolutions
+
+
+@pytest.mark.parametrize("eps", [BIT, ROOT, (1e-8, "variance"), (0.5, "variance"), (0.5, "deviation")])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(7, 2, 3), (3, 1, 1), (3, 2, 1), (1, 1, 0), (1, 2, 0)])
+def test_filters_are_standardised(eps: tuple[float, WeightEps], kernel: int, stride: int, padding: int) -> None:
+    torch.manual_seed(0)
+    layer = StandardisedConv(4, 6, kernel, stride=stride, padding=padding, eps=eps)
+    with torch.no_grad():
+        layer.weight.mul_(torch.logspace(-4, 1, 6).view(-1, 1, 1, 1)).add_(0.3)
+    x = torch.randn(2, 4, 9, 12)
+    expected = F.conv2d(x.double(), standardised(layer.weight, eps), None, stride, padding)
+    torch.testing.assert_close(layer(x).double(), expected, atol=2e-2, rtol=1e-3)
+    exact = layer.double()
+    torch.testing.assert_close(exact(x.double()), expected, atol=1e-8, rtol=1e-8)
+
+
+def test_weights_themselves_stay_as_they_are() -> None:
+    layer = StandardisedConv(4, 6, 3, eps=BIT)
+    before = layer.weight.clone()
+    layer(torch.randn(1, 4, 5, 5)).sum().backward()
+    assert torch.equal(layer.weight, before) and layer.bias is None
+    assert layer.weight.grad is not None and layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("eps", [BIT, ROOT])
+def test_a_filter_of_equal_weights_is_no_division_by_zero(eps: tuple[float, WeightEps]) -> None:
+    layer = StandardisedConv(2, 3, 3, eps=eps)
+    nn.init.zeros_(layer.weight)
+    assert not layer(torch.randn(1, 2, 5, 5)).any()
+
+
+# --- padding
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+def test_same_padding_is_tensorflows(kernel: int, stride: int) -> None:
+    """Of all ways to pad for ceil(size / stride) windows: the fewest cells, and the odd one at the end."""
+    for height, width in itertools.product(range(1, 13), (1, 2, 5, 12)):
+        x = torch.arange(1.0, height * width + 1).view(1, 1, height, width)
+        padded = _pad_same(x, kernel, stride, value=-5.0)
+        found = []
+        for size, new in ((height, padded.shape[2]), (width, padded.shape[3])):
+            windows = math.ceil(size / stride)
+            fewest = min(
+                total for total in range(2 * kernel) if len(range(0, size + total - kernel + 1, stride)) == windows
+            )
+            # a window may leave the last cells unseen: nothing is padded then, nor cut
+            assert new == size + fewest
+            found.append((fewest // 2, fewest - fewest // 2))
+        (top, bottom), (left, right) = found
+        expected = torch.full((1, 1, height + top + bottom, width + left + right), -5.0)
+        expected[:, :, top : top + height, left : left + width] = x
+        assert torch.equal(padded, expected)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+def test_same_convolution_by_brute_force(kernel: int, stride: int) -> None:
+    torch.manual_seed(0)
+    layer = StandardisedConv(2, 3, kernel, stride=stride, padding="same", eps=ROOT).double()
+    weight = standardised(layer.weight, ROOT)
+    for height, width in zip(range(1, 13), (5, 4, 3, 2, 1, 12, 11, 10, 9, 8, 7, 6), strict=True):
+        x = torch.randn(1, 2, height, width, dtype=torch.float64)
+        rows, columns = math.ceil(height / stride), math.ceil(width / stride)
+        top = max((rows - 1) * stride + kernel - height, 0) // 2
+        left = max((columns - 1) * stride + kernel - width, 0) // 2
+        expected = torch.zeros(1, 3, rows, columns, dtype=torch.float64)
+        for i, j, di, dj in itertools.product(range(rows), range(columns), range(kernel), range(kernel)):
+            y, z = i * stride + di - top, j * stride + dj - left
+            if 0 <= y < height and 0 <= z < width:
+                expected[0, :, i, j] += weight[:, :, di, dj] @ x[0, :, y, z]
+        torch.testing.assert_close(layer(x), expected, atol=1e-6, rtol=1e-6)
+
+
+# --- units
+
+
+@pytest.mark.parametrize(("before", "after", "stride"), [(32, 128, 1), (128, 128, 1), (128, 128, 2), (64, 256, 2)])
+@pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 2)])
+def test_pre_activation_unit(before: int, after: int, stride: int, size: tuple[int, int]) -> None:
+    unit = drawn(PreActivationUnit(before, after, stride=stride, norm_eps=1e-5, weight_eps=BIT))
+    x = torch.randn(2, before, *size, dtype=torch.float64)
+    result = unit(x)
+    active = group_norm(x, unit.norm1).clamp_min(0)
+    y = F.conv2d(active, standardised(unit.conv1.weight, BIT))
+    y = F.conv2d(group_norm(y, unit.norm2).clamp_min(0), standardised(unit.conv2.weight, BIT), None, stride, 1)
+    y = F.conv2d(group_norm(y, unit.norm3).clamp_min(0), standardised(unit.conv3.weight, BIT))
+    assert (unit.shortcut is None) == (before == after and stride == 1)
+    if unit.shortcut is not None:
+        x = F.conv2d(active, standardised(unit.shortcut.weight, BIT), None, stride)
+    torch.testing.assert_close(result, x + y, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("before", "after", "stride"), [(32, 128, 1), (128, 128, 1), (128, 128, 2), (64, 256, 2)])
+@pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 2)])
+def test_post_activation_unit(before: int, after: int, stride: int, size: tuple[int, int]) -> None:
+    unit = drawn(PostActivationUnit(before, after, stride=stride, norm_eps=1e-6, weight_eps=ROOT))
+    x = torch.randn(2, before, *size, dtype=torch.float64)
+    result = unit(x)
+    y = group_norm(F.conv2d(x, standardised(unit.conv1.weight, ROOT)), unit.norm1).clamp_min(0)
+    y = F.conv2d(_pad_same(y, 3, stride), standardised(unit.conv2.weight, ROOT), None, stride)
+    y = group_norm(y, unit.norm2).clamp_min(0)
+    y = group_norm(F.conv2d(y, standardised(unit.conv3.weight, ROOT)), unit.norm3)
+    assert (unit.shortcut is None) == (unit.shortcut_norm is None) == (before == after and stride == 1)
+    if unit.shortcut is not None and unit.shortcut_norm is not None:
+        x = group_norm(F.conv2d(x, standardised(unit.shortcut.weight, ROOT), None, stride), unit.shortcut_norm)
+    torch.testing.assert_close(result, (x + y).clamp_min(0), atol=1e-6, rtol=1e-6)
+
+
+# --- BiT
+
+
+def small_bit(**fields: Any) -> ResNetConfig:
+    defaults: dict[str, Any] = {"image_size": (40, 56), "depths": (1, 2), "width": 32, "num_classes": 5}
+    return ResNetConfig(**{**defaults, **fields})
+
+
+def test_logits_of_big_transfer(golden: Callable[[str], Golden]) -> None:
+    reference = golden("bit_torch_small")
+    network = ResNet(ResNetConfig(image_size=(64, 96), depths=(1, 1, 1, 1), num_classes=7)).eval()
+    weights = {}
+    for name, tensor in reference.tensors.items():
+        name = re.sub(r"body\.block(\d)\.unit01\.", lambda m: f"stages.{int(m[1]) - 1}.0.", name)
+        name = name.replace("root.conv", "stem").replace("head.gn", "norm").replace("head.conv", "head")
+        name = name.replace("downsample", "shortcut").replace(".gn", ".norm")
+        weights[name] = tensor.flatten(1) if name == "head.weight" else tensor
+    network.load_state_dict(weights)
+    torch.testing.assert_close(network(reference.images), reference.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [(40, 56), (33, 17), (8, 8), (1, 1), (3, 30)])
+def test_a_resnet_by_its_parts(size: tuple[int, int]) -> None:
+    network = drawn(ResNet(small_bit()))
+    assert network.head is not None
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    x = F.conv2d(images, standardised(network.stem.weight, BIT), None, 2, 3)
+    x = max_pool_over_zeros(x)
+    for stage in network.stages:
+        for unit in stage:
+            x = unit(x)
+    x = group_norm(x, network.norm).clamp_min(0)
+    features = network.features(images)
+    grid = math.ceil(size[0] / 8), math.ceil(size[1] / 8)
+    assert features.grid == grid == tuple(x.shape[2:]) == network.config.grid_of(*size)
+    assert features.cls is None and features.registers.shape == (2, 0, 256)
+    torch.testing.assert_close(features.patches.transpose(1, 2).reshape(x.shape), x, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(network.embed(images), x.mean((2, 3)), atol=1e-6, rtol=1e-6)
+    expected = x.mean((2, 3)) @ network.head.weight.T + network.head.bias
+    torch.testing.assert_close(network(images), expected, atol=1e-6, rtol=1e-6)
+
+
+def max_pool_over_zeros(x: Tensor) -> Tensor:
+    """Windows of 3 x 3 every second cell, on a map with a row or column of zeros on every side."""
+    b, c, h, w = x.shape
+    framed = x.new_zeros(b, c, h + 2, w + 2)
+    framed[:, :, 1:-1, 1:-1] = x
+    rows, columns = range(0, h, 2), range(0, w, 2)
+    cells = [[framed[:, :, i : i + 3, j : j + 3].amax((2, 3)) for j in columns] for i in rows]
+    return torch.stack([torch.stack(row, -1) for row in cells], -2)
+
+
+def test_the_pool_sees_zeros() -> None:
+    """Where all that the stem says is negative, the frame's zeros win; a pool's own padding would never."""
+    network = ResNet(small_bit(depths=(1,)))
+    seen: list[Tensor] = []
+    network.stages[0][0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    network.stem.register_forward_hook(lambda _, given, result: -1 - result.abs())
+    network(torch.randn(1, 3, 24, 32))
+    (pooled,) = seen
+    assert pooled.shape == (1, 32, 6, 8)
+    assert not pooled[:, :, 0].any() and not pooled[:, :, :, 0].any()  # these windows reach into the frame
+    assert (pooled[:, :, 1:, 1:] <= -1).all()
+
+
+SIZES = [(1, 1), (2, 3), (4, 5), (7, 8), (9, 16), (17, 33), (31, 12), (33, 64), (1, 65)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_grids_of_a_resnet_at_any_size(stages: int) -> None:
+    network = ResNet(small_bit(depths=(1,) * stages))
+    for size in SIZES:
+        features = network.features(torch.zeros(2, 3, *size))
+        stride = 2 * 2**stages
+        assert features.grid == (math.ceil(size[0] / stride), math.ceil(size[1] / stride))
+        assert network.config.grid_of(*size) == features.grid
+        assert features.patches.shape == (2, math.prod(features.grid), network.config.embed_width)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stages", [0, 1, 2, 3])
+def test_grids_of_a_hybrid_at_any_size(stages: int, stem: Stem) -> None:
+    config = RootConfig(depths=(1,) * stages, width=32, stem=stem)
+    root = HybridRoot(config, 2)
+    for size in SIZES:
+        cells = root(torch.zeros(2, 2, *size))
+        assert cells.shape == (2, config.out_channels, *(math.ceil(side / config.stride) for side in size))
+        assert ViTConfig(root=config, patch_size=(1, 1), image_size=size).grid == tuple(cells.shape[2:])
+
+
+def test_a_resnet_starts_with_a_head_of_zeros_and_its_bias() -> None:
+    torch.manual_seed(0)
+    network = ResNet(small_bit(head_bias=-6.9))
+    logits = network(torch.randn(2, 3, 40, 56))
+    assert torch.equal(logits, torch.full((2, 5), -6.9))
+    assert torch.isfinite(network.embed(torch.randn(2, 3, 40, 56))).all()
+    for module in network.modules():
+        if isinstance(module, StandardisedConv) and module.weight.numel() > 8000:
+            std = module.weight[0].numel() ** -0.5
+            assert module.weight.std().item() == pytest.approx(std, rel=0.05)
+        if isinstance(module, nn.GroupNorm):
+            assert (module.weight == 1).all() and not module.bias.any() and module.num_groups == 32
+
+
+def test_a_resnet_without_a_head() -> None:
+    network, images = ResNet(small_bit(num_classes=0)), torch.randn(2, 3, 40, 56)
+    assert network.head is None
+    assert torch.equal(network(images), network.embed(images))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 1, 40, 56), "images of shape (2, 1, 40, 56) do not have channels=3"),
+        ((2, 3, 0, 56), "an image of 0 x 56 has no pixels"),
+        ((2, 3, 40, 0), "an image of 40 x 0 has no pixels"),
+    ],
+)
+def test_images_that_a_resnet_refuses(shape: tuple[int, ...], message: str) -> None:
+    network = ResNet(small_bit())
+    for call in (network, network.features, network.embed):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            call(torch.zeros(shape))
+
+
+# --- the hybrids' root
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("depths", [(), (1,), (2, 1), (1, 1, 1)])
+@pytest.mark.parametrize("size", [(32, 48), (17, 30)])
+def test_a_root_by_its_parts(depths: tuple[int, ...], stem: Stem, size: tuple[int, int]) -> None:
+    root = drawn(HybridRoot(RootConfig(depths=depths, stem=stem, width=32), 3))
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    if stem == "3x3+3x3":
+        x = F.conv2d(images, standardised(root.before.weight, ROOT), None, 1, 1)
+        x = group_norm(x, root.before_norm, 1).clamp_min(0)
+        x = F.conv2d(_pad_same(x, 3, 2), standardised(root.stem.weight, ROOT), None, 2)
+        x = group_norm(x, root.norm, 1).clamp_min(0)
+        assert root.before.weight.shape == (16, 3, 3, 3) and root.stem.weight.shape == (32, 16, 3, 3)
+    else:
+        x = F.conv2d(_pad_same(images, 7, 2), standardised(root.stem.weight, ROOT), None, 2)
+        x = group_norm(x, root.norm).clamp_min(0)
+        b, c, h, w = x.shape
+        top, left = (max((math.ceil(side / 2) - 1) * 2 + 3 - side, 0) // 2 for side in (h, w))
+        framed = x.new_full((b, c, h + 4, w + 4), -math.inf)
+        framed[:, :, top : top + h, left : left + w] = x
+        rows = [
+            torch.stack([framed[:, :, i : i + 3, j : j + 3].amax((2, 3)) for j in range(0, w, 2)], -1)
+            for i in range(0, h, 2)
+        ]
+        x = torch.stack(rows, -2)
+    for number, stage in enumerate(root.stages):
+        assert len(stage) == depths[number]
+        for unit in stage:
+            x = unit(x)
+    torch.testing.assert_close(root(images), x, atol=1e-6, rtol=1e-6)
+    assert x.shape[1] == root.config.out_channels
+
+
+def test_units_of_a_root_start_as_their_shortcuts() -> None:
+    torch.manual_seed(0)
+    root = HybridRoot(RootConfig(depths=(2, 2), width=32), 3)
+    root.initialise()
+    units = [unit for stage in root.stages for unit in stage]
+    assert all(not unit.norm3.weight.any() and not unit.norm3.bias.any() for unit in units)
+    assert all((unit.norm1.weight == 1).all() and (unit.norm2.weight == 1).all() for unit in units)
+    x = torch.rand(1, 128, 6, 5)
+    assert torch.equal(units[1](x), x)
+
+
+def test_a_hybrid_cuts_its_patches_from_the_feature_map() -> None:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=(48, 80), patch_size=(3, 2), root=RootConfig(depths=(1, 1), width=32), width=12, depth=1, heads=3,
+        mlp_width=8, num_classes=0, positions="none",
+    )  # fmt: skip
+    network = VisionTransformer(config).eval()
+    assert network.root is not None and config.grid == (2, 5) and network.patches.projection.in_features == 6 * 256
+    seen: list[Tensor] = []
+    network.patches.register_forward_hook(lambda _, given, result: seen.extend([given[0], result]))
+    images = torch.randn(2, 3, 48, 80)
+    network(images)
+    cells, tokens = seen
+    torch.testing.assert_close(cells, network.root(images))
+    kernel = network.patches.projection.weight.view(12, 256, 3, 2)
+    expected = F.conv2d(cells, kernel, network.patches.projection.bias, stride=(3, 2))
+    torch.testing.assert_close(tokens, expected.flatten(2).transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+# --- configs
+
+
+def test_strides_and_channels() -> None:
+    for depths, stem, stride, channels in (
+        ((), "7x7+pool", 4, 64), ((), "3x3+3x3", 2, 64), ((1,), "7x7+pool", 4, 256), ((1, 1), "7x7+pool", 8, 512),
+        ((1, 1), "3x3+3x3", 4, 512), ((3, 4, 9), "7x7+pool", 16, 1024), ((3, 4, 6, 3), "7x7+pool", 32, 2048),
+    ):  # fmt: skip
+        config = RootConfig(depths=depths, stem=stem)  # type: ignore[arg-type]
+        assert (config.stride, config.out_channels) == (stride, channels)
+    assert ResNetConfig().embed_width == 2048 and ResNetConfig(width=192).embed_width == 6144
+    assert ResNetConfig().grid_of(224, 97) == (7, 4)
+
+
+BAD = [
+    ({"weight_eps": math.nan, "norm_eps": 0.5}, "norm_eps=0.5 and weight_eps=nan must be above 0"),
+    ({"depths": (1, 0)}, "depths=(1, 0): a stage has at least one unit"),
+    ({"width": 48}, "width=48 is not a multiple of 32, the number of groups of every norm"),
+    ({"width": 0}, "width=0 is not a multiple of 32, the number of groups of every norm"),
+    ({"norm_eps": 0.0}, "norm_eps=0.0 and weight_eps={} must be above 0"),
+    ({"weight_eps": -1.0, "norm_eps": 0.5}, "norm_eps=0.5 and weight_eps=-1.0 must be above 0"),
+    ({"weight_eps_on": "mean"}, "weight_eps_on='mean' is not one of 'variance', 'deviation'"),
+]
+
+
+@pytest.mark.parametrize("kind", [RootConfig, ResNetConfig])
+@pytest.mark.parametrize(("fields", "message"), BAD)
+@pytest.mark.usefixtures("types_unchecked")
+def test_fields_that_do_not_fit(
+    kind: type[RootConfig] | type[ResNetConfig], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**fields)
+    assert str(caught.value) == message.format(kind().weight_eps)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_all_that_does_not_fit_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RootConfig(depths=(0,), width=1, weight_eps_on="x")  # type: ignore[arg-type]
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_a_stem_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RootConfig(stem="5x5")  # type: ignore[arg-type]
+    assert str(caught.value) == "stem='5x5' is not one of '7x7+pool', '3x3+3x3'"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"depths": ()}, "depths=() leaves no stage; a ResNet has at least one"),
+        (
+            {"image_size": (0, 8)},
+            "image_size=(0, 8) and channels=3 must be at least 1, num_classes=1000 at least 0",
+        ),
+        ({"channels": 0}, "image_size=(224, 224) and channels=0 must be at least 1, num_classes=1000 at least 0"),
+        (
+            {"num_classes": -1},
+            "image_size=(224, 224) and channels=3 must be at least 1, num_classes=-1 at least 0",
+        ),
+    ],
+)
+def test_fields_of_a_resnet_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ResNetConfig(**fields)
+    assert str(caught.value) == message
+
+
+def test_a_head_begins_at_a_number() -> None:
+    with pytest.raises(ConfigError, match="head_bias=inf is not a number to start from"):
+        ResNetConfig(head_bias=math.inf)

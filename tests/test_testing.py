@@ -1,0 +1,258 @@
+"""`check_network` lets every network of the package through, and sees what is wrong with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.network import Features
+from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
+from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.testing import check_network
+
+SMALL = ViTConfig(
+    image_size=(12, 10), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=7, registers=1
+)
+SIZES = [(12, 10), (8, 15)]
+
+
+def reduced(config: AnyConfig) -> AnyConfig:
+    """The same kind of network with two blocks, heads of eight channels, and a narrow ResNet of a unit a stage."""
+    if isinstance(config, ResNetConfig):
+        return replace(config, depths=(1,) * len(config.depths), width=32)
+    root = config.root and replace(config.root, depths=(1,) * len(config.root.depths), width=32)
+    return replace(config, depth=2, width=8 * config.heads, mlp_width=24 * config.heads, root=root)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_networks_keep_the_contract(name: str) -> None:
+    if name.startswith("BiT"):
+        config, sizes = variant_config(name, image_size=(40, 72)), [(40, 72), (33, 1)]
+    else:
+        pixels = 32 if name == "R+ViT-Ti/16" else int(name.rpartition("/")[2])
+        sizes = [(2 * pixels, 3 * pixels), (pixels, 2 * pixels)]
+        config = variant_config(name, image_size=sizes[0])
+    config = reduced(config)
+    check_network(lambda num_classes: build(replace(config, num_classes=num_classes)), image_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pool": "map", "registers": 2},
+        {"pool": "cls+gap", "activation": "swiglu", "layer_scale": 0.1, "final_norm": "pooled"},
+        {"pool": "gap", "class_token": False, "head_hidden": 9, "positions": "sincos-2d"},
+        {"positions": "learned-2d", "positions_at": "every-layer", "positions_cover": "all"},
+        {"positions": "relative-bias", "qk_norm": True},
+        {"positions": "rotary-2d", "qkv_bias": False, "dense_bias": False, "patch_bias": False},
+        {"dropout": 0.1, "stochastic_depth": 0.1, "position_resize": "bicubic-antialias"},
+        {"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (24, 20)},
+    ],
+)
+def test_networks_of_all_kinds_keep_the_contract(fields: dict[str, Any]) -> None:
+    config = replace(SMALL, **fields)
+    sizes = [(24, 20), (8, 30)] if "root" in fields else SIZES
+    check_network(lambda num_classes: build(replace(config, num_classes=num_classes)), image_sizes=sizes)
+
+
+class Whole(VisionTransformer):
+    """A network without a fault; below, each has one."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(replace(SMALL, num_classes=num_classes))
+
+
+class OtherFeatures(Whole):
+    def features(self, images: Tensor) -> Any:
+        return tuple(vars(super().features(images)).values())
+
+
+class GridTurned(Whole):
+    def features(self, images: Tensor) -> Features:
+        features = super().features(images)
+        return replace(features, grid=features.grid[::-1])
+
+
+class PatchMissing(Whole):
+    def features(self, images: Tensor) -> Features:
+        features = super().features(images)
+        return replace(features, patches=features.patches[:, 1:])
+
+
+class NarrowRegisters(Whole):
+    def features(self, images: Tensor) -> Features:
+        features = super().features(images)
+        return replace(features, registers=features.registers[:, :, 1:])
+
+
+class ClassTokenOfManyAxes(Whole):
+    def features(self, images: Tensor) -> Features:
+        features = super().features(images)
+        assert features.cls is not None
+        return replace(features, cls=features.cls[:, None])
+
+
+class WideEmbed(Whole):
+    def embed(self, images: Tensor) -> Tensor:
+        return super().embed(images).repeat(1, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled = super().embed(images)
+        return pooled if self.head is None else self.head(pooled)
+
+
+class ManyLogits(Whole):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).repeat(1, 2)
+
+
+class NotANumber(Whole):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).log()
+
+
+class HeadThatStays(Whole):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes or 7)
+
+
+class OtherThanEmbed(Whole):
+    def forward(self, images: Tensor) -> Tensor:
+        logits = super().forward(images)
+        return logits if self.head is not None else logits.tanh()
+
+
+class TakesAnyChannels(Whole):
+    def features(self, images: Tensor) -> Features:
+        return super().features(images[:, :3])
+
+
+class TakesNothing(Whole):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) if images.shape[2] else torch.zeros(len(images), 7)
+
+
+class Random(Whole):
+    def forward(self, images: Tensor) -> Tensor:
+        logits = super().forward(images)
+        return logits if self.head is None else logits + 1e-3 * torch.rand_like(logits)
+
+
+class SeesItsNeighbours(Whole):
+    def forward(self, images: Tensor) -> Tensor:
+        logits = super().forward(images)
+        return logits - logits.mean(0) if self.head is not None else logits
+
+
+class CoarseInBf16(Whole):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * (1.2 if torch.is_autocast_enabled("cpu") else 1.0)
+
+
+class WithExtra(Whole):
+    """Has one more parameter; `use` says what it is used for."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.extra = nn.Parameter(torch.ones(1))
+
+    def use(self) -> Tensor | float:
+        return 0.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = super().forward(images)
+        return logits if self.head is None else logits + self.use()
+
+
+class UsedForNothing(WithExtra):
+    def use(self) -> Tensor:
+        return self.extra * 0
+
+
+class GradientNotFinite(WithExtra):
+    def use(self) -> Tensor:
+        return (self.extra * 0).sqrt()
+
+
+class NotInTheState(Whole):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.secret = torch.randn(7)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = super().forward(images)
+        return logits if self.head is None else logits + self.secret
+
+
+class BufferLeftOut(Whole):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.register_buffer("scale", torch.rand(1) + 0.5, persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) if self.head is None else super().forward(images) * self.scale
+
+
+BROKEN: list[tuple[Callable[[int], Any], str]] = [
+    (lambda _: torch.sigmoid, "a network is an nn.Module, not builtin_function_or_method"),
+    (OtherFeatures, r"features\(\) returns Features, not tuple"),
+    (GridTurned, r"features\(\)\.grid is \(2, 3\) for images of \(12, 10\); grid_of says \(3, 2\)"),
+    (PatchMissing, r"patches of \(3, 5, 12\), not \(3, 6, 12\)"),
+    (NarrowRegisters, r"registers of \(3, 1, 11\)"),
+    (ClassTokenOfManyAxes, r"the class token is not \(b, width\)"),
+    (WideEmbed, r"embed of \(3, 24\), not \(3, 12\), for images of \(12, 10\)"),
+    (ManyLogits, r"logits of \(3, 14\), not \(3, 7\), for images of \(12, 10\)"),
+    (NotANumber, r"logits has numbers that are not finite, for images of \(12, 10\)"),
+    (HeadThatStays, "a network of 0 classes has head None"),
+    (OtherThanEmbed, "without a head, the network is its embed"),
+    (TakesAnyChannels, "images of another number of channels are not refused with ConfigError"),
+    (TakesNothing, "images of a height of 0 are not refused with ConfigError"),
+    (Random, "the same images give other logits the second time"),
+    (SeesItsNeighbours, r"an image's logits change by [\d.e-]+ with the others of its batch"),
+    (CoarseInBf16, r"logits in bfloat16 differ from float32's by (19|20|21)\.\d% of their norm"),
+    (WithExtra, "no gradient reaches extra"),
+    (UsedForNothing, "the gradient of extra is zero"),
+    (GradientNotFinite, "the gradient of extra is not finite"),
+    (NotInTheState, "a network loaded from the state gives other logits"),
+    (BufferLeftOut, "a network loaded from the state gives other logits"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BROKEN, ids=[getattr(make, "__name__", "") for make, _ in BROKEN])
+@pytest.mark.usefixtures("types_unchecked")
+def test_each_fault_is_seen(make: Callable[[int], Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{message}"):
+        check_network(make, image_sizes=SIZES)
+
+
+def test_the_network_that_the_faults_were_put_into_has_none() -> None:
+    check_network(Whole, image_sizes=SIZES)
+
+
+def test_square_images_are_not_enough() -> None:
+    with pytest.raises(AssertionError, match="give at least one size that is not square"):
+        check_network(Whole, image_sizes=[(20, 20), (40, 40)])
+
+
+def test_each_size_is_tried() -> None:
+    with pytest.raises(ConfigError, match=r"image_size=\(12, 11\) is not a multiple"):
+        check_network(Whole, image_sizes=[(12, 10), (12, 11)])
+
+
+class OtherError(Whole):
+    def features(self, images: Tensor) -> Features:
+        if images.shape[1] != self.config.channels:
+            raise RuntimeError("not for me")
+        return super().features(images)
+
+
+def test_another_error_than_ours_is_named() -> None:
+    with pytest.raises(AssertionError, match="are refused with RuntimeError, not ConfigError"):
+        check_network(OtherError, image_sizes=SIZES)

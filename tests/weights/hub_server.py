@@ -1,0 +1,173 @@
+"""A hub on this machine, small enough to break at will: what huggingface_hub asks for when it downloads a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Self
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class Repository:
+    """Files by commit. Like the real hub, a gated one shows its list of files to anyone, and the files to few."""
+
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    token: str | None = None
+    """Who has it may read the files of a gated repository."""
+
+    def commit(self, files: Mapping[str, bytes], ref: str = "main") -> str:
+        """Makes a commit, and `ref` stand for it; returns its hash."""
+        listed = repr(sorted(files.items())) + repr(list(self.commits))
+        commit = hashlib.sha1(listed.encode()).hexdigest()
+        self.commits[commit] = dict(files)
+        self.refs[ref] = commit
+        return commit
+
+    def resolve(self, revision: str) -> str | None:
+        return revision if revision in self.commits else self.refs.get(revision)
+
+
+class Hub:
+    """The server, from `with Hub() as hub` on; `requests` is what it was asked, as "GET /path"."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.requests: list[str] = []
+        self.status: int | None = None
+        """When set, what it answers to everything."""
+        self.cut: dict[str, list[int]] = {}
+        """By file: after how many bytes its next answers break off; an answer of which nothing is said is whole."""
+        self.shrunk: dict[str, int] = {}
+        """By file: how many of its bytes are served, as though they were all."""
+        hub = self
+
+        class Handler(_Handler):
+            state = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.port = self._server.server_address[1]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """From here on connections are refused."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+    def add(self, name: str, files: Mapping[str, bytes]) -> str:
+        """A new repository with one commit; returns its hash."""
+        return self.repositories.setdefault(name, Repository()).commit(files)
+
+    def fetched(self) -> list[str]:
+        """Names of the files whose bytes were sent, in order; forgets all requests."""
+        names = [request.rpartition("/")[2] for request in self.requests if request.startswith("GET /stored/")]
+        self.requests.clear()
+        return names
+
+
+class _Handler(BaseHTTPRequestHandler):
+    state: Hub
+
+    def log_message(self, *arguments: object) -> None:
+        """Not to the terminal."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path = urlsplit(self.path).path
+        self.state.requests.append(f"{self.command} {path}")
+        if self.state.status is not None:
+            return self._send(self.state.status, b"out of order")
+        parts = [unquote(part) for part in path.strip("/").split("/")]  # a revision may have slashes of its own
+        if parts[0] == "stored":
+            return self._stored("/".join(parts[1:3]), parts[3], "/".join(parts[4:]))
+        if parts[:2] == ["api", "models"]:
+            parts = parts[2:]
+        repository = self.state.repositories.get("/".join(parts[:2]))
+        if repository is None:  # which is what it says of one that is private, too
+            return self._fail(401, "RepoNotFound", "Invalid username or password.")
+        if parts[2:] == ["refs"]:
+            return self._refs(repository)
+        if parts[2] == "resolve":
+            return self._resolve(repository, parts)
+        commit = repository.resolve(parts[3])
+        if commit is None:
+            return self._fail(404, "RevisionNotFound", f"Invalid rev id: {parts[3]}")
+        files = [{"rfilename": file} for file in repository.commits[commit]]
+        return self._json({"id": "/".join(parts[:2]), "sha": commit, "siblings": files, "tags": [], "private": False})
+
+    def _refs(self, repository: Repository) -> None:
+        refs = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
+            for name, commit in repository.refs.items()
+        ]
+        self._json({"branches": refs, "converts": [], "tags": []})
+
+    def _resolve(self, repository: Repository, parts: list[str]) -> None:
+        """Says what the file is, and sends on to another host, where the bytes are."""
+        commit, file = repository.resolve(parts[3]), "/".join(parts[4:])
+        if commit is None:
+            return self._fail(404, "RevisionNotFound", f"Invalid rev id: {parts[3]}")
+        if repository.token is not None and self.headers["Authorization"] != f"Bearer {repository.token}":
+            return self._fail(401, "GatedRepo", "Access to this model is restricted.")
+        content = repository.commits[commit].get(file)
+        if content is None:
+            return self._fail(404, "EntryNotFound", "Entry not found")
+        return self._send(
+            302,
+            b"",
+            {
+                "X-Repo-Commit": commit,
+                "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
+                "X-Linked-Size": str(len(content)),
+                "Location": f"http://localhost:{self.state.port}/stored/{parts[0]}/{parts[1]}/{commit}/{file}",
+            },
+        )
+
+    def _stored(self, name: str, commit: str, file: str) -> None:
+        content = self.state.repositories[name].commits[commit][file]
+        content = content[: self.state.shrunk.get(file)]
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes"}
+        status, start = 200, 0
+        if self.headers["Range"]:
+            start = int(self.headers["Range"].removeprefix("bytes=").partition("-")[0])
+            status, headers["Content-Range"] = 206, f"bytes {start}-{len(content) - 1}/{len(content)}"
+        cut = self.state.cut.get(file)
+        self._send(status, content[start:], headers, cut.pop(0) if cut else None)
+
+    def _json(self, content: object) -> None:
+        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _fail(self, status: int, code: str, message: str) -> None:
+        self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None, cut: int | None = None) -> None:
+        """An answer; with `cut`, one that breaks off after so many bytes of those it promised."""
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:cut])

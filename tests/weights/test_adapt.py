@@ -1,0 +1,175 @@
+"""Models made ready for other classes and image sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitrail.errors import BundleError
+from vitrail.models.positions import resize_grid
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.adapt import adapted, resize_network
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+Make = Callable[..., Bundle]
+
+
+@pytest.fixture
+def vit(random_bundle: Make) -> Callable[..., Bundle]:
+    """Makes small Vision Transformers for images of 12 x 12 in patches of 4 x 4."""
+
+    def make(**fields: Any) -> Bundle:
+        defaults: dict[str, Any] = {
+            "image_size": (12, 12), "patch_size": (4, 4), "width": 12, "depth": 2, "heads": 3, "mlp_width": 20,
+            "num_classes": 3,
+        }  # fmt: skip
+        return random_bundle(ViTConfig(**{**defaults, **fields}), metrics={"test_accuracy": 0.9}, notes=("before",))
+
+    return make
+
+
+def outputs(bundle: Bundle, size: tuple[int, int]) -> torch.Tensor:
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        result: torch.Tensor = bundle.network(images)
+    return result
+
+
+# --- classes
+
+
+def test_nothing_asked_for_changes_nothing(vit: Callable[..., Bundle]) -> None:
+    bundle = vit()
+    assert adapted(bundle) is bundle
+    same = {"image_size": (12, 12), "num_classes": 3, "classes": ["class 0", "class 1", "class 2"]}
+    assert adapted(bundle, drop_head_hidden=True, **same) is bundle  # type: ignore[arg-type]
+
+
+def test_another_number_of_classes_gets_a_head_of_zeros(vit: Callable[..., Bundle]) -> None:
+    bundle = vit(head_bias=-10.0)
+    new = adapted(bundle, num_classes=5)
+    assert new.classes == ("0", "1", "2", "3", "4")
+    assert new.notes == ("before", "a new head of 5 classes, all zero, replaces the one of 3")
+    assert torch.equal(outputs(new, (12, 12)), torch.full((2, 5), -10.0))
+    assert new.metrics == {} and bundle.metrics == {"test_accuracy": 0.9}
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in new.network.parameters())
+    before, after = bundle.network.state_dict(), new.network.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("head."))
+    assert new.network.config == replace(bundle.network.config, num_classes=5)
+
+
+def test_class_names_come_with_their_number(vit: Callable[..., Bundle]) -> None:
+    bundle = vit()
+    new = adapted(bundle, classes=["cat", "dog"])
+    assert new.classes == ("cat", "dog") and new.network.config.num_classes == 2
+    renamed = adapted(bundle, classes=["a", "b", "c"])
+    assert renamed.classes == ("a", "b", "c") and renamed.network is bundle.network
+    assert renamed.metrics == bundle.metrics
+    with pytest.raises(BundleError, match="num_classes=3 and 2 class names do not agree"):
+        adapted(bundle, num_classes=3, classes=["a", "b"])
+
+
+def test_a_head_can_be_left_out_and_put_on(vit: Callable[..., Bundle]) -> None:
+    bundle = vit()
+    headless = adapted(bundle, num_classes=0)
+    assert headless.classes == () and headless.network.head is None
+    assert headless.notes[-1] == "the head was left out"
+    assert outputs(headless, (12, 12)).shape == (2, 12)
+    again = adapted(headless, num_classes=4)
+    assert again.notes[-1] == "a new head of 4 classes, all zero, replaces none"
+    assert outputs(again, (12, 12)).shape == (2, 4)
+
+
+@pytest.mark.parametrize("num_classes", [None, 0, 3, 6])
+def test_the_hidden_layer_goes_with_its_head(num_classes: int | None, vit: Callable[..., Bundle]) -> None:
+    bundle = vit(head_hidden=7)
+    new = adapted(bundle, num_classes=num_classes, drop_head_hidden=True)
+    config = new.network.config
+    assert isinstance(config, ViTConfig) and config.head_hidden == 0
+    assert config.num_classes == (3 if num_classes is None else num_classes)
+    assert "the hidden layer before the head was dropped, and the head with it" in new.notes
+    assert not any(name.startswith("head_hidden") for name in new.network.state_dict())
+    kept = adapted(bundle, num_classes=6).network
+    assert kept.state_dict()["head.weight"].shape == (6, 7)
+
+
+def test_a_resnet_gets_a_new_head(random_bundle: Make) -> None:
+    bundle = random_bundle(ResNetConfig(image_size=(16, 16), depths=(1,), width=32, num_classes=3))
+    new = adapted(bundle, num_classes=2, drop_head_hidden=True)
+    assert new.network.state_dict()["head.weight"].shape == (2, 128)
+    assert torch.equal(outputs(new, (16, 16)), torch.zeros(2, 2))
+
+
+# --- image size
+
+
+@pytest.mark.parametrize("size", [(16, 8), (4, 24), (20, 20), (12, 16)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"registers": 2}, {"registers": 2, "positions_cover": "all"}, {"positions_cover": "patches"},
+        {"pool": "gap"}, {"positions_at": "every-layer"}, {"position_resize": "bicubic-antialias"},
+        {"positions": "learned-2d"}, {"positions": "learned-2d", "positions_at": "every-layer"},
+        {"positions": "relative-bias"}, {"positions": "relative-bias", "positions_at": "shared"},
+        {"positions": "sincos-2d"}, {"positions": "rotary-2d"}, {"positions": "none"},
+    ],
+)  # fmt: skip
+def test_the_network_does_what_it_did_with_images_of_that_size(
+    size: tuple[int, int], fields: dict[str, Any], vit: Callable[..., Bundle]
+) -> None:
+    bundle = vit(**fields)
+    new = adapted(bundle, image_size=size)
+    assert new.network.config == replace(bundle.network.config, image_size=size)
+    assert new.preprocess == replace(bundle.preprocess, image_size=size)
+    torch.testing.assert_close(outputs(new, size), outputs(bundle, size), atol=1e-5, rtol=1e-5)
+    resized = "; positions were resized" if fields.get("positions") not in ("sincos-2d", "rotary-2d", "none") else ""
+    assert new.notes == ("before", f"image size (12, 12) became {size}{resized}")
+
+
+def test_learned_positions_are_resized_and_those_of_other_tokens_kept(vit: Callable[..., Bundle]) -> None:
+    bundle = vit(registers=2, positions_cover="all", position_resize="bicubic")
+    before = bundle.network.state_dict()["positions.embedding"].clone()
+    after = resize_network(bundle.network, (20, 8)).state_dict()["positions.embedding"]
+    assert torch.equal(after[:, :3], before[:, :3])
+    assert torch.equal(after[:, 3:], resize_grid(before[:, 3:], (3, 3), (5, 2), "bicubic"))
+    assert torch.equal(bundle.network.state_dict()["positions.embedding"], before)
+
+
+def test_a_resnet_takes_any_size(random_bundle: Make) -> None:
+    bundle = random_bundle(ResNetConfig(image_size=(16, 16), depths=(1,), width=32, num_classes=3))
+    new = adapted(bundle, image_size=(9, 23))
+    assert new.network.config.image_size == (9, 23) and new.notes == ("image size (16, 16) became (9, 23)",)
+    assert torch.equal(outputs(new, (9, 23)), outputs(bundle, (9, 23)))
+
+
+def test_a_size_that_patches_do_not_divide(vit: Callable[..., Bundle]) -> None:
+    message = r"image_size=\(13, 12\) is not a multiple of patch_size=\(4, 4\); the nearest that is: \(12, 12\)"
+    with pytest.raises(BundleError, match=message):
+        adapted(vit(), image_size=(13, 12))
+
+
+def test_the_given_bundle_is_not_changed(vit: Callable[..., Bundle]) -> None:
+    bundle = vit(head_hidden=4)
+    before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
+    copy = replace(bundle)
+    adapted(bundle, image_size=(8, 20), num_classes=9, drop_head_hidden=True)
+    after = bundle.network.state_dict()
+    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    assert bundle == copy
+
+
+def test_load_adapts_and_the_result_can_be_trained_and_saved(vit: Callable[..., Bundle], tmp_path: Path) -> None:
+    path = vit(head_hidden=4).save(tmp_path / "ours")
+    bundle = load(path, device="cpu", image_size=(8, 20), classes=["cat", "dog"], drop_head_hidden=True)
+    bundle.network.train()(torch.randn(2, 3, 8, 20)).sum().backward()
+    assert all(parameter.grad is not None for parameter in bundle.network.parameters())
+    again = load(bundle.save(tmp_path / "new"), device="cpu")
+    assert again.network.config == bundle.network.config and again.classes == ("cat", "dog")
+    assert again.metrics == {} and again.preprocess.image_size == (8, 20)

@@ -1,0 +1,406 @@
+"""Names on the hub: huggingface_hub itself against a server on this machine, which is all that it can reach."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weights.hub_server import Hub
+from vitrail.errors import BundleError, SaveError
+from vitrail.weights import hub as module
+from vitrail.weights.bundle import Bundle, load_bundle
+from vitrail.weights.hub import download, looks_like_hub_name
+
+OTHERS = {
+    "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",
+    "onnx/model.onnx": b"onnx", "logs/model.safetensors": b"another",
+}  # fmt: skip
+"""What repositories have and a model does not need."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The server, and an environment in which the client knows no other; waits between attempts take no time."""
+    for name in list(os.environ):
+        if name.startswith(("HF_", "HUGGING")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")  # which asks the hub for more than the model
+    look_up = socket.getaddrinfo
+
+    def local_only(host: Any, *arguments: Any, **options: Any) -> Any:
+        assert host in ("127.0.0.1", "localhost"), f"a test asks for {host}"
+        return look_up(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", local_only)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with Hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        restart_client()
+        yield server
+    restart_client()
+
+
+def restart_client() -> None:
+    """The client reads its environment when it is imported: the next use imports it anew."""
+    loaded = [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]
+    if loaded:
+        getattr(sys.modules["huggingface_hub"], "close_session", lambda: None)()
+    for name in loaded:
+        del sys.modules[name]
+    module._client.cache_clear()
+
+
+def files_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def message(name: str, kind: type[Exception] = BundleError) -> str:
+    """What is said of a model that cannot be had: one line, and no other exception behind it."""
+    with pytest.raises(kind) as caught:
+        download(name)
+    assert caught.value.__cause__ is None and (caught.value.__suppress_context__ or caught.value.__context__ is None)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- what is a name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "google/vit-base-patch16-224",
+        "timm/vit_base_patch16_224.augreg_in21k_ft_in1k",
+        "a/b",
+        "org/name@main",
+        "org/name@v1.0.2",
+        "org/name@refs/pr/4",
+        "org/name@0123456789abcdef0123456789abcdef01234567",
+        "hf:org/name",
+        "hf-hub:timm/vit_tiny_patch16_224@main",
+        "hf:org/name.bin",
+        "hf:no name at all",
+    ],
+)
+def test_names_of_the_hub(text: str) -> None:
+    assert looks_like_hub_name(text)
+    assert looks_like_hub_name(Path(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", ".", "model", "./org/name", "../name", "/org/name", "~/name", "org/name/", "a/b/c", "org//name", "org/",
+        "runs/model.npz", "runs/model.safetensors", "runs/model.pth", "runs/model.PT", "runs/pytorch_model.bin",
+        "runs/model.safetensors.index.json", "runs/model.pth@main", "org/na me", "org/näme", "org/na--me", "org/na..me",
+        "org/name.git", "org/name.git@main", "org/name@", "org/name@a b", "org/name@../../x", "org/name@a@b",
+        "-org/name", "org/.name", "org/name\n", "org\\name", "https://huggingface.co/org/name", f"org/{'n' * 97}",
+        "org/\0",
+    ],
+)  # fmt: skip
+def test_not_names_of_the_hub(text: str) -> None:
+    assert not looks_like_hub_name(text)
+
+
+def test_what_exists_is_never_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    assert looks_like_hub_name("org/name")
+    (tmp_path / "org/name").mkdir()
+    (tmp_path / "org/link").symlink_to("nowhere")
+    assert not looks_like_hub_name("org/name")
+    assert not looks_like_hub_name("org/link")
+    assert looks_like_hub_name("org/name@main")
+    assert looks_like_hub_name("hf:org/name")
+
+
+# --- what is fetched
+
+
+@pytest.mark.parametrize(
+    ("files", "needed"),
+    [
+        (["model.json", "model.safetensors", "config.json", "pytorch_model.bin"], ["model.json", "model.safetensors"]),
+        (
+            ["config.json", "preprocessor_config.json", "model.safetensors", "pytorch_model.bin", "vit.npz"],
+            ["config.json", "preprocessor_config.json", "model.safetensors"],
+        ),
+        (["config.json", "pytorch_model.bin", "training_args.bin"], ["config.json", "pytorch_model.bin"]),
+        (["config.json", "vit.safetensors", "vit.pth"], ["config.json", "vit.safetensors"]),
+        (["ViT-B_16.npz"], ["ViT-B_16.npz"]),
+        (["dino_vits8.pth"], ["dino_vits8.pth"]),
+        (["model.json", "weights.pt"], ["weights.pt"]),
+    ],
+)
+def test_only_what_a_model_needs_is_fetched(hub: Hub, files: list[str], needed: list[str]) -> None:
+    content = {name: name.encode() for name in files}
+    commit = hub.add("org/name", {**OTHERS, **content})
+    folder = download("org/name")
+    assert hub.fetched() == needed
+    assert folder.name == commit and files_in(folder) == set(needed)
+    assert {name: (folder / name).read_bytes() for name in needed} == {name: content[name] for name in needed}
+
+
+@pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
+def test_shards_come_with_their_index(hub: Hub, whole: str) -> None:
+    stem, _, suffix = whole.partition(".")
+    first, second = (f"{stem}-0000{number}-of-00002.{suffix}" for number in (1, 2))
+    index = f'{{"weight_map": {{"a": "{second}", "b": "{first}", "c": "{second}"}}}}'.encode()
+    stray = {f"{stem}-00003-of-00003.{suffix}": b"from another time", "other.npz": b"npz"}
+    files = {"config.json": b"{}", f"{whole}.index.json": index, first: b"1", second: b"2"}
+    hub.add("org/name", {**OTHERS, **stray, **files})
+    folder = download("org/name")
+    assert hub.fetched() == ["config.json", f"{whole}.index.json", first, second]
+    assert files_in(folder) == set(files)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (
+            b'{"weight_map": {"a": "lost.safetensors"}}',
+            "incomplete: model.safetensors.index.json names lost.safetensors",
+        ),
+        (b'{"weight_map": {"a": "../b.safetensors"}}', "points outside its folder: '../b.safetensors'"),
+        (b'{"weight_map": {"a": 3}}', "points outside its folder: 3"),
+        (b'{"weight_map": {"a": ["b"]}}', "does not say which file holds each tensor"),
+        (b'{"weight_map": []}', "does not say which file holds each tensor"),
+        (b"[]", "does not say which file holds each tensor"),
+        (b"{", "does not say which file holds each tensor"),
+    ],
+)
+def test_a_bad_index(hub: Hub, index: bytes, expected: str) -> None:
+    hub.add("org/name", {"model.safetensors.index.json": index})
+    assert expected in message("org/name")
+
+
+def test_a_second_time_nothing_is_fetched(hub: Hub) -> None:
+    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
+    folder = download("org/name")
+    assert hub.fetched() == ["config.json", "model.safetensors"]
+    restart_client()
+    assert download("hf:org/name") == folder
+    assert len(hub.requests) == 2  # which commit, and whether the branch is still there
+    assert hub.fetched() == []
+
+
+def test_a_revision_is_kept_to(hub: Hub) -> None:
+    old = hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"old"})
+    repository = hub.repositories["org/name"]
+    repository.refs["v1.0"] = repository.refs["refs/pr/1"] = old
+    new = repository.commit({"config.json": b"{}", "model.safetensors": b"new"})
+    names = {"org/name": new, "org/name@v1.0": old, "org/name@refs/pr/1": old, f"hf-hub:org/name@{old}": old}
+    for name, commit in names.items():
+        folder = download(name)
+        assert folder.name == commit
+        assert (folder / "model.safetensors").read_bytes() == (b"new" if commit == new else b"old")
+    hub.close()
+    restart_client()
+    assert {name: download(name).name for name in names} == names
+
+
+def test_a_branch_that_moves_is_followed(hub: Hub) -> None:
+    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"old"})
+    download("org/name")
+    hub.fetched()
+    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"new"})
+    assert (download("org/name") / "model.safetensors").read_bytes() == b"new"
+    assert hub.fetched() == ["model.safetensors"]  # the description is the same, and was there
+
+
+# --- without a network
+
+
+@pytest.mark.parametrize("way", ["offline", "down", "broken"])
+def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    shards = {"a.safetensors": b"a", "b.safetensors": b"b"}
+    index = b'{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'
+    hub.add("org/name", {**OTHERS, **shards, "model.safetensors.index.json": index, "config.json": b"{}"})
+    folder = download("org/name")
+    restart_client()
+    expected = "there is no network to the hub at http://127.0.0.1"
+    if way == "offline":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        expected = "offline mode is on (HF_HUB_OFFLINE)"
+    elif way == "down":
+        hub.close()
+    else:
+        hub.status = 503
+        expected = f"the hub at {hub.endpoint} is out of order (503"
+    hub.requests.clear()
+    assert download("org/name") == folder
+    assert not hub.requests or way == "broken"
+
+    assert expected in message("org/other")
+    assert "neither a file or folder here nor in the cache" in message("org/other")
+    assert str(folder.parents[2]) in message("org/other")  # where the cache is
+    assert "nor in the cache" in message("org/name@v2")
+
+    (folder / "b.safetensors").unlink()
+    assert "not whole in the cache" in message("org/name") and "lacks b.safetensors" in message("org/name")
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "a.safetensors").unlink()
+    assert "has no weights" in message("org/name") and expected in message("org/name")
+
+
+def test_a_proxy_page_is_not_the_hub(hub: Hub) -> None:
+    hub.status = 200
+    assert "there is no network to the hub" in message("org/name")
+
+
+# --- when it breaks off
+
+
+def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
+    weights = bytes(range(256)) * 40
+    hub.add("org/name", {"config.json": b"{}", "model.safetensors": weights})
+    hub.cut["model.safetensors"] = [1000, 0, 3000]
+    for _ in range(4):  # the first time all of it, but older clients (1.0) leave it to their user to try again
+        with contextlib.suppress(BundleError):
+            download("org/name")
+    assert not hub.cut["model.safetensors"]
+    assert (download("org/name") / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("way", ["cut", "shrunk"])
+def test_a_download_that_breaks_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    old = hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"old"})
+    folder = download("org/name")
+    new = hub.add("org/name", {"config.json": b"{ }", "model.safetensors": b"w" * 5000})
+    if way == "cut":
+        hub.cut["model.safetensors"] = [2000, *[0] * 10]
+    else:
+        hub.shrunk["model.safetensors"] = 4000
+    text = message("org/name")
+    assert "the download of model.safetensors of model 'org/name' broke off (" in text and "try again" in text
+    assert not (folder.parent / new / "model.safetensors").exists()
+    with monkeypatch.context() as patch:  # offline, the branch is still the commit that is whole
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        restart_client()
+        assert download("org/name").name == old
+    restart_client()
+    hub.cut.clear()
+    hub.shrunk.clear()
+    hub.fetched()
+    assert (download("org/name") / "model.safetensors").read_bytes() == b"w" * 5000
+    assert hub.fetched() == ["model.safetensors"]
+
+
+def test_a_server_that_goes_down_between_files(hub: Hub) -> None:
+    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
+    handle = hub.repositories["org/name"].resolve
+
+    def once(revision: str) -> str | None:
+        hub.status = 500
+        return handle(revision)
+
+    hub.repositories["org/name"].resolve = once  # type: ignore[method-assign]
+    assert re.search(r"download of config.json of model 'org/name' broke off \(.*500", message("org/name"))
+
+
+@pytest.mark.parametrize("blocked", ["home", "home/hub"])
+def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, blocked: str) -> None:
+    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
+    (tmp_path / blocked).parent.mkdir(exist_ok=True)
+    (tmp_path / blocked).write_text("not a folder")
+    text = message("org/name", SaveError)
+    assert text.startswith(f"model 'org/name' cannot be kept in {tmp_path / 'home/hub'}: [Errno")
+
+
+# --- what the hub refuses
+
+
+def test_an_unknown_repository(hub: Hub) -> None:
+    hub.add("org/name", {})
+    text = message("org/nome")
+    assert f"model 'org/nome' is neither a file or folder here nor a repository at {hub.endpoint}" in text
+    assert "HF_TOKEN" in text
+
+
+def test_an_unknown_revision(hub: Hub) -> None:
+    commit = hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
+    hub.repositories["org/name"].refs["v1.0"] = commit
+    assert message("org/name@v1.1") == "model 'org/name' has no revision 'v1.1'; nearest: v1.0"
+    assert message("org/name@xyz") == "model 'org/name' has no revision 'xyz'; choices: main, v1.0"
+
+
+def test_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("org/name", {"config.json": b"{}", "model.safetensors": b"weights"})
+    hub.repositories["org/name"].token = "hf_secret"
+    text = message("org/name")
+    assert f"model 'org/name' is gated: ask for access at {hub.endpoint}/org/name, then log in" in text
+    assert hub.fetched() == []
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    restart_client()
+    assert files_in(download("org/name")) == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(403, "access to model 'org/name' is refused (403"), (400, "the hub refuses model 'org/name'")],
+)
+def test_other_refusals(hub: Hub, status: int, expected: str) -> None:
+    hub.status = status
+    assert expected in message("org/name")
+
+
+def test_a_repository_without_weights(hub: Hub) -> None:
+    hub.add("org/name", {**OTHERS, "config.json": b"{}", "model.json": b"{}"})
+    text = message("org/name")
+    assert "model 'org/name' has no weights (.safetensors, .npz, .pth, .pt, .bin)" in text
+    assert "README.md, config.json, flax_model.msgpack" in text
+    hub.add("org/empty", {})
+    assert message("org/empty").endswith("its files are none")
+
+
+def test_a_repository_with_several_weights(hub: Hub) -> None:
+    hub.add("org/name", {"B_16.npz": b"", "L_16.npz": b"", "b.pth": b""})
+    assert "has several weights, B_16.npz, L_16.npz: download the one" in message("org/name")
+    assert hub.fetched() == []
+
+
+def test_a_name_that_is_none() -> None:
+    assert message("hf:vit").startswith("model 'hf:vit' is not a name on the hub, which has the form org/name")
+
+
+# --- all of it
+
+
+def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> None:
+    folder = bundle.save(tmp_path / "model")
+    hub.add("org/name", {**OTHERS, **{file.name: file.read_bytes() for file in folder.iterdir()}})
+    again = load_bundle(download("org/name"), device="cpu")
+    assert again.classes == bundle.classes and again.provenance == bundle.provenance
+    for name, tensor in bundle.network.state_dict().items():
+        assert torch.equal(again.network.state_dict()[name], tensor)
+
+
+def test_load_takes_names_in_a_process_of_its_own(hub: Hub, bundle: Bundle, tmp_path: Path) -> None:
+    """And a model on disk is loaded without the client."""
+    folder = bundle.save(tmp_path / "model")
+    hub.add("org/name", {file.name: file.read_bytes() for file in folder.iterdir()})
+    script = f"""
+import sys, torch, vitrail
+here = vitrail.load({str(folder)!r}, device="cpu")
+assert "huggingface_hub" not in sys.modules
+there = vitrail.load("org/name", device="cpu")
+assert there.classes == here.classes
+weights = here.network.state_dict()
+assert all(torch.equal(tensor, weights[name]) for name, tensor in there.network.state_dict().items())
+"""
+    finished = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(hub.fetched()) == ["model.json", "model.safetensors"]

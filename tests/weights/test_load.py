@@ -1,0 +1,743 @@
+"""Any model on disk: reference outputs through `load`, round trips, conversions, hints, errors, and memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vitrail
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import BundleError, ConfigError, SaveError
+from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.variants import AnyConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layout import Checkpoint
+from vitrail.weights.load import LAYOUTS, convert, load, open_checkpoint
+from vitrail.weights.tensors import TensorFile
+
+Make = Callable[..., Bundle]
+Write = Callable[..., Path]
+Same = Callable[[Bundle, Bundle], None]
+Place = Callable[[str, Path], Path]
+
+GOLDEN = {
+    "google_vit_token": ("google", ".npz"), "google_vit_gap": ("google", ".npz"), "google_hybrid": ("google", ".npz"),
+    "bigvision_gap_sincos": ("big-vision", ".npz"), "bigvision_map": ("big-vision", ".npz"),
+    "timm_vit": ("timm", ".safetensors"), "timm_vit_gap": ("timm", ".pth"),
+    "timm_vit_registers": ("timm", ".safetensors"), "torchvision_vit": ("torchvision", ".pth"),
+    "bit_torch_small": ("bit-torch", ".pth"),
+}  # fmt: skip
+"""Reference outputs, with the layout they are of and the file that they come in."""
+
+
+def hints(layout: str, image_size: tuple[int, int], heads: int = 4) -> dict[str, Any]:
+    """What a file cannot say."""
+    return {"image_size": image_size, **({"heads": heads} if layout in ("timm", "torchvision") else {})}
+
+
+def logits(bundle: Bundle, *sizes: int) -> torch.Tensor:
+    config = bundle.network.config
+    images = torch.randn(2, config.channels, *(sizes or config.image_size), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        result: torch.Tensor = bundle.network(images)
+    return result
+
+
+# --- what other implementations computed
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_outputs(name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    layout, suffix = GOLDEN[name]
+    reference = golden(name)
+    path = write_file(reference.tensors, tmp_path / f"{name}{suffix}")
+    bundle = load(path, device="cpu", **hints(layout, reference.image_size))
+    assert reference.difference(bundle) < 1e-5  # measured: at most 1.4e-6
+    assert bundle.provenance == {"layout": layout, "file": f"{name}{suffix}"}
+    assert bundle.classes == ("0", "1", "2", "3", "4", "5", "6")
+    assert not bundle.network.training and all(parameter.requires_grad for parameter in bundle.network.parameters())
+    named = load(path, device="cpu", layout=layout, **hints(layout, reference.image_size))
+    assert reference.difference(named) < 1e-5
+    for other in set(LAYOUTS) - {layout}:
+        with pytest.raises(BundleError, match=re.escape(str(path))):
+            load(path, device="cpu", layout=other, **hints(layout, reference.image_size))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("to", ["vitrail", *LAYOUTS])
+def test_golden_outputs_after_conversion(
+    name: str, to: str, golden: Callable[..., Any], write_file: Write, place_of: Place, tmp_path: Path
+) -> None:
+    layout, suffix = GOLDEN[name]
+    reference = golden(name)
+    given = hints(layout, reference.image_size)
+    source = write_file(reference.tensors, tmp_path / f"{name}{suffix}")
+    out = tmp_path / "out" if to == "vitrail" else place_of(to, tmp_path)
+    try:
+        notes = convert(source, out, to, **given)
+    except BundleError as error:
+        known = "has no place for|cannot be written as|takes square patches and images|Hugging Face's DINOv2"
+        assert re.search(known, str(error)) and not out.exists()
+        assert to != layout
+        return
+    changed = " ".join(note for note in notes if note.startswith("not carried"))
+    tolerance = 1e-3 if "GELU" in changed else 1e-4
+    heads: dict[str, Any] = (
+        {} if to in ("vitrail", "bit", "bit-torch") else {"heads": 4} if name != "bit_torch_small" else {}
+    )
+    assert reference.difference(load(out, device="cpu", image_size=reference.image_size, **heads)) < tolerance
+
+
+def test_the_package_offers_both() -> None:
+    assert vitrail.load is load and vitrail.convert is convert
+
+
+# --- there and back
+
+
+@st.composite
+def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
+    """Fields of small Vision Transformers that a layout has a place for."""
+    square = layout == "torchvision"
+    patch, grid = draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(st.tuples(*[st.integers(1, 3)] * 2))
+    if square:
+        patch, grid = (patch[0],) * 2, (grid[0],) * 2
+    heads = draw(st.integers(1, 3))
+    fields: dict[str, Any] = {
+        "image_size": (patch[0] * grid[0], patch[1] * grid[1]),
+        "patch_size": patch,
+        "channels": draw(st.sampled_from([1, 3])),
+        "heads": heads,
+        "width": 4 * heads * draw(st.integers(1, 2)),
+        "depth": draw(st.integers(1, 3)),
+        "mlp_width": draw(st.integers(1, 9)),
+        "num_classes": draw(st.integers(0, 3)),
+        "head_hidden": draw(st.integers(0, 4)),
+    }
+    if layout == "torchvision":
+        return {**fields, "position_resize": "bicubic-corners"}
+    if layout == "google":
+        return {**fields, "pool": draw(st.sampled_from(["cls", "gap"])), "activation": "gelu-tanh"}
+    if layout == "big-vision":
+        kind = draw(st.sampled_from(["learned", "sincos-2d"]))
+        pool = draw(st.sampled_from(["cls", "gap", "map"]))
+        cover = "patches" if kind == "learned" else "class"
+        return {**fields, "pool": pool, "positions": kind, "positions_cover": cover, "activation": "gelu-tanh"}
+    pool = draw(st.sampled_from(["cls", "gap", "map"]))
+    has_cls = pool == "cls" or draw(st.booleans())
+    registers = draw(st.integers(0, 2))
+    positions = draw(st.sampled_from(["learned", "none"]))
+    covers = ["patches", "all"] if registers else ["class", "patches"] if has_cls else ["class"]
+    return {
+        **fields,
+        "head_hidden": 0,
+        "pool": pool,
+        "class_token": None if has_cls == (pool == "cls") else has_cls,
+        "registers": registers,
+        "positions": positions,
+        "positions_cover": draw(st.sampled_from(covers)) if positions == "learned" else "class",
+        "position_resize": "bicubic-antialias",
+        "final_norm": draw(st.sampled_from(["tokens", "pooled"])),
+        "activation": draw(st.sampled_from(["gelu", "gelu-tanh", "swiglu"])),
+        "layer_scale": draw(st.sampled_from([0.0, 1e-5, 0.1])),
+        **{name: draw(st.booleans()) for name in ("qk_norm", "qkv_bias", "dense_bias", "patch_bias")},
+    }
+
+
+@st.composite
+def resnets(draw: st.DrawFn, layout: str) -> dict[str, Any]:
+    return {
+        "image_size": draw(st.tuples(st.integers(8, 20), st.integers(8, 20))),
+        "channels": draw(st.sampled_from([1, 3])),
+        "depths": tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))),
+        "width": 32,
+        "num_classes": draw(st.integers(0, 3)),
+        "weight_eps": 1e-8 if layout == "timm" else 1e-10,
+    }
+
+
+def preprocesses(config: AnyConfig, drawn: st.DataObject) -> Preprocess:
+    """Preprocessing for a config, one number for each channel: so a folder of timm has it."""
+    numbers = st.floats(0.1, 0.9)
+    per_channel = st.tuples(*[numbers] * config.channels)
+    return Preprocess(
+        image_size=config.image_size,
+        channels=config.channels,
+        resize=drawn.draw(st.sampled_from(["squash", "crop"])),
+        crop_share=drawn.draw(st.sampled_from([0.875, 0.9, 1.0])),
+        interpolation=drawn.draw(st.sampled_from(["nearest", "bilinear", "bicubic"])),
+        mean=drawn.draw(per_channel),
+        std=drawn.draw(per_channel),
+    )
+
+
+ROUND_TRIPS = [
+    *(("ViT", layout) for layout in ("google", "big-vision", "timm", "torchvision")),
+    *(("BiT", layout) for layout in ("bit", "bit-torch", "timm")),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), ROUND_TRIPS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_what_is_written_is_read(
+    kind: str,
+    layout: str,
+    data: st.DataObject,
+    random_bundle: Make,
+    assert_same: Same,
+    place_of: Place,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config: AnyConfig = (
+        ViTConfig(**data.draw(vits(layout))) if kind == "ViT" else ResNetConfig(**data.draw(resnets(layout)))
+    )
+    bundle = random_bundle(config, preprocess=preprocesses(config, data))
+    path = place_of(layout, tmp_path_factory.mktemp("round"))
+    lost = LAYOUTS[layout].write(bundle, path)
+    given = hints(layout, config.image_size, config.heads) if isinstance(config, ViTConfig) else {}
+    again = load(path, device="cpu", image_size=config.image_size) if layout == "timm" else None
+    again = again or load(path, device="cpu", **(given or {"image_size": config.image_size}))
+    assert_same(bundle, again)
+    torch.testing.assert_close(logits(bundle), logits(again), atol=1e-5, rtol=1e-5)  # how they lie in memory tells
+    if layout == "timm":
+        assert (lost, again.preprocess, again.classes) == ((), bundle.preprocess, bundle.classes)
+    else:
+        assert lost[:2] == ("class names", "preprocessing")
+    files = {"once": path, "twice": place_of(layout, tmp_path_factory.mktemp("twice"))}
+    LAYOUTS[layout].write(again, files["twice"])
+    for file in [path] if path.is_file() else sorted(path.iterdir()):
+        assert file.read_bytes() == (files["twice"] / file.relative_to(path)).read_bytes()
+
+
+@pytest.mark.parametrize("to", ["google", "timm"])
+@pytest.mark.parametrize("depths", [(), (1,), (2, 1)])
+def test_hybrids_there_and_back(
+    to: str, depths: tuple[int, ...], random_bundle: Make, assert_same: Same, place_of: Place, tmp_path: Path
+) -> None:
+    own: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"} if to == "timm" else {}
+    root = RootConfig(depths=depths, width=32, **own)
+    side = root.stride
+    config = ViTConfig(
+        root=root, patch_size=(1, 2), image_size=(3 * side, 4 * side), width=8, depth=1, heads=2, mlp_width=5,
+        num_classes=3, activation="gelu-tanh" if to == "google" else "gelu",
+        position_resize="linear-corners" if to == "google" else "bicubic-antialias",
+    )  # fmt: skip
+    bundle = random_bundle(config)
+    path = place_of(to, tmp_path)
+    LAYOUTS[to].write(bundle, path)
+    assert_same(bundle, load(path, device="cpu", image_size=config.image_size))
+
+
+@pytest.mark.parametrize("name", ["google_vit_token", "timm_vit_registers", "bit_torch_small"])
+def test_our_own_folder_carries_everything(
+    name: str, golden: Callable[..., Any], write_file: Write, assert_same: Same, tmp_path: Path
+) -> None:
+    layout, suffix = GOLDEN[name]
+    reference = golden(name)
+    path = write_file(reference.tensors, tmp_path / f"x{suffix}")
+    given = hints(layout, reference.image_size)
+    notes = convert(path, tmp_path / "ours", "vitrail", **given)
+    first, second = load(path, device="cpu", **given), load(tmp_path / "ours", device="cpu")
+    assert notes == first.notes and second.notes == ()
+    assert_same(first, second)
+    assert (first.classes, first.preprocess, first.provenance) == (second.classes, second.preprocess, second.provenance)
+
+
+# --- between layouts
+
+
+@pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"positions_cover": "all"}, {"positions_cover": "patches"}])
+@pytest.mark.parametrize("chain", [("google", "timm", "big-vision", "google"), ("timm", "big-vision", "timm")])
+def test_layouts_agree(
+    fields: dict[str, Any], chain: tuple[str, ...], random_bundle: Make, place_of: Place, tmp_path: Path
+) -> None:
+    config = ViTConfig(
+        image_size=(12, 10), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=4,
+        activation="gelu-tanh", **fields,
+    )  # fmt: skip
+    bundle = random_bundle(config)
+    path = bundle.save(tmp_path / "ours")
+    for number, layout in enumerate(chain):
+        (tmp_path / str(number)).mkdir()
+        new = place_of(layout, tmp_path / str(number))
+        notes = convert(path, new, layout, image_size=(12, 10))
+        assert not any("GELU" in note for note in notes)
+        path = new
+        torch.testing.assert_close(
+            logits(load(path, device="cpu", image_size=(12, 10))), logits(bundle), atol=2e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("cover", ["patches", "all", "class"])
+def test_torchvision_from_positions_of_other_tokens(
+    cover: Any, random_bundle: Make, place_of: Place, tmp_path: Path
+) -> None:
+    config = ViTConfig(
+        image_size=(12, 12), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=20, positions_cover=cover
+    )
+    bundle = random_bundle(config)
+    LAYOUTS["torchvision"].write(bundle, place_of("torchvision", tmp_path))
+    again = load(place_of("torchvision", tmp_path), device="cpu", heads=3)
+    torch.testing.assert_close(logits(again), logits(bundle), atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_can_be_converted_onto_itself(random_bundle: Make, assert_same: Same, tmp_path: Path) -> None:
+    config = ViTConfig(image_size=(12, 12), patch_size=(4, 4), width=48, depth=3, heads=3, mlp_width=20)
+    bundle, path = random_bundle(config), tmp_path / "x.safetensors"
+    LAYOUTS["timm"].write(bundle, path)
+    for _ in range(2):
+        convert(path, path, "timm", heads=3, num_classes=1000)
+        loaded = load(path, device="cpu", heads=3)
+        torch.testing.assert_close(logits(loaded), logits(bundle), atol=0, rtol=0)
+    convert(path, path, "timm", heads=3, num_classes=2)
+    assert load(path, device="cpu", heads=3).network.config.num_classes == 2
+
+
+LOST = [
+    ("google", {"norm_eps": 1e-12}, "norm_eps=1e-12 (its code has 1e-06)"),
+    ("google", {"activation": "gelu"}, "the exact GELU (its code computes the tanh approximation)"),
+    ("google", {"image_size": (12, 10), "patch_size": (4, 5)}, "image_size=(12, 10)"),
+    ("big-vision", {"positions": "sincos-2d"}, "image_size=(12, 12)"),
+    ("google", {"position_resize": "bicubic"}, "position_resize='bicubic' (its code has 'linear-corners')"),
+    ("torchvision", {"norm_eps": 1e-5}, "norm_eps=1e-05 (its code has 1e-06)"),
+    ("torchvision", {"activation": "gelu-tanh"}, "the tanh approximation of GELU (its code computes the exact one)"),
+    ("torchvision", {}, "heads=3"),
+    ("timm", {"norm_eps": 1e-5}, "norm_eps=1e-05 (its code has 1e-06)"),
+    ("timm", {}, "position_resize='linear-corners' (its code has 'bicubic-antialias')"),
+    ("timm", {"root": RootConfig(width=32)}, "root.norm_eps=1e-06 (its code has 1e-05)"),
+    ("timm", {"root": RootConfig(width=32)}, "root.weight_eps=1e-05 (its code has 1e-08)"),
+    ("timm", {"root": RootConfig(width=32)}, "root.weight_eps_on='deviation' (its code has 'variance')"),
+    ("google", {"root": RootConfig(width=32, weight_eps=1e-8)}, "root.weight_eps=1e-08 (its code has 1e-05)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "fields", "message"), LOST)
+def test_what_is_not_carried_is_said(
+    layout: str, fields: dict[str, Any], message: str, random_bundle: Make, place_of: Place, tmp_path: Path
+) -> None:
+    if "root" in fields:
+        fields = {**fields, "image_size": (12, 12), "patch_size": (1, 1)}
+    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4)}
+    config = ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20, num_classes=2)
+    bundle = random_bundle(config, scores="sigmoid")
+    lost = LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
+    assert message in lost and "scores='sigmoid'" in lost
+    if layout != "timm":
+        assert "class names" in lost and "preprocessing" in lost
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activation": "gelu-tanh"}, "the tanh approximation of GELU (its code computes the exact one unless told)"),
+        ({"pool": "gap", "class_token": True}, "pool='gap' (such tensors are taken for 'cls')"),
+        ({"final_norm": "pooled"}, "pool='cls' (such tensors are taken for 'gap')"),
+        ({"heads": 4}, "heads=4"),
+        ({"image_size": (12, 8)}, "image_size=(12, 8)"),
+    ],
+)
+def test_what_bare_tensors_of_timm_do_not_carry_is_said(
+    fields: dict[str, Any], message: str, random_bundle: Make, tmp_path: Path
+) -> None:
+    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "heads": 3}
+    bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, mlp_width=20, num_classes=2))
+    assert message in LAYOUTS["timm"].write(bundle, tmp_path / "x.safetensors")
+    assert message not in LAYOUTS["timm"].write(bundle, tmp_path / "folder")
+
+
+REFUSED = [
+    ("google", {"pool": "map"}, "pool='map' (it knows 'cls', 'gap')"),
+    ("big-vision", {"pool": "cls+gap"}, "pool='cls+gap' (it knows 'cls', 'gap', 'map')"),
+    ("google", {"positions": "sincos-2d"}, "positions='sincos-2d' (it knows 'learned')"),
+    ("big-vision", {"positions": "rotary-2d"}, "positions='rotary-2d' (it knows 'learned', 'sincos-2d')"),
+    ("google", {"positions_at": "every-layer"}, "positions_at='every-layer' (it knows 'stem')"),
+    ("google", {"registers": 2}, "registers=2 (it knows 0)"),
+    ("google", {"final_norm": "pooled"}, "final_norm='pooled' (it knows 'tokens')"),
+    ("google", {"layer_scale": 0.1}, "layer_scale=0.1 (it knows 0.0)"),
+    ("big-vision", {"qk_norm": True}, "qk_norm=True (it knows False)"),
+    ("google", {"qkv_bias": False}, "qkv_bias=False (it knows True)"),
+    ("google", {"dense_bias": False}, "dense_bias=False (it knows True)"),
+    ("google", {"patch_bias": False}, "patch_bias=False (it knows True)"),
+    ("google", {"activation": "swiglu"}, "activation='swiglu' (it knows 'gelu-tanh', 'gelu')"),
+    ("google", {"pool": "gap", "class_token": True}, "class_token=True (it knows False)"),
+    ("timm", {"head_hidden": 3}, "head_hidden=3 (it knows 0)"),
+    ("timm", {"pool": "cls+gap"}, "pool='cls+gap' (it knows 'cls', 'gap', 'map')"),
+    ("timm", {"positions": "relative-bias"}, "positions='relative-bias' (it knows 'learned', 'none')"),
+    ("timm", {"positions_at": "shared"}, "positions_at='shared' (it knows 'stem')"),
+    ("torchvision", {"pool": "gap"}, "pool='gap' (it knows 'cls')"),
+    ("torchvision", {"registers": 1}, "registers=1 (it knows 0)"),
+    ("torchvision", {"patch_size": (4, 3)}, "torchvision takes square patches and images; these are (4, 3)"),
+    ("bit", {}, "a Vision Transformer cannot be written as bit"),
+    ("bit-torch", {}, "a Vision Transformer cannot be written as bit-torch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "fields", "message"), REFUSED)
+def test_what_would_change_the_arithmetic_is_refused(
+    layout: str, fields: dict[str, Any], message: str, random_bundle: Make, place_of: Place, tmp_path: Path
+) -> None:
+    defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4), "num_classes": 2}
+    bundle = random_bundle(ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20))
+    with pytest.raises(BundleError, match=re.escape(message)):
+        LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", ["google", "timm", "torchvision", "big-vision"])
+def test_a_root_for_small_images_is_refused(layout: str, random_bundle: Make, place_of: Place, tmp_path: Path) -> None:
+    root = RootConfig(width=32, stem="3x3+3x3")
+    config = ViTConfig(
+        root=root, image_size=(8, 8), patch_size=(1, 1), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
+    )
+    with pytest.raises(BundleError, match=r"3x3\+3x3"):
+        LAYOUTS[layout].write(random_bundle(config), place_of(layout, tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["google", "big-vision", "torchvision", "huggingface"])
+def test_a_resnet_has_its_own_layouts(layout: str, random_bundle: Make, place_of: Place, tmp_path: Path) -> None:
+    bundle = random_bundle(ResNetConfig(image_size=(8, 8), depths=(1,), width=32, num_classes=2))
+    with pytest.raises(BundleError, match=f"a BiT ResNet cannot be written as {layout}: choose bit"):
+        LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["bit", "bit-torch", "timm"])
+def test_another_kind_of_epsilon_is_refused_and_another_value_said(
+    layout: str, random_bundle: Make, place_of: Place, tmp_path: Path
+) -> None:
+    config = ResNetConfig(image_size=(8, 8), depths=(1,), width=32, num_classes=2, weight_eps=1e-4, norm_eps=1e-3)
+    lost = LAYOUTS[layout].write(random_bundle(config), place_of(layout, tmp_path))
+    own = "1e-08" if layout == "timm" else "1e-10"
+    assert f"weight_eps=0.0001 (its code has {own})" in lost and "norm_eps=0.001 (its code has 1e-05)" in lost
+    with pytest.raises(BundleError, match=r"weight_eps_on='deviation' \(it knows 'variance'\)"):
+        LAYOUTS[layout].write(random_bundle(replace(config, weight_eps_on="deviation")), place_of(layout, tmp_path))
+
+
+# --- what a file cannot say
+
+
+def test_heads_of_published_sizes_are_known_and_of_others_asked_for(
+    golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    path = write_file(golden("torchvision_vit").tensors, tmp_path / "x.pth")
+    message = r"x\.pth does not say how many heads .*\(width 64, depth 2, MLP 128\) is not a published one: give heads="
+    with pytest.raises(BundleError, match=message):
+        load(path, device="cpu")
+
+
+@pytest.mark.parametrize("size", ["Ti", "S", "B", "L", "H"])
+def test_heads_of_published_sizes(size: str) -> None:
+    from vitrail.models.variants import VARIANTS
+    from vitrail.weights.layout import Hints, heads_of
+
+    variant = VARIANTS[size]
+    path = Path("x.pth")
+    assert heads_of(*variant[:3], Hints(), path) == variant.heads
+    assert heads_of(*variant[:3], Hints(heads=2), path) == 2
+
+
+def test_heads_that_contradict_the_file(
+    golden: Callable[..., Any], write_file: Write, bundle: Bundle, tmp_path: Path
+) -> None:
+    path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
+    with pytest.raises(BundleError, match=r"heads=2 is not what \S+x\.npz says: it has 4"):
+        load(path, device="cpu", heads=2, image_size=(32, 48))
+    bit = write_file(golden("bit_torch_small").tensors, tmp_path / "x.pth")
+    with pytest.raises(BundleError, match=r"heads=2 is not what \S+x\.pth says: it has no attention"):
+        load(bit, device="cpu", heads=2)
+    ours = bundle.save(tmp_path / "ours")
+    assert load(ours, device="cpu", heads=3).network.config == bundle.network.config
+    with pytest.raises(BundleError, match=r"heads=2 is not what \S+ours says: it has 3"):
+        load(ours, device="cpu", heads=2)
+
+
+def test_heads_that_do_not_divide_the_width(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    path = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
+    with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
+        load(path, device="cpu", heads=5, image_size=(32, 48))
+
+
+@pytest.mark.parametrize("name", ["google_vit_token", "google_vit_gap", "google_hybrid", "timm_vit_gap"])
+def test_a_grid_that_is_no_square_needs_its_size(
+    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    layout, suffix = GOLDEN[name]
+    path = write_file(golden(name).tensors, tmp_path / f"x{suffix}")
+    given: dict[str, Any] = {"heads": 4} if layout == "timm" else {}
+    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that it was made for"):
+        load(path, device="cpu", **given)
+    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that it was made for"):
+        load(path, device="cpu", image_size=(48, 64 if name != "google_hybrid" else 96), **given)
+
+
+def test_a_square_grid_is_known(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    path = write_file(golden("torchvision_vit").tensors, tmp_path / "x.pth")
+    assert load(path, device="cpu", heads=4).network.config.image_size == (32, 32)
+    wide = load(path, device="cpu", heads=4, image_size=(16, 64))  # as many patches: so it was made for that
+    assert wide.network.config.image_size == (16, 64) and not any("resized" in note for note in wide.notes)
+    larger = load(path, device="cpu", heads=4, image_size=(40, 64))
+    assert larger.network.config.image_size == (40, 64)
+    assert "image size (32, 32) became (40, 64); positions were resized" in larger.notes
+
+
+@pytest.mark.parametrize("image_size", [(33, 48), (0, 0), (-8, 8)])
+def test_image_sizes_that_cannot_be(
+    image_size: tuple[int, int], golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
+    with pytest.raises(BundleError, match=r"image_size="):
+        load(path, device="cpu", image_size=image_size)
+
+
+@pytest.mark.parametrize("name", ["bigvision_gap_sincos", "bit_torch_small"])
+def test_an_assumed_image_size_is_said(
+    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    path = write_file(golden(name).tensors, tmp_path / f"x{GOLDEN[name][1]}")
+    note = "the file does not say its image size: (224, 224) is assumed"
+    assert note in load(path, device="cpu").notes
+    assert note not in load(path, device="cpu", image_size=(64, 32)).notes
+
+
+# --- tensors that do not fit
+
+
+def test_all_that_does_not_fit_is_listed_before_anything_is_read(
+    golden: Callable[..., Any], write_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tensors = dict(golden("timm_vit").tensors)
+    del tensors["norm.weight"], tensors["blocks.1.attn.proj.bias"]
+    tensors["norm.scale"] = np.zeros(64, np.float32)
+    tensors["head.weight"] = np.zeros((7, 63), np.float32)
+    tensors["cls_token"] = np.zeros((1, 64), np.float32)
+    tensors["blocks.0.mlp.fc1.bias"] = np.zeros((2, 2), np.float32)
+    path = write_file(tensors, tmp_path / "x.safetensors")
+
+    def read(self: TensorFile, name: str, row: int | None = None) -> torch.Tensor:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(TensorFile, "read", read)
+    with pytest.raises(BundleError) as caught:
+        load(path, device="cpu", heads=4, image_size=(32, 48))
+    first, *problems = str(caught.value).splitlines()
+    assert first == f"the tensors of {path} do not fit:"
+    assert [line.strip() for line in problems] == [
+        "misshaped: cls_token (1, 64); the network has prefix.cls (1, 1, 64)",
+        "misshaped: blocks.0.mlp.fc1.bias (2, 2); the network has blocks.0.mlp.up.bias (128,)",
+        "missing: blocks.1.attn.proj.bias",
+        "missing: norm.weight",
+        "misshaped: head.weight (7, 63); the network has head.weight (7, 64)",
+        "unexpected: norm.scale (64,)",
+    ]
+
+
+MODEL = {
+    "cls", "cls_token", "pos_embed", "pos_embedding", "Transformer/posembed_input/pos_embedding",
+    "patch_embed.proj.bias",
+}  # fmt: skip
+"""Tensors without which a file holds another model, of other pooling or positions."""
+REPEATED = re.compile(r"(encoderblock|layer)_1\b|blocks\.1\.|/unit2/|MAPHead_0/M|block[234]|block1/unit1/.*[23]")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
+    name: str, golden: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layout, suffix = GOLDEN[name]
+    reference = golden(name)
+    path = tmp_path / f"x{suffix}"
+    path.touch()
+    own = {key: array.shape for key, array in reference.tensors.items()}
+    for key, shape in own.items():
+        if REPEATED.search(key):
+            continue
+        for change in ((), shape[:-1], (1, *shape), (*shape, 1), (2 * shape[0], *shape[1:])):
+            shapes = {**own, key: change} if change else {other: own[other] for other in own if other != key}
+            file = TensorFile(path, shapes, lambda name, row, shapes=shapes: torch.zeros(shapes[name]))  # type: ignore[misc]
+            monkeypatch.setattr("vitrail.weights.load.open_checkpoint", lambda path, file=file: Checkpoint(file))
+            try:
+                load(path, device="cpu", **hints(layout, reference.image_size))
+            except BundleError as error:
+                assert str(path) in str(error)
+            else:
+                flattened = layout in ("google", "big-vision") and len(change) > len(shape)  # (1, 1, 1, channels)
+                of_no_grid = name == "bigvision_gap_sincos" and key == "embedding/kernel"  # the patch can be any
+                assert flattened or of_no_grid or (not change and key in MODEL), (key, change)
+
+
+def test_an_unknown_layout_shows_some_names(write_file: Write, tmp_path: Path) -> None:
+    path = write_file({f"layer{number}.w": torch.zeros(1) for number in range(5)}, tmp_path / "x.safetensors")
+    message = (
+        r"x\.safetensors has a layout that is not known: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
+        r"\.\.\.; known are vitrail, google, big-vision, bit, bit-torch, huggingface, torchvision, timm"
+    )
+    with pytest.raises(BundleError, match=message):
+        load(path, device="cpu")
+
+
+def test_a_layout_that_does_not_exist(bundle: Bundle, tmp_path: Path) -> None:
+    path = bundle.save(tmp_path / "ours")
+    with pytest.raises(BundleError, match="layout='timn' does not exist; nearest: timm"):
+        load(path, device="cpu", layout="timn")
+    with pytest.raises(BundleError, match="to='gogle' is not a layout; nearest: google"):
+        convert(path, tmp_path / "out", "gogle")
+
+
+def test_a_device_that_does_not_exist_is_seen_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device='tpu'"):
+        load(tmp_path / "nothing", device="tpu")
+
+
+# --- folders
+
+
+def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"model '\S+nowhere' does not exist: there is no such file or folder"):
+        load(tmp_path / "nowhere", device="cpu")
+    with pytest.raises(BundleError, match=r"model '\S+x\.npz' does not exist"):
+        load(tmp_path / "x.npz", device="cpu")
+
+
+def test_a_folder_without_weights_and_one_with_several(write_file: Write, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    message = r"is not a model: it has no model\.json and no weights \(\.safetensors, \.npz, \.pth, \.pt, \.bin\)"
+    with pytest.raises(BundleError, match=message):
+        load(tmp_path, device="cpu")
+    write_file({"w": torch.zeros(1)}, tmp_path / "b.npz")
+    write_file({"w": torch.zeros(1)}, tmp_path / "a.pth")
+    with pytest.raises(BundleError, match=r"has several weights, a\.pth, b\.npz: name one of them"):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "anything.pth"])
+def test_weights_in_a_folder(name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    reference = golden("timm_vit")
+    write_file(reference.tensors, tmp_path / name)
+    if name != "anything.pth":
+        write_file({"w": torch.zeros(1)}, tmp_path / "optimizer.pt")
+    (tmp_path / "config.json").write_text(json.dumps({"model_args": {"num_heads": 4, "img_size": [32, 48]}}))
+    bundle = load(tmp_path, device="cpu")
+    assert reference.difference(bundle) < 1e-5 and bundle.provenance["file"] == name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", r"config\.json must be an object of named fields, not list"),
+        ("{", r"config\.json is damaged: "),
+        ("", r"config\.json is damaged: "),
+        ('{"model_args": 3}', r"says its sizes in another way than timm does"),
+        ('{"model_args": {"img_size": "large"}}', r"says its sizes in another way than timm does"),
+        ('{"model_args": {"img_size": [1, 2, 3]}}', r"says its sizes in another way than timm does"),
+        (
+            '{"model_args": {"act_layer": "relu", "num_heads": 4}}',
+            r"act_layer='relu' is not one of 'gelu', 'gelu_tanh'",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_used(
+    text: str, message: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    write_file(golden("timm_vit").tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BundleError, match=message):
+        load(tmp_path, device="cpu", image_size=(32, 48))
+
+
+def test_a_file_of_text(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
+    with pytest.raises(BundleError, match=r"x\.safetensors is damaged, cut short or not what its suffix says"):
+        load(tmp_path / "x.safetensors", device="cpu")
+
+
+def test_files_beside_the_weights_are_read_with_them(write_file: Write, tmp_path: Path) -> None:
+    write_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    (tmp_path / "preprocessor_config.json").write_text('{"b": 2}')
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.config, checkpoint.preprocessor) == ({"a": 1}, {"b": 2})
+    assert open_checkpoint(tmp_path / "model.safetensors").config == {}
+
+
+def test_what_cannot_be_written_is_a_save_error(bundle: Bundle, place_of: Place, tmp_path: Path) -> None:
+    path = bundle.save(tmp_path / "ours")
+    (tmp_path / "file").write_text("mine")
+    for to in ("google", "timm", "vitrail"):
+        with pytest.raises(SaveError, match=r"what was there is intact"):
+            convert(path, tmp_path / "file" / place_of("google" if to == "google" else "timm", Path()).name, to)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# --- memory
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from vitrail.weights.load import load
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+before = status("VmRSS")
+bundle = load(sys.argv[1], device="cpu")
+total = sum(float(parameter.detach().sum()) for parameter in bundle.network.parameters())  # touches every page
+print(status("VmHWM") - before, total)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["timm.safetensors", "google.npz", "scanned.npz"])
+def test_loading_takes_no_more_memory_than_the_file(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from vitrail.models.variants import variant_config
+    from vitrail.weights.layout import Pair
+    from vitrail.weights.timm import pairs as timm_pairs
+
+    config = variant_config("ViT-L/16")
+    assert isinstance(config, ViTConfig)
+    layout = LAYOUTS["google"]
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in vitrail.create("ViT-L/16").state_dict().items()}
+    pairs: list[Pair] = list(timm_pairs(config) if kind.startswith("timm") else layout.pairs(config))  # type: ignore[attr-defined]
+    theirs: dict[str, torch.Tensor] = {}
+    for number, pair in enumerate(pairs):
+        theirs |= pair.write(torch.full(shapes[pair.ours], number / 1e6))
+    path = tmp_path / kind
+    if kind.startswith("timm"):
+        save_file(theirs, path)
+    else:
+        if kind.startswith("scanned"):
+            inside = sorted({name.split("/", 2)[2] for name in theirs if "/encoderblock_" in name})
+            for name in inside:
+                own = [theirs.pop(f"Transformer/encoderblock_{layer}/{name}") for layer in range(config.depth)]
+                theirs[f"Transformer/encoderblock/{name}"] = torch.stack(own)
+        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in theirs.items()}
+        np.savez(path, **arrays)
+    del theirs
+    expected = sum(number / 1e6 * int(np.prod(shapes[pair.ours])) for number, pair in enumerate(pairs))
+    size = path.stat().st_size
+    assert 1.2e9 < size < 1.3e9
+    try:
+        done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+    finally:
+        path.unlink()
+    peak, total = map(float, done.stdout.split())
+    print(f"{kind}: file {size / 1e9:.3f} GB, peak {peak / 1e9:.3f} GB, {peak / size:.3f} of it")
+    assert total == pytest.approx(expected, rel=1e-3)
+    assert peak <= 1.3 * size

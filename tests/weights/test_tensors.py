@@ -1,0 +1,410 @@
+"""Files of named tensors: what is written is read, in float32, and whatever is damaged is said to be."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import pickle
+import re
+import resource
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from vitrail.errors import BundleError, SaveError
+from vitrail.weights.tensors import SUFFIXES, TensorFile, open_tensors, save_tensors
+
+Write = Callable[..., Path]
+
+TENSORS = {
+    "a/kernel": torch.arange(6.0).reshape(2, 3) / 7,
+    "b": torch.tensor([1.5, -2.0]),
+    "scalar": torch.tensor(3.25),
+    "empty": torch.zeros(0, 4),
+    "stack": torch.arange(24.0).reshape(4, 3, 2),
+}
+
+
+@pytest.fixture(params=SUFFIXES)
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A path of each kind of file."""
+    return tmp_path / f"weights{request.param}"
+
+
+def assert_read(file: TensorFile, tensors: dict[str, torch.Tensor]) -> None:
+    assert file.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        assert name in file and file.read(name).dtype == torch.float32
+        assert torch.equal(file.read(name), tensor), name
+
+
+# --- reading
+
+
+def test_reads_what_the_library_wrote(path: Path, write_file: Write) -> None:
+    file = open_tensors(write_file(TENSORS, path))
+    assert_read(file, TENSORS)
+    assert "nothing" not in file and file.path == path
+
+
+def test_reads_one_row_of_a_tensor(path: Path, write_file: Write) -> None:
+    file = open_tensors(write_file(TENSORS, path))
+    for row in range(4):
+        assert torch.equal(file.read("stack", row), TENSORS["stack"][row])
+        assert file.read("stack", row).untyped_storage().nbytes() <= 24 * 4
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_other_number_formats_become_float32(kind: torch.dtype, suffix: str, write_file: Write, tmp_path: Path) -> None:
+    tensors = {name: tensor.to(kind) for name, tensor in TENSORS.items()}
+    file = open_tensors(write_file(tensors, tmp_path / f"x{suffix}"))
+    assert_read(file, {name: tensor.float() for name, tensor in tensors.items()})
+    assert file.read("stack", 2).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["<f2", ">f4", "<f8", ">f2", "f16"])
+def test_other_number_formats_of_numpy_become_float32(kind: str, tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {name: tensor.numpy().astype(kind) for name, tensor in TENSORS.items()}
+    np.savez(tmp_path / "x.npz", **arrays)
+    file = open_tensors(tmp_path / "x.npz")
+    assert_read(file, {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()})
+    assert torch.equal(file.read("stack", 1), file.read("stack")[1])
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_bfloat16_of_jax_in_an_npz(compressed: bool, order: Any, tmp_path: Path) -> None:
+    values = torch.tensor([[1.0, -2.5, 3e20], [0.1, 7.0, -0.0]]).bfloat16()
+    # numpy has no such type: jax's arrays end up as two bytes without a meaning
+    array = np.asarray(values.view(torch.int16).numpy().view("V2"), order=order)
+    (np.savez_compressed if compressed else np.savez)(tmp_path / "x.npz", w=array, step=np.array(7))
+    file = open_tensors(tmp_path / "x.npz")
+    assert_read(file, {"w": values.float()})
+    assert torch.equal(file.read("w", 1), values[1].float())
+
+
+def test_arrays_whose_columns_come_first(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", w=np.asfortranarray(TENSORS["stack"].numpy()))
+    file = open_tensors(tmp_path / "x.npz")
+    assert_read(file, {"w": TENSORS["stack"]})
+    assert torch.equal(file.read("w", 3), TENSORS["stack"][3]) and file.read("w").is_contiguous()
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pth"])
+def test_whole_numbers_are_no_weights(suffix: str, write_file: Write, tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(2), "step": torch.tensor(5), "ids": torch.arange(4), "mask": torch.tensor([True])}
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    assert open_tensors(write_file(arrays, tmp_path / f"x{suffix}")).shapes == {"w": (2,)}
+
+
+@pytest.mark.parametrize("mapped", [".safetensors", ".pth"])
+def test_a_mapped_file_costs_no_memory_of_its_own(mapped: str, write_file: Write, tmp_path: Path) -> None:
+    file = open_tensors(write_file({"w": torch.zeros(1000)}, tmp_path / f"x{mapped}"))
+    assert file.read("w").data_ptr() == file.read("w").data_ptr()
+
+
+def test_new_names(write_file: Write, tmp_path: Path) -> None:
+    file = open_tensors(write_file(TENSORS, tmp_path / "x.npz")).renamed(str.upper)
+    assert_read(file, {name.upper(): tensor for name, tensor in TENSORS.items()})
+    assert torch.equal(file.read("STACK", 1), TENSORS["stack"][1])
+
+
+# --- PyTorch files, and what training scripts put around the weights
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"state_dict": state, "epoch": 3, "optimizer": {"lr": 0.1}},
+        lambda state: {"model": state, "args": {"x": [1, "two"]}},
+        lambda state: {"teacher": state, "student": {"w": torch.zeros(1)}},
+        lambda state: {"model": {"network": state}},
+        lambda state: collections.OrderedDict(state),
+        lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
+        lambda state: {"teacher": {f"module.backbone.{name}": tensor for name, tensor in state.items()}},
+        lambda state: {name: torch.nn.Parameter(tensor) for name, tensor in state.items()},
+    ],
+)
+def test_weights_inside_a_checkpoint(wrap: Callable[[dict[str, torch.Tensor]], Any], tmp_path: Path) -> None:
+    torch.save(wrap(TENSORS), tmp_path / "x.pth")
+    assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
+
+
+def test_files_of_old_pytorch(tmp_path: Path) -> None:
+    torch.save(TENSORS, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
+    assert_read(open_tensors(tmp_path / "x.pth"), TENSORS)
+
+
+@pytest.mark.parametrize("content", [torch.zeros(3), {}, [torch.zeros(2)], {"epoch": 1}, {"a": torch.tensor(1)}])
+def test_a_pytorch_file_without_named_weights(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    message = r"x\.pt holds no tensors by name, neither at its top nor under state_dict, model, model_state, "
+    with pytest.raises(BundleError, match=message):
+        open_tensors(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path) -> None:
+    marker = tmp_path / "was run"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, (f"open({str(marker)!r}, 'w').close()",)
+
+    torch.save({"w": torch.zeros(1), "evil": Evil()}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(BundleError, match="holds more than tensors, or is damaged; it is not loaded, because that"):
+        open_tensors(tmp_path / "x.pth")
+    (tmp_path / "bare.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(BundleError, match=r"bare\.bin"):
+        open_tensors(tmp_path / "bare.bin")
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(Evil()))
+    assert marker.exists()
+
+
+def test_pickled_objects_in_an_npz_are_not_loaded(tmp_path: Path) -> None:
+    marker = tmp_path / "was run"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, (f"open({str(marker)!r}, 'w').close()",)
+
+    np.savez(tmp_path / "x.npz", w=np.zeros(2), evil=np.array([Evil()], dtype=object))
+    message = r"^\S+x\.npz: evil is a pickled object, which is not loaded, because it could run code$"
+    with pytest.raises(BundleError, match=message):
+        open_tensors(tmp_path / "x.npz")
+    assert not marker.exists()
+
+
+# --- several files with an index
+
+
+@pytest.fixture
+def sharded(tmp_path: Path, write_file: Write) -> Callable[..., Path]:
+    """Writes the tensors into two files with an index; `change` is called with its weight map."""
+
+    def make(change: Callable[[dict[str, Any]], object] = dict) -> Path:
+        first, second = dict(list(TENSORS.items())[:2]), dict(list(TENSORS.items())[2:])
+        write_file(first, tmp_path / "model-1.safetensors")
+        write_file(second, tmp_path / "model-2.safetensors")
+        places = {**dict.fromkeys(first, "model-1.safetensors"), **dict.fromkeys(second, "model-2.safetensors")}
+        change(places)
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        return index
+
+    return make
+
+
+def test_an_index_joins_its_shards(sharded: Callable[..., Path]) -> None:
+    file = open_tensors(sharded())
+    assert_read(file, TENSORS)
+    assert torch.equal(file.read("stack", 2), TENSORS["stack"][2])
+
+
+@pytest.mark.parametrize("outside", ["../secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors"])
+def test_an_index_cannot_point_outside(outside: str, sharded: Callable[..., Path]) -> None:
+    index = sharded(lambda places: places.update(b=outside))
+    with pytest.raises(BundleError, match=rf"index\.json points outside its folder: '{re.escape(outside)}'"):
+        open_tensors(index)
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors.index.json", "config.json", "..", "", "readme"])
+def test_an_index_points_to_weights(kind: str, sharded: Callable[..., Path]) -> None:
+    index = sharded(lambda places: places.update(b=kind))
+    with pytest.raises(BundleError, match=rf"points to '{re.escape(kind)}', which is not one of \.safetensors"):
+        open_tensors(index)
+
+
+def test_a_missing_shard_and_a_missing_tensor_are_named(sharded: Callable[..., Path]) -> None:
+    with pytest.raises(BundleError, match=r"^weights '\S+model-3\.safetensors' do not exist"):
+        open_tensors(sharded(lambda places: places.update(b="model-3.safetensors")))
+    with pytest.raises(BundleError, match=r"index\.json: scalar is not in model-1\.safetensors"):
+        open_tensors(sharded(lambda places: places.update(scalar="model-1.safetensors")))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "[" * 999])
+def test_a_damaged_index(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(BundleError, match=r"index\.json is (empty|damaged)"):
+        open_tensors(path)
+
+
+# --- damage
+
+
+def test_a_file_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"weights '\S+none\.npz' do not exist: there is no such file"):
+        open_tensors(tmp_path / "none.npz")
+    with pytest.raises(BundleError, match="do not exist"):
+        open_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "shown"), [("weights.h5", r"'\.h5'"), ("weights", "'no suffix'")])
+def test_an_unknown_suffix(name: str, shown: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(BundleError, match=rf"{shown} is not one of \.safetensors, \.npz, \.pth, \.pt, \.bin"):
+        open_tensors(tmp_path / name)
+
+
+def test_an_empty_file(path: Path) -> None:
+    path.touch()
+    with pytest.raises(BundleError, match=rf"{path.name} is empty"):
+        open_tensors(path)
+
+
+@pytest.mark.parametrize("content", [b"a page of text\n" * 20, b"\x00" * 300, b"PK\x03\x04" + b"x" * 100, b"\x80\x02"])
+def test_what_is_no_such_file(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=rf"{re.escape(str(path))} (is|holds) .*damaged"):
+        open_tensors(path)
+
+
+def test_a_file_without_tensors(path: Path, write_file: Write) -> None:
+    write_file({}, path)
+    with pytest.raises(BundleError, match="holds no tensors"):
+        open_tensors(path)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_a_file_cut_short(path: Path, share: float, write_file: Write) -> None:
+    write_file({f"w{number}": torch.randn(50) for number in range(20)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(BundleError, match=rf"{re.escape(str(path))} (is|holds) .*damaged"):
+        open_tensors(path)
+
+
+def test_damage_inside_an_npz_is_seen_when_it_is_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", w=np.full(1000, 3.0, np.float32))
+    content = bytearray((tmp_path / "x.npz").read_bytes())
+    content[2000] ^= 1
+    (tmp_path / "x.npz").write_bytes(content)
+    file = open_tensors(tmp_path / "x.npz").renamed(str.upper)
+    with pytest.raises(BundleError, match=r"^\S+x\.npz is damaged: w cannot be read \(Bad CRC-32"):
+        file.read("W")
+
+
+def test_an_npz_with_something_else_in_it(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    with pytest.raises(BundleError, match=r"x\.npz is damaged, cut short or not what its suffix says"):
+        open_tensors(tmp_path / "x.npz")
+
+
+@given(content=st.binary(min_size=1, max_size=200), suffix=st.sampled_from(SUFFIXES))
+def test_any_bytes_give_an_error_of_ours(content: bytes, suffix: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(BundleError):
+        open_tensors(path)
+
+
+@given(position=st.integers(0, 10**6), value=st.integers(0, 255), suffix=st.sampled_from(SUFFIXES))
+def test_any_altered_byte_gives_tensors_or_an_error_of_ours(
+    position: int, value: int, suffix: str, tmp_path_factory: pytest.TempPathFactory, write_file: Write
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"altered{suffix}"
+    path.unlink(missing_ok=True)
+    write_file({"w": torch.ones(3, 2)}, path)
+    content = bytearray(path.read_bytes())
+    content[position % len(content)] = value
+    path.write_bytes(content)
+    try:
+        file = open_tensors(path)
+        for name in file.shapes:
+            file.read(name)
+    except BundleError:
+        pass
+
+
+# --- writing
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_saved_is_what_is_read(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / f"x{suffix}"
+    save_tensors(TENSORS, path, SUFFIXES)
+    assert_read(open_tensors(path), TENSORS)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_can_be_replaced_by_what_was_read_from_it(path: Path, write_file: Write) -> None:
+    file = open_tensors(write_file(TENSORS, path))
+    tensors = {name: file.read(name) for name in file.shapes}
+    for _ in range(3):
+        save_tensors({"first": torch.zeros(5000), **tensors}, path, SUFFIXES)
+    assert_read(open_tensors(path), {"first": torch.zeros(5000), **TENSORS})
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "link.npz").symlink_to(tmp_path / "real.npz")
+    save_tensors(TENSORS, tmp_path / "link.npz", (".npz",))
+    assert (tmp_path / "link.npz").is_symlink()
+    assert_read(open_tensors(tmp_path / "real.npz"), TENSORS)
+
+
+def test_a_part_of_a_tensor_is_saved_without_the_rest(tmp_path: Path) -> None:
+    save_tensors({"part": torch.zeros(100_000)[:10]}, tmp_path / "x.pth", (".pth",))
+    assert (tmp_path / "x.pth").stat().st_size < 5000
+
+
+def test_another_suffix_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"cannot write '\S+x\.h5': '\.h5' is not \.pth or \.pt"):
+        save_tensors(TENSORS, tmp_path / "x.h5", (".pth", ".pt"))
+    with pytest.raises(BundleError, match=r"'no suffix' is not \.npz"):
+        save_tensors(TENSORS, tmp_path / "x", (".npz",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_the_old_file(path: Path, write_file: Write) -> None:
+    before = write_file(TENSORS, path).read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file of this process can grow past it
+    try:
+        with pytest.raises(SaveError, match=r"could not save the weights to .*; what was there is intact"):
+            save_tensors({"w": torch.zeros(10_000)}, path, SUFFIXES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_places_that_cannot_be_written(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(SaveError, match="Is a directory"):
+        save_tensors(TENSORS, path, SUFFIXES)
+    (path / "file").write_text("mine")
+    with pytest.raises(SaveError, match="could not save the weights"):
+        save_tensors(TENSORS, path / "file" / path.name, SUFFIXES)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert (path / "file").read_text() == "mine"
+
+
+def test_reading_tells_what_it_could_not_read(tmp_path: Path) -> None:
+    def fail(name: str, row: int | None) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+    file = TensorFile(tmp_path / "x.npz", {"w": (1,)}, fail)
+    with pytest.raises(BundleError, match=r"x\.npz is damaged: w cannot be read \(the disk is gone\)"):
+        file.read("w")
+
+
+def test_pytorch_files_in_memory_are_the_same_as_the_librarys(tmp_path: Path) -> None:
+    save_tensors(TENSORS, tmp_path / "x.pth", (".pth",))
+    loaded = torch.load(io.BytesIO((tmp_path / "x.pth").read_bytes()), weights_only=True)
+    assert list(loaded) == list(TENSORS) and all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
+    save_tensors(TENSORS, tmp_path / "x.safetensors", (".safetensors",))
+    save_file(TENSORS, tmp_path / "y.safetensors", metadata={"format": "pt"})
+    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()

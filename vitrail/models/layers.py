@@ -1,0 +1,104 @@
+"""The small parts of a block around its attention: MLPs, LayerScale, stochastic depth, and how weights begin."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+__all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "lecun_normal_", "make_mlp"]
+
+Activation = Literal["gelu", "gelu-tanh", "swiglu"]
+
+
+class Mlp(nn.Module):
+    """Two dense layers with a GELU between them (paper section 3.1), and dropout after each."""
+
+    def __init__(self, width: int, hidden: int, *, tanh: bool = False, bias: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.activation = nn.GELU(approximate="tanh" if tanh else "none")
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+        return self.dropout(self.down(self.dropout(self.activation(self.up(x)))))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        _initialise_dense(self.up, self.down)
+
+
+class SwiGlu(nn.Module):
+    """`down(silu(gate) * value)`, gate and value from one product (2002.05202): the MLP of DINOv2's largest model.
+
+    The first half of `up`'s rows makes the gate.
+    """
+
+    def __init__(self, width: int, hidden: int, *, bias: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * hidden, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.dropout(self.down(self.dropout(F.silu(gate) * value)))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        _initialise_dense(self.up, self.down)
+
+
+def _initialise_dense(*layers: nn.Linear) -> None:
+    for layer in layers:
+        nn.init.xavier_uniform_(layer.weight)
+        if layer.bias is not None:
+            nn.init.normal_(layer.bias, std=1e-6)
+
+
+def make_mlp(width: int, hidden: int, activation: Activation, *, bias: bool = True, dropout: float = 0.0) -> nn.Module:
+    """The MLP that `activation` names."""
+    if activation == "swiglu":
+        return SwiGlu(width, hidden, bias=bias, dropout=dropout)
+    return Mlp(width, hidden, tanh=activation == "gelu-tanh", bias=bias, dropout=dropout)
+
+
+class LayerScale(nn.Module):
+    """Multiplies each channel of a branch by a learned number; a small start steadies deep networks (2103.17239)."""
+
+    def __init__(self, width: int, start: float) -> None:
+        super().__init__()
+        self.start = start
+        self.gamma = nn.Parameter(torch.empty(width))
+
+    def forward(self, branch: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+        return branch * self.gamma.to(branch.dtype)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        nn.init.constant_(self.gamma, self.start)
+
+
+class StochasticDepth(nn.Module):
+    """In training, drops a branch for some images of a batch and scales the others to keep the mean (1603.09382)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+        if not self.training or self.rate == 0:
+            return branch
+        keep = 1 - self.rate
+        mask = torch.empty(branch.shape[0], 1, 1, dtype=branch.dtype, device=branch.device).bernoulli_(keep)
+        return branch * mask.div_(keep)
+
+
+def lecun_normal_(weight: Tensor) -> None:
+    """Normal of variance 1 / fan_in, cut at two standard deviations and rescaled to that variance."""
+    std = weight[0].numel() ** -0.5 / 0.87962566103423978  # the standard deviation of a unit normal cut at +-2
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

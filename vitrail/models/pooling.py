@@ -1,0 +1,61 @@
+"""From tokens to the one vector that the head sees."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.models.attention import attend
+from vitrail.models.layers import Activation, make_mlp
+from vitrail.models.network import Features
+
+__all__ = ["AttentionPool", "FinalNorm", "Pool", "pool"]
+
+Pool = Literal["cls", "gap", "map", "cls+gap"]
+FinalNorm = Literal["tokens", "pooled"]
+
+
+class AttentionPool(nn.Module):
+    """A learned query looks at all tokens, and an MLP follows: big_vision's multi-head attention pooling (MAP)."""
+
+    def __init__(self, width: int, heads: int, mlp_width: int, activation: Activation, norm_eps: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.probe = nn.Parameter(torch.empty(1, 1, width))
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=norm_eps)
+        self.mlp = make_mlp(width, mlp_width, activation)
+
+    def forward(self, tokens: Float[Tensor, "b n width"]) -> Float[Tensor, "b width"]:
+        b, n, width = tokens.shape
+        q = self.query(self.probe.to(tokens.dtype)).view(1, 1, self.heads, -1).transpose(1, 2).expand(b, -1, -1, -1)
+        k, v = self.key_value(tokens).view(b, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        x = self.out(attend(q, k, v).transpose(1, 2).reshape(b, 1, width))
+        return (x + self.mlp(self.norm(x)))[:, 0]
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        nn.init.xavier_uniform_(self.probe[0])  # a (1, width) matrix, as flax counts its fans
+        nn.init.xavier_uniform_(self.query.weight)
+        for projection in self.key_value.weight.chunk(2):
+            nn.init.xavier_uniform_(projection)
+        nn.init.xavier_uniform_(self.out.weight)
+        for layer in (self.query, self.key_value, self.out):
+            nn.init.zeros_(layer.bias)
+
+
+def pool(features: Features, how: Pool, attention: AttentionPool | None) -> Float[Tensor, "b pooled"]:
+    """The class token, the mean of the patch tokens, what attention makes of all tokens, or the first two, joined."""
+    if how == "map":
+        assert attention is not None
+        first = [] if features.cls is None else [features.cls[:, None]]
+        return attention(torch.cat([*first, features.registers, features.patches], dim=1))
+    if how == "gap":
+        return features.patches.mean(dim=1)
+    assert features.cls is not None
+    return features.cls if how == "cls" else torch.cat([features.cls, features.patches.mean(dim=1)], dim=1)

@@ -1,0 +1,345 @@
+"""ResNets of Big Transfer (BiT, 1912.11370), and the root that turns a Vision Transformer into a hybrid.
+
+The two are cousins. BiT's units normalise before they convolve (v2, "pre-activation") and pad by fixed amounts; the
+hybrid's come from the Vision Transformer's own code, normalise after (v1) and pad as TensorFlow's "SAME". Both
+standardise the weights of every convolution (1903.10520) and have group norm where others have batch norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.layers import lecun_normal_
+from vitrail.models.network import Features
+
+__all__ = ["HybridRoot", "ResNet", "ResNetConfig", "RootConfig", "Stem", "WeightEps"]
+
+WeightEps = Literal["variance", "deviation"]
+"""What `weight_eps` is added to: the variance, under the root, or the standard deviation."""
+
+Stem = Literal["7x7+pool", "3x3+3x3"]
+"""How a root begins: a 7 x 7 convolution of stride 2 and a max pool of stride 2, as published; or two 3 x 3
+convolutions, the second of stride 2, which leave a small image cells for its patches (after 2106.14881)."""
+
+EXPANSION = 4
+"""A unit's outputs are four times as many as the channels of its 3 x 3 convolution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootConfig:
+    """The ResNet below a hybrid's transformer. The defaults are the original code's. Raises `ConfigError`."""
+
+    depths: tuple[int, ...] = ()
+    """Units of each stage; none leaves the stem alone."""
+    stem: Stem = "7x7+pool"
+    """As published, or for small images "3x3+3x3", whose norms have one group."""
+    width: int = 64
+    """Channels of the stem; stage i has `width * 2**i` inside its units and four times as many outside."""
+    norm_eps: float = 1e-6
+    """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
+    weight_eps: float = 1e-5
+    """Epsilon of weight standardisation: 1e-5 on the deviation, or timm's 1e-8 on the variance."""
+    weight_eps_on: WeightEps = "deviation"
+
+    def __post_init__(self) -> None:
+        _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
+        if self.stem not in get_args(Stem):
+            raise ConfigError(f"stem={self.stem!r} is not one of {', '.join(map(repr, get_args(Stem)))}")
+
+    @property
+    def stride(self) -> int:
+        """Pixels between two cells of the feature map."""
+        return (4 if self.stem == "7x7+pool" else 2) * 2 ** max(0, len(self.depths) - 1)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the feature map."""
+        return self.width * EXPANSION * 2 ** (len(self.depths) - 1) if self.depths else self.width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """Everything that decides a BiT ResNet's shapes and arithmetic. The defaults are R50x1. Raises `ConfigError`."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels; the network takes any other as well."""
+    channels: int = 3
+    """Image channels: 3 for RGB, 1 for grey."""
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    """Units of each stage."""
+    width: int = 64
+    """Channels of the first convolution: 64 times the width factor."""
+    num_classes: int = 1000
+    """Outputs of the head; 0 makes a network without one."""
+    head_bias: float = 0.0
+    """Where the head's biases start."""
+    norm_eps: float = 1e-5
+    """Epsilon of every group norm."""
+    weight_eps: float = 1e-10
+    """Epsilon of weight standardisation: 1e-10, or timm's 1e-8."""
+    weight_eps_on: WeightEps = "variance"
+
+    def __post_init__(self) -> None:
+        _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
+        if not self.depths:
+            raise ConfigError("depths=() leaves no stage; a ResNet has at least one")
+        if min(*self.image_size, self.channels) < 1 or self.num_classes < 0:
+            raise ConfigError(
+                f"image_size={self.image_size} and channels={self.channels} must be at least 1, "
+                f"num_classes={self.num_classes} at least 0"
+            )
+        if not math.isfinite(self.head_bias):
+            raise ConfigError(f"head_bias={self.head_bias} is not a number to start from")
+
+    @property
+    def embed_width(self) -> int:
+        """Channels of the last feature map."""
+        return self.width * EXPANSION * 2 ** (len(self.depths) - 1)
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        """Cells of the last feature map. Raises `ConfigError` for an image without a pixel."""
+        if min(height, width) < 1:
+            raise ConfigError(f"an image of {height} x {width} has no pixels")
+        stride = 2 ** (len(self.depths) + 1)
+        return math.ceil(height / stride), math.ceil(width / stride)
+
+
+class ResNet(nn.Module):
+    """A BiT ResNet-v2. `embed` is the mean over the last feature map, whose cells are the `patches` of `features`."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        eps = config.weight_eps, config.weight_eps_on
+        self.stem = StandardisedConv(config.channels, config.width, 7, stride=2, padding=3, eps=eps)
+        widths = _stage_widths(config.width, len(config.depths))
+        self.stages = nn.ModuleList(
+            nn.ModuleList(
+                PreActivationUnit(
+                    before if unit == 0 else after,
+                    after,
+                    stride=2 if stage and unit == 0 else 1,
+                    norm_eps=config.norm_eps,
+                    weight_eps=eps,
+                )
+                for unit in range(depth)
+            )
+            for stage, (depth, (before, after)) in enumerate(zip(config.depths, pairwise(widths), strict=True))
+        )
+        self.norm = nn.GroupNorm(32, widths[-1], eps=config.norm_eps)
+        self.head = nn.Linear(widths[-1], config.num_classes) if config.num_classes else None
+        self.initialise()
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Logits; without a head, what the head would have seen."""
+        x = self.embed(images)
+        return x if self.head is None else self.head(x)
+
+    def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b width"]:
+        """The mean over the last feature map."""
+        return self.features(images).patches.mean(dim=1)
+
+    def features(self, images: Float[Tensor, "b c h w"]) -> Features:
+        """The last feature map, after its norm and ReLU. Raises `ConfigError` for other channels or no pixels."""
+        if images.shape[1] != self.config.channels:
+            raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
+        grid = self.config.grid_of(images.shape[2], images.shape[3])
+        x = self.stem(images)
+        # Zeros around the map, and then a pool without padding: the pool sees the zeros (paper.md, and BiT's own code).
+        x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleList)
+            for unit in stage:
+                x = unit(x)
+        x = F.relu(self.norm(x))
+        tokens = x.flatten(2).transpose(1, 2)  # b (h w) c
+        return Features(cls=None, registers=tokens[:, :0], patches=tokens, grid=grid)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draws new weights: convolutions of variance 1 / fan_in (which standardisation rescales), a head of zeros."""
+        _initialise_convolutions(self)
+        if self.head is not None:
+            nn.init.zeros_(self.head.weight)
+            nn.init.constant_(self.head.bias, self.config.head_bias)
+
+
+class HybridRoot(nn.Module):
+    """The Vision Transformer's own ResNet-v1: a stem, and stages of post-activation units."""
+
+    def __init__(self, config: RootConfig, channels: int) -> None:
+        super().__init__()
+        self.config = config
+        eps = config.weight_eps, config.weight_eps_on
+        as_published, half = config.stem == "7x7+pool", config.width // 2
+        self.before = None if as_published else StandardisedConv(channels, half, 3, padding="same", eps=eps)
+        self.before_norm = None if as_published else nn.GroupNorm(1, half, eps=config.norm_eps)
+        kernel, into = (7, channels) if as_published else (3, half)
+        self.stem = StandardisedConv(into, config.width, kernel, stride=2, padding="same", eps=eps)
+        self.norm = nn.GroupNorm(32 if as_published else 1, config.width, eps=config.norm_eps)
+        widths = _stage_widths(config.width, len(config.depths))
+        self.stages = nn.ModuleList(
+            nn.ModuleList(
+                PostActivationUnit(
+                    before if unit == 0 else after,
+                    after,
+                    stride=2 if stage and unit == 0 else 1,
+                    norm_eps=config.norm_eps,
+                    weight_eps=eps,
+                )
+                for unit in range(depth)
+            )
+            for stage, (depth, (before, after)) in enumerate(zip(config.depths, pairwise(widths), strict=True))
+        )
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        """The feature map, its sides divided by the config's stride and rounded up."""
+        x = images
+        if self.before is not None and self.before_norm is not None:
+            x = F.relu(self.before_norm(self.before(x)))
+        x = F.relu(self.norm(self.stem(x)))
+        if self.config.stem == "7x7+pool":
+            x = F.max_pool2d(_pad_same(x, 3, 2, value=-math.inf), 3, stride=2)
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleList)
+            for unit in stage:
+                x = unit(x)
+        return x
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draws new weights; the last norm of every unit starts at zero, so that the unit starts as its shortcut."""
+        _initialise_convolutions(self)
+        for module in self.modules():
+            if isinstance(module, PostActivationUnit):
+                nn.init.zeros_(module.norm3.weight)
+
+
+class StandardisedConv(nn.Conv2d):
+    """A convolution without bias whose filters are brought to mean 0 and deviation 1 whenever they are used."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: int,
+        *,
+        stride: int = 1,
+        padding: int | Literal["same"] = 0,
+        eps: tuple[float, WeightEps],
+    ) -> None:
+        self.same = padding == "same"
+        super().__init__(
+            in_channels, out_channels, kernel, stride=stride, padding=0 if padding == "same" else padding, bias=False
+        )
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        if self.same:
+            x = _pad_same(x, self.kernel_size[0], self.stride[0])
+        return F.conv2d(x, self._standardised(), None, self.stride, self.padding)
+
+    def _standardised(self) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        eps, added_to = self.eps
+        deviation = (variance + eps).sqrt() if added_to == "variance" else variance.sqrt() + eps
+        return (self.weight - mean) / deviation
+
+
+class PreActivationUnit(nn.Module):
+    """BiT's bottleneck: norm and ReLU before each of three convolutions; the shortcut takes the activated input."""
+
+    def __init__(
+        self, before: int, after: int, *, stride: int, norm_eps: float, weight_eps: tuple[float, WeightEps]
+    ) -> None:
+        super().__init__()
+        middle = after // EXPANSION
+        self.norm1 = nn.GroupNorm(32, before, eps=norm_eps)
+        self.conv1 = StandardisedConv(before, middle, 1, eps=weight_eps)
+        self.norm2 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.conv2 = StandardisedConv(middle, middle, 3, stride=stride, padding=1, eps=weight_eps)
+        self.norm3 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.conv3 = StandardisedConv(middle, after, 1, eps=weight_eps)
+        changes = stride > 1 or before != after
+        self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
+
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        active = F.relu(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(active)
+        y = self.conv1(active)
+        y = self.conv2(F.relu(self.norm2(y)))
+        return shortcut + self.conv3(F.relu(self.norm3(y)))
+
+
+class PostActivationUnit(nn.Module):
+    """The hybrid's bottleneck: a norm after each convolution, and a ReLU after the sum."""
+
+    def __init__(
+        self, before: int, after: int, *, stride: int, norm_eps: float, weight_eps: tuple[float, WeightEps]
+    ) -> None:
+        super().__init__()
+        middle = after // EXPANSION
+        self.conv1 = StandardisedConv(before, middle, 1, padding="same", eps=weight_eps)
+        self.norm1 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.conv2 = StandardisedConv(middle, middle, 3, stride=stride, padding="same", eps=weight_eps)
+        self.norm2 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.conv3 = StandardisedConv(middle, after, 1, padding="same", eps=weight_eps)
+        self.norm3 = nn.GroupNorm(32, after, eps=norm_eps)
+        changes = stride > 1 or before != after
+        self.shortcut = (
+            StandardisedConv(before, after, 1, stride=stride, padding="same", eps=weight_eps) if changes else None
+        )
+        self.shortcut_norm = nn.GroupNorm(32, after, eps=norm_eps) if changes else None
+
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        shortcut = x
+        if self.shortcut is not None and self.shortcut_norm is not None:
+            shortcut = self.shortcut_norm(self.shortcut(x))
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        return F.relu(shortcut + self.norm3(self.conv3(y)))
+
+
+def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: float = 0.0) -> Float[Tensor, "b c ph pw"]:
+    """Pads as TensorFlow's "SAME": just enough for ceil(size / stride) windows, the odd one below and to the right."""
+    pads = []
+    for size in (x.shape[3], x.shape[2]):
+        total = max((math.ceil(size / stride) - 1) * stride + kernel - size, 0)
+        pads += [total // 2, total - total // 2]
+    return F.pad(x, pads, value=value) if any(pads) else x
+
+
+def _stage_widths(width: int, stages: int) -> list[int]:
+    """Channels before the first stage and after each."""
+    return [width, *(width * EXPANSION * 2**stage for stage in range(stages))]
+
+
+def _initialise_convolutions(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, StandardisedConv):
+            lecun_normal_(part.weight)
+        elif isinstance(part, nn.GroupNorm):
+            part.reset_parameters()
+
+
+def _check(depths: tuple[int, ...], width: int, norm_eps: float, weight_eps: float, weight_eps_on: str) -> None:
+    problems = []
+    if any(depth < 1 for depth in depths):
+        problems.append(f"depths={depths}: a stage has at least one unit")
+    if width < 32 or width % 32:
+        problems.append(f"width={width} is not a multiple of 32, the number of groups of every norm")
+    if not (norm_eps > 0 and weight_eps > 0):
+        problems.append(f"norm_eps={norm_eps} and weight_eps={weight_eps} must be above 0")
+    if weight_eps_on not in get_args(WeightEps):
+        problems.append(f"weight_eps_on={weight_eps_on!r} is not one of {', '.join(map(repr, get_args(WeightEps)))}")
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,132 @@
+"""Checks that an extension keeps the contracts of the package. They need no test framework, only `AssertionError`.
+
+from vitrail.testing import check_network
+check_network(lambda num_classes: MyNetwork(num_classes), image_sizes=[(32, 48), (48, 32)])
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.network import Features
+
+__all__ = ["check_network"]
+
+
+def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
+    """Holds a network to the contract of `vitrail.models.network.Network`.
+
+    `make(num_classes)` returns a new one; 0 asks for one without a head. The sizes are heights and widths in pixels
+    that it must take; give at least one that is not square. Raises `AssertionError`, which names what does not hold.
+    """
+    assert any(height != width for height, width in image_sizes), "give at least one size that is not square"
+    torch.manual_seed(0)
+    network = _randomised(make(7))
+    for size in image_sizes:
+        _check_shapes(network, size)
+    height, width = image_sizes[0]
+    images = torch.rand(2, network.config.channels, height, width) * 2 - 1
+    _check_no_head(_randomised(make(0)), images)
+    _check_wrong_images(network, images)
+    _check_independence(network, images)
+    _check_bf16(network, images)
+    _check_gradients(network, images)
+    _check_state(network, make(7), images)
+
+
+def _randomised(network: Any) -> Any:
+    """Small random numbers on top of how weights begin, so that no zero hides a path."""
+    assert isinstance(network, nn.Module), f"a network is an nn.Module, not {type(network).__name__}"
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return network.eval()
+
+
+@torch.no_grad()
+def _check_shapes(network: Any, size: tuple[int, int]) -> None:
+    config = network.config
+    images = torch.rand(3, config.channels, *size) * 2 - 1
+    features = network.features(images)
+    assert isinstance(features, Features), f"features() returns Features, not {type(features).__name__}"
+    grid = config.grid_of(*size)
+    assert features.grid == grid, f"features().grid is {features.grid} for images of {size}; grid_of says {grid}"
+    width = features.patches.shape[-1]
+    expected = (3, math.prod(grid), width)
+    assert features.patches.shape == expected, f"patches of {tuple(features.patches.shape)}, not {expected}"
+    assert features.registers.shape[::2] == (3, width), f"registers of {tuple(features.registers.shape)}"
+    assert features.cls is None or features.cls.shape == (3, width), "the class token is not (b, width)"
+    for name, tensor, length in (
+        ("embed", network.embed(images), config.embed_width),
+        ("logits", network(images), config.num_classes),
+    ):
+        assert tensor.shape == (3, length), f"{name} of {tuple(tensor.shape)}, not {(3, length)}, for images of {size}"
+        assert tensor.isfinite().all(), f"{name} has numbers that are not finite, for images of {size}"
+
+
+@torch.no_grad()
+def _check_no_head(network: Any, images: Tensor) -> None:
+    assert network.head is None and network.config.num_classes == 0, "a network of 0 classes has head None"
+    if getattr(network.config, "head_hidden", 0) == 0:
+        assert torch.equal(network(images), network.embed(images)), "without a head, the network is its embed"
+
+
+def _check_wrong_images(network: Any, images: Tensor) -> None:
+    for wrong, what in (
+        (images[:, :1].repeat(1, network.config.channels + 1, 1, 1), "another number of channels"),
+        (images[:, :, :0], "a height of 0"),
+    ):
+        try:
+            network(wrong)
+        except ConfigError:
+            continue
+        except Exception as error:
+            name = type(error).__name__
+            raise AssertionError(f"images of {what} are refused with {name}, not ConfigError") from error
+        raise AssertionError(f"images of {what} are not refused with ConfigError")
+
+
+@torch.no_grad()
+def _check_independence(network: Any, images: Tensor) -> None:
+    both = network(images)
+    assert torch.equal(both, network(images)), "the same images give other logits the second time"
+    difference = (both[1:] - network(images[1:])).abs().max()
+    assert difference < 1e-4, f"an image's logits change by {difference:.2g} with the others of its batch"
+
+
+@torch.no_grad()
+def _check_bf16(network: Any, images: Tensor) -> None:
+    exact = network(images)
+    with torch.autocast(images.device.type, torch.bfloat16):
+        coarse = network(images).float()
+    difference = (exact - coarse).norm() / exact.norm()
+    assert difference < 0.1, f"logits in bfloat16 differ from float32's by {difference:.1%} of their norm"
+
+
+def _check_gradients(network: Any, images: Tensor) -> None:
+    network.train()
+    network.zero_grad()
+    network(images).square().sum().backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None, f"no gradient reaches {name}"
+        assert parameter.grad.isfinite().all(), f"the gradient of {name} is not finite"
+        assert parameter.grad.abs().max() > 0, f"the gradient of {name} is zero"
+    network.zero_grad()
+    network.eval()
+
+
+@torch.no_grad()
+def _check_state(network: Any, other: Any, images: Tensor) -> None:
+    """Saved and loaded into a new network, the weights give the same logits: nothing that matters is left out."""
+    file = io.BytesIO()
+    torch.save(network.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(network(images), other.eval()(images)), "a network loaded from the state gives other logits"

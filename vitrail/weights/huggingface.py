@@ -1,0 +1,284 @@
+"""Folders of Hugging Face's transformers: ViT, DINOv2, and DINOv2 with registers.
+
+A folder has `config.json`, weights and `preprocessor_config.json`. Files on the hub name tensors as the first releases
+did, newer releases name some of them anew, and a model without a head leaves out the prefix: all are read as
+the hub's names without prefix, and written as on the hub.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.errors import BundleError, ConfigError
+from vitrail.files import replacing_folder, write_json
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.huggingface_config import (
+    BLOCK,
+    DINOV2,
+    DINOV2_REGISTERS,
+    FAMILIES,
+    PATCHES,
+    POSITIONS,
+    VIT,
+    Family,
+    Settings,
+    classes_of,
+    config_json,
+    config_of,
+    mlp_ratio,
+)
+from vitrail.weights.huggingface_preprocess import preprocess_of, preprocessor_config
+from vitrail.weights.layout import (
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    cannot_carry,
+    patch_pair,
+    theirs_of,
+)
+from vitrail.weights.tensors import TensorFile
+
+__all__ = ["HUGGINGFACE", "HuggingFace"]
+
+MASK = "embeddings.mask_token"
+DECODER = "decoder."
+ANY_PATCHES = re.compile(rf"(\w+\.)?{re.escape(PATCHES)}\.weight")
+
+HUB_NAMES = {
+    r"^layers\.": BLOCK,
+    r"\.attention\.q_proj\.": ".attention.attention.query.",
+    r"\.attention\.k_proj\.": ".attention.attention.key.",
+    r"\.attention\.v_proj\.": ".attention.attention.value.",
+    r"\.attention\.o_proj\.": ".attention.output.dense.",
+    r"\.mlp\.down_proj\.": ".mlp.weights_out.",
+}
+"""By the names of newer releases. ViT's MLP got those that DINOv2's always had: `_hub_name` tells them apart."""
+
+
+class HuggingFace:
+    """ViT for a plain network with a class token, DINOv2 for one with LayerScale, with registers where it has some."""
+
+    name = "huggingface"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return any(ANY_PATCHES.fullmatch(name) for name in checkpoint.tensors.shapes)
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        settings = Settings(checkpoint.tensors.path, checkpoint.config)
+        family = _family(checkpoint.tensors, settings)
+        tensors = checkpoint.tensors.renamed(partial(_hub_name, family=family))
+        ignored, notes = _left_out(tensors)
+        if not settings.content:
+            notes.append(
+                f"there is no config.json: model_type={family.model_type!r}, layer_norm_eps={family.norm_eps} and the "
+                f"exact GELU are assumed"
+            )
+        if settings.get("problem_type", str, "") == "multi_label_classification":
+            notes.append("config.json says multi_label_classification: its logits are for scores='sigmoid'")
+        try:
+            config = config_of(tensors, settings, family, hints, notes)
+            images = preprocess_of(checkpoint.preprocessor, config, dinov2=family.is_dinov2)
+        except ConfigError as error:
+            raise BundleError(f"{tensors.path}: {error}") from None
+        classes = classes_of(settings, config.num_classes, notes)
+        if images.size not in (None, config.image_size) and hints.image_size is None:
+            notes.append(
+                f"preprocessor_config.json makes images of {images.size}, and the positions are for "
+                f"{config.image_size}, which are made instead: image_size={images.size} gives the former"
+            )
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=images.preprocess,
+            pairs=tuple(pairs(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors)),
+            classes=classes,
+            ignored=ignored,
+            notes=(*notes, *images.notes),
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        config = bundle.network.config
+        if isinstance(config, ResNetConfig):
+            raise BundleError("a BiT ResNet cannot be written as huggingface: choose bit or timm")
+        family = VIT if not config.layer_scale else DINOV2_REGISTERS if config.registers else DINOV2
+        _check_carried(config, family)
+        state, config, lost = _conformed(dict(bundle.network.state_dict()), config, family)
+        tensors = theirs_of(state, pairs(config))
+        if family.is_dinov2:
+            tensors[MASK] = torch.zeros(1, config.width)
+        if config.num_classes:
+            tensors = {n if n.startswith("classifier.") else family.prefix + n: t for n, t in tensors.items()}
+        preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess)
+        with replacing_folder("the model", path) as partial_path:
+            try:
+                save_file(tensors, partial_path / "model.safetensors", metadata={"format": "pt"})
+            except SafetensorError as error:  # which is how it reports a full disk
+                raise OSError(None, str(error)) from error
+            write_json(partial_path / "config.json", config_json(config, family, bundle))
+            write_json(partial_path / "preprocessor_config.json", preprocessor)
+        return (*lost, *_lost(config, family), *lost_preprocess)
+
+
+def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
+    """All tensors of a config, by the hub's names without prefix; newer releases keep SwiGLU's gate apart."""
+    yield patch_pair(PATCHES, config.patch_size, config.channels)
+    yield Pair("patches.projection.bias", (f"{PATCHES}.bias",))
+    yield Pair("prefix.cls", ("embeddings.cls_token",))
+    if config.registers:
+        yield Pair("prefix.registers", ("embeddings.register_tokens",))
+    yield Pair("positions.embedding", (POSITIONS,))
+    for layer in range(config.depth):
+        yield from _block_pairs(f"blocks.{layer}.", f"{BLOCK}{layer}.", config, gate_apart)
+    yield from _both("norm", "layernorm")
+    if config.head_hidden:
+        yield from _both("head_hidden", "pooler.dense")
+    if config.num_classes:
+        yield from _both("head", "classifier")
+
+
+def _block_pairs(ours: str, theirs: str, config: ViTConfig, gate_apart: bool) -> Iterator[Pair]:
+    norms, up, down = ("layernorm_before", "layernorm_after"), ["intermediate.dense"], "output.dense"
+    if config.layer_scale:
+        norms, up, down = ("norm1", "norm2"), ["mlp.fc1"], "mlp.fc2"
+        yield Pair(f"{ours}scale1.gamma", (f"{theirs}layer_scale1.lambda1",))
+        yield Pair(f"{ours}scale2.gamma", (f"{theirs}layer_scale2.lambda1",))
+    if config.activation == "swiglu":
+        up = ["mlp.gate_proj", "mlp.up_proj"] if gate_apart else ["mlp.weights_in"]
+        down = "mlp.weights_out"
+    yield from _both(f"{ours}norm1", theirs + norms[0])
+    parts = [f"{theirs}attention.attention.{part}" for part in ("query", "key", "value")]
+    yield from _both(f"{ours}attention.qkv", *parts, bias=config.qkv_bias)
+    yield from _both(f"{ours}attention.out", f"{theirs}attention.output.dense")
+    yield from _both(f"{ours}norm2", theirs + norms[1])
+    yield from _both(f"{ours}mlp.up", *(theirs + part for part in up))
+    yield from _both(f"{ours}mlp.down", theirs + down)
+
+
+def _both(ours: str, *theirs: str, bias: bool = True) -> Iterator[Pair]:
+    yield Pair(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs))
+    if bias:
+        yield Pair(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs))
+
+
+# --- reading
+
+
+def _family(tensors: TensorFile, settings: Settings) -> Family:
+    """By the config's word; without it, by the names of tensors that only one family has."""
+    model_type = settings.get("model_type", str, None)
+    if model_type is not None:
+        if model_type not in FAMILIES:
+            known = ", ".join(map(repr, FAMILIES))
+            raise BundleError(f"{settings.path}: model_type={model_type!r} is not one of {known}")
+        return FAMILIES[model_type]
+    names = " ".join(tensors.shapes)
+    if ".layer_scale1.lambda1" in names:
+        return DINOV2_REGISTERS if "embeddings.register_tokens" in names else DINOV2
+    if ".layernorm_before.weight" in names and "embeddings.cls_token" in names:
+        return VIT
+    raise BundleError(
+        f"{tensors.path} has tensors named as Hugging Face names them, and none that tell ViT or DINOv2: put its "
+        f"config.json beside it and give the folder"
+    )
+
+
+def _hub_name(name: str, family: Family) -> str:
+    """A tensor's name as in files on the hub, without prefix."""
+    name = name.removeprefix(family.prefix)
+    for new, old in HUB_NAMES.items():
+        name = re.sub(new, old, name)
+    if not family.is_dinov2:
+        name = name.replace(".mlp.fc1.", ".intermediate.dense.").replace(".mlp.fc2.", ".output.dense.")
+    return name
+
+
+def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
+    """Tensors that classification has no use for, and notes of those that someone might miss."""
+    ignored = [name for name in tensors.shapes if name == MASK or name.startswith(DECODER)]
+    notes = []
+    if any(name.startswith(DECODER) for name in ignored):
+        notes.append("the decoder of masked patches was left out")
+    if "classifier.weight" in tensors and "pooler.dense.weight" in tensors:
+        ignored += ["pooler.dense.weight", "pooler.dense.bias"]
+        notes.append("the pooler was left out: with a classifier, the library does not use it")
+    return tuple(ignored), notes
+
+
+# --- writing
+
+
+def _check_carried(config: ViTConfig, family: Family) -> None:
+    carried: dict[str, tuple[Any, ...]] = {
+        "root": (None,), "pool": ("cls",), "registers": (0,), "positions": ("learned",), "where": ("stem",),
+        "final_norm": ("tokens",), "qk_norm": (False,), "dense_bias": (True,), "patch_bias": (True,),
+        "activation": ("gelu", "gelu-tanh"),
+    }  # fmt: skip
+    if config.num_classes or family.is_dinov2:
+        carried["head_hidden"] = (0,)
+    if family.is_dinov2:
+        carried["activation"] += ("swiglu",)
+        carried["pool"] = ("cls+gap", "cls") if config.num_classes else ("cls",)
+        del carried["registers"]
+    cannot_carry(f"huggingface (model_type {family.model_type}: {family.why})", config, carried)
+    if family.is_dinov2:
+        _check_dinov2(config)
+
+
+def _check_dinov2(config: ViTConfig) -> None:
+    """What its code computes from other fields, and so cannot have otherwise."""
+    for name, (down, across) in (("patch_size", config.patch_size), ("image_size", config.image_size)):
+        if down != across:
+            raise BundleError(f"Hugging Face's DINOv2 resizes positions of square images: {name}={(down, across)}")
+    if mlp_ratio(config) is None:
+        rule = "mlp_ratio * width"
+        if config.activation == "swiglu":
+            rule = f"two thirds of {rule}, rounded up to eights"
+        raise BundleError(
+            f"Hugging Face's DINOv2 has mlp_width = {rule}, for a whole mlp_ratio: mlp_width={config.mlp_width} and "
+            f"width={config.width} have none"
+        )
+
+
+def _conformed(
+    state: dict[str, Tensor], config: ViTConfig, family: Family
+) -> tuple[dict[str, Tensor], ViTConfig, tuple[str, ...]]:
+    """The same function with positions for class token and patches, and a head that sees what the library's sees."""
+    lost: tuple[str, ...] = ()
+    positions, cls = state["positions.embedding"], state["prefix.cls"]
+    if config.positions_cover == "patches":
+        state["positions.embedding"] = torch.cat([torch.zeros_like(cls), positions], dim=1)
+    elif config.positions_cover == "all" and config.registers:
+        state["prefix.registers"] = state["prefix.registers"] + positions[:, 1 : config.prefix]
+        state["positions.embedding"] = torch.cat([positions[:, :1], positions[:, config.prefix :]], dim=1)
+    config = replace(config, positions_cover="class")
+    if family.is_dinov2 and config.num_classes and config.pool == "cls":
+        state["head.weight"] = torch.cat([state["head.weight"], torch.zeros_like(state["head.weight"])], dim=1)
+        config = replace(config, pool="cls+gap")
+        lost = ("pool='cls' (the head sees the mean of the patches too, and multiplies it by zero)",)
+    return state, config, lost
+
+
+def _lost(config: ViTConfig, family: Family) -> Iterator[str]:
+    """What does not change the model's own answers, and is otherwise there."""
+    if config.position_resize != family.position_resize:
+        yield f"position_resize={config.position_resize!r} (its code has {family.position_resize!r})"
+    if config.grid[0] != config.grid[1]:
+        yield f"images of other sizes than {config.image_size} (its code resizes positions of square grids only)"
+    if not family.is_dinov2 and not config.num_classes and not config.head_hidden:
+        yield "that there is no pooler (ViTModel adds one of random weights: use the class token, not pooler_output)"
+
+
+HUGGINGFACE = HuggingFace()

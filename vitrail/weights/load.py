@@ -1,0 +1,176 @@
+"""Any model on disk or on the hub, recognised by itself: `vitrail.load`, and the way to other layouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import BundleError, ConfigError, nearest
+from vitrail.machine import pick_device
+from vitrail.models.variants import AnyConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.adapt import adapted
+from vitrail.weights.bit import BIT, BIT_TORCH
+from vitrail.weights.bundle import Bundle, is_bundle, load_bundle
+from vitrail.weights.google import BIG_VISION, GOOGLE
+from vitrail.weights.hub import download, looks_like_hub_name
+from vitrail.weights.huggingface import HUGGINGFACE
+from vitrail.weights.layout import Checkpoint, Description, Hints, Layout, assemble
+from vitrail.weights.tensors import SUFFIXES, open_tensors
+from vitrail.weights.timm import TIMM
+from vitrail.weights.torchvision import TORCHVISION
+
+__all__ = ["LAYOUTS", "convert", "load", "open_checkpoint"]
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
+}
+"""Everyone else's, in the order in which a file is tried."""
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    layout: str | None = None,
+    heads: int | None = None,
+    image_size: tuple[int, int] | None = None,
+    num_classes: int | None = None,
+    classes: Sequence[str] | None = None,
+    drop_head_hidden: bool = False,
+) -> Bundle:
+    """A model: a folder that `Bundle.save` wrote, a run's folder, another library's file or folder, or a hub name.
+
+    - `layout` (a name of `LAYOUTS`) is found out unless given; `heads` and `image_size` say what a file may not.
+    - `image_size` of another grid than the file's resizes its positions.
+    - `num_classes`, or `classes`, of another number than the file's replaces its head by a new one of zeros;
+      `drop_head_hidden` removes a hidden layer before it.
+
+    What was assumed, resized or replaced is in the bundle's `notes`. Raises `BundleError` for what is missing,
+    damaged, or does not fit.
+    """
+    target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
+    source = download(str(path)) if looks_like_hub_name(path) else Path(path)
+    if layout is None and is_bundle(source):
+        bundle = load_bundle(source, device="cpu")
+        _check_heads(source, bundle.network.config, hints)
+    else:
+        bundle = _read(source, _layout(layout), hints)
+    bundle = adapted(
+        bundle, image_size=image_size, num_classes=num_classes, classes=classes, drop_head_hidden=drop_head_hidden
+    )
+    bundle.network.to(target)
+    return bundle
+
+
+def convert(source: str | Path, destination: str | Path, to: str, **options: Any) -> tuple[str, ...]:
+    """Writes a model in another layout ("vitrail" is our own); returns what was assumed and could not be carried.
+
+    `options` are those of `load`. Raises `BundleError` where the layout has no place for what the model computes.
+    """
+    if to != "vitrail" and to not in LAYOUTS:
+        raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
+    bundle = load(source, device="cpu", **options)
+    if to == "vitrail":
+        bundle.save(destination)
+        return bundle.notes
+    lost = LAYOUTS[to].write(bundle, Path(destination))
+    return (*bundle.notes, *(f"not carried: {item}" for item in lost))
+
+
+def _layout(name: str | None) -> Layout | None:
+    if name is not None and name not in LAYOUTS:
+        raise BundleError(f"layout={name!r} does not exist; {nearest(name, LAYOUTS)}")
+    return None if name is None else LAYOUTS[name]
+
+
+def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
+    checkpoint = open_checkpoint(path)
+    if layout is None:
+        layout = next((item for item in LAYOUTS.values() if item.recognises(checkpoint)), None)
+    if layout is None:
+        some = ", ".join(list(checkpoint.tensors.shapes)[:3])
+        raise BundleError(
+            f"{checkpoint.tensors.path} has a layout that is not known: its tensors are called {some}, ...; known are "
+            f"vitrail, {', '.join(LAYOUTS)}"
+        )
+    description = _described(checkpoint, layout, hints)
+    _check_heads(checkpoint.tensors.path, description.config, hints)
+    network = assemble(description)
+    notes = description.notes
+    classes = description.classes
+    if classes is None:
+        classes = tuple(map(str, range(network.config.num_classes)))
+        if classes:
+            notes = (*notes, "the file has no class names: they are numbers")
+    return Bundle(
+        network,
+        classes,
+        description.preprocess,
+        provenance={"layout": layout.name, "file": checkpoint.tensors.path.name},
+        notes=notes,
+    )
+
+
+def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Description:
+    path = checkpoint.tensors.path
+    try:
+        return layout.describe(checkpoint, hints)
+    except BundleError:
+        raise
+    except KeyError as error:
+        raise BundleError(f"{path} lacks {error.args[0]}, by which {layout.name} says its sizes") from None
+    except ConfigError as error:
+        raise BundleError(f"{path}: {error}") from None
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        raise BundleError(f"{path} says its sizes in another way than {layout.name} does: {error}") from None
+
+
+def _check_heads(path: Path, config: AnyConfig, hints: Hints) -> None:
+    found = config.heads if isinstance(config, ViTConfig) else None
+    if hints.heads not in (None, found):
+        raise BundleError(f"heads={hints.heads} is not what {path} says: it has {found or 'no attention'}")
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A file, or a folder with one beside its `config.json`. Raises `BundleError`."""
+    if not path.exists():
+        raise BundleError(f"model {str(path)!r} does not exist: there is no such file or folder")
+    if path.is_file():
+        return Checkpoint(open_tensors(path))
+    return Checkpoint(
+        open_tensors(_weights_file(path)),
+        config=_json(path / "config.json"),
+        preprocessor=_json(path / "preprocessor_config.json"),
+    )
+
+
+def _weights_file(folder: Path) -> Path:
+    for name in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ):
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise BundleError(f"{folder} is not a model: it has no model.json and no weights ({', '.join(SUFFIXES)})")
+    raise BundleError(f"{folder} has several weights, {', '.join(file.name for file in found)}: name one of them")
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise BundleError(f"{path} must be an object of named fields, not {type(content).__name__}")
+    return content

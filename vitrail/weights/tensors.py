@@ -1,0 +1,228 @@
+"""Files of named tensors, whoever wrote them: shapes at once, values one at a time, and never any code.
+
+safetensors and PyTorch files are mapped: a tensor costs memory when it is used. An npz is read tensor by tensor.
+Files are written whole or not at all, so a model can take the place of the file that it is mapped from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.errors import BundleError
+from vitrail.files import saving
+
+__all__ = ["SUFFIXES", "TensorFile", "open_tensors", "save_tensors"]
+
+SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
+
+WRAPPERS = ("state_dict", "model", "model_state", "teacher", "network")
+"""Where training scripts keep the weights inside a checkpoint."""
+
+
+class TensorFile:
+    """Tensors by name. `shapes` says what there is; `read` returns one, or a row of it, in float32."""
+
+    def __init__(
+        self, path: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int | None], Tensor]
+    ) -> None:
+        self.path = path
+        self.shapes = dict(shapes)
+        self._read = read
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """One tensor, or what it has at `row` of its first axis. Raises `BundleError` where the file is damaged."""
+        try:
+            tensor = self._read(name, row)
+        except BundleError:
+            raise
+        except (OSError, ValueError, RuntimeError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
+            raise BundleError(f"{self.path} is damaged: {name} cannot be read ({error})") from None
+        return tensor if tensor.dtype == torch.float32 else tensor.float()
+
+    def renamed(self, rename: Callable[[str], str]) -> TensorFile:
+        """The same tensors by other names."""
+        names = {rename(name): name for name in self.shapes}
+        shapes = {new: self.shapes[old] for new, old in names.items()}
+        return TensorFile(self.path, shapes, lambda name, row: self.read(names[name], row))
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """Opens an npz, a safetensors file, a PyTorch file, or the index of several (`*.index.json`).
+
+    Raises `BundleError` for a file that does not exist, is empty, cut short or damaged, or holds anything but tensors.
+    """
+    if not path.is_file():
+        raise BundleError(f"weights {str(path)!r} do not exist: there is no such file")
+    if path.stat().st_size == 0:
+        raise BundleError(f"{path} is empty")
+    kind = "".join(path.suffixes[-2:]) if path.name.endswith(".index.json") else path.suffix
+    if kind not in OPENERS:
+        raise BundleError(f"{path}: {path.suffix or 'no suffix'!r} is not one of {', '.join(SUFFIXES)}")
+    try:
+        file = OPENERS[kind](path)
+    except BundleError:
+        raise
+    except Exception as error:  # what a parser raises on bytes that are not its own is anyone's guess
+        raise BundleError(f"{path} is damaged, cut short or not what its suffix says: {_line(error)}") from None
+    if not file.shapes:
+        raise BundleError(f"{path} holds no tensors")
+    return file
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str, ...]) -> None:
+    """Writes a file of the kind that its suffix says, whole or not at all.
+
+    Raises `BundleError` for a suffix that is not one of `suffixes`, `SaveError` for a file that cannot be written.
+    """
+    if path.suffix not in suffixes:
+        raise BundleError(f"cannot write {str(path)!r}: {path.suffix or 'no suffix'!r} is not {' or '.join(suffixes)}")
+    path = path.resolve()
+    partial = path.with_name(f"{path.name}.partial")
+    with saving("the weights", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if path.suffix == ".safetensors":
+                save_file(dict(tensors), partial, metadata={"format": "pt"})
+            elif path.suffix == ".npz":
+                arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+                with partial.open("wb") as file:
+                    np.savez(file, **arrays)
+            else:
+                with partial.open("wb") as file:
+                    torch.save({name: _alone(tensor) for name, tensor in tensors.items()}, file)
+            partial.replace(path)
+        except (SafetensorError, RuntimeError) as error:  # which is how these libraries report a full disk
+            raise OSError(None, str(error)) from error
+        finally:
+            if not partial.is_dir():
+                partial.unlink(missing_ok=True)
+
+
+def _open_npz(path: Path) -> TensorFile:
+    archive = zipfile.ZipFile(path)
+    shapes, kinds = {}, {}
+    for entry in archive.namelist():
+        name = entry.removesuffix(".npy")
+        with archive.open(entry) as file:
+            shapes[name], _, kinds[name] = _header(file)
+        if kinds[name].hasobject:
+            raise BundleError(f"{path}: {name} is a pickled object, which is not loaded, because it could run code")
+
+    def read(name: str, row: int | None) -> Tensor:
+        with archive.open(f"{name}.npy") as file:
+            array = _read_row(file, row) if row is not None else np.lib.format.read_array(file, allow_pickle=False)
+        if array.dtype.kind == "V":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(np.asarray(array, dtype=np.float32, order="C"))
+
+    # bfloat16 is no type of numpy's: it keeps jax's as two bytes without a meaning
+    return TensorFile(path, {n: s for n, s in shapes.items() if kinds[n].kind == "f" or kinds[n] == "V2"}, read)
+
+
+def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether columns come first, and type."""
+    version = np.lib.format.read_magic(file)
+    return (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
+
+
+def _read_row(file: Any, row: int) -> np.ndarray:
+    """One row of an array: the others need no memory."""
+    shape, columns_first, kind = _header(file)
+    if columns_first:
+        file.seek(0)
+        return np.lib.format.read_array(file, allow_pickle=False)[row]
+    size = kind.itemsize * math.prod(shape[1:])
+    file.seek(row * size, os.SEEK_CUR)
+    return np.frombuffer(bytearray(file.read(size)), kind).reshape(shape[1:])
+
+
+def _open_safetensors(path: Path) -> TensorFile:
+    file: Any = safe_open(path, framework="pt")
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    floats = {name: tuple(part.get_shape()) for name, part in parts.items() if "F" in part.get_dtype()}
+    return TensorFile(
+        path, floats, lambda name, row: file.get_tensor(name) if row is None else file.get_slice(name)[row]
+    )
+
+
+def _open_torch(path: Path) -> TensorFile:
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format of PyTorch before 1.6 cannot be mapped
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BundleError(
+            f"{path} holds more than tensors, or is damaged; it is not loaded, because that could run code: "
+            f"{_line(error)}"
+        ) from None
+    tensors = _without_common_prefix(_tensors(path, content))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row])
+
+
+def _open_index(path: Path) -> TensorFile:
+    """Shards: a JSON file says which of the files beside it holds each tensor."""
+    weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    for shard in set(weight_map.values()):
+        if Path(shard).name != shard:
+            raise BundleError(f"{path} points outside its folder: {shard!r}")
+        if Path(shard).suffix not in SUFFIXES:
+            raise BundleError(f"{path} points to {shard!r}, which is not one of {', '.join(SUFFIXES)}")
+    shards = {name: open_tensors(path.with_name(name)) for name in sorted(set(weight_map.values()))}
+    missing = [name for name, shard in weight_map.items() if name not in shards[shard]]
+    if missing:
+        raise BundleError(f"{path}: {missing[0]} is not in {weight_map[missing[0]]}")
+    shapes = {name: shards[shard].shapes[name] for name, shard in weight_map.items()}
+    return TensorFile(path, shapes, lambda name, row: shards[weight_map[name]].read(name, row))
+
+
+OPENERS: dict[str, Callable[[Path], TensorFile]] = {
+    ".npz": _open_npz, ".safetensors": _open_safetensors, ".pth": _open_torch, ".pt": _open_torch, ".bin": _open_torch,
+    ".index.json": _open_index,
+}  # fmt: skip
+
+
+def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
+    """The floating-point tensors of a state dict, or of the one inside a training script's checkpoint."""
+    for wrapper in WRAPPERS:
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    tensors = {}
+    if isinstance(content, dict):
+        tensors = {str(n): t for n, t in content.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    if not tensors:
+        raise BundleError(f"{path} holds no tensors by name, neither at its top nor under {', '.join(WRAPPERS)}")
+    return tensors
+
+
+def _without_common_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in ("module.", "backbone."):
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Without the rest of what it is a part of, which `torch.save` would write as well."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,413 @@
+"""Files of timm, and of DINO and DINOv2, whose tensors have the same names: bare, or in a hub folder with config.json.
+
+Covers Vision Transformers with all their options, hybrids (with timm's own epsilons), and BiT ResNets.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from vitrail.data.preprocess import Interpolation, Preprocess
+from vitrail.errors import BundleError
+from vitrail.files import replacing_folder, write_json
+from vitrail.models.layers import Activation
+from vitrail.models.pooling import Pool
+from vitrail.models.positions import Covered
+from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.variants import AnyConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layout import (
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    bare_loss,
+    cannot_carry,
+    depth_of,
+    differing,
+    heads_of,
+    moved_positions,
+    patch_pair,
+    theirs_of,
+)
+from vitrail.weights.tensors import TensorFile, save_tensors
+
+__all__ = ["TIMM", "Timm"]
+
+BACKBONE = "patch_embed.backbone."
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "gelu_erf": "gelu"}
+TIMM_ROOT: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"}
+"""timm's own epsilons of a hybrid's root."""
+POOLS = {"cls": "token", "gap": "avg", "map": "map"}
+
+
+class Timm:
+    """`recognises` is the last to be asked: its names are the plainest."""
+
+    name = "timm"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return "patch_embed.proj.weight" in checkpoint.tensors or "stem.conv.weight" in checkpoint.tensors
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        tensors = checkpoint.tensors.renamed(_plain_name)
+        settings = {**(checkpoint.config.get("model_args") or {}), **_only(checkpoint.config, "global_pool")}
+        stated = checkpoint.config.get("pretrained_cfg") or {}
+        sizes = [size for size in (_size_of(settings, stated), hints.image_size) if size]
+        if "stem.conv.weight" in tensors:
+            config: AnyConfig = _bit_config(tensors, sizes)
+        else:
+            config = _vit_config(tensors, settings, sizes, hints)
+        preprocess, notes = _preprocess(config, stated, tensors)
+        ignored = tuple(name for name in ("mask_token",) if name in tensors)
+        if isinstance(config, ViTConfig) and config.has_class_token and config.positions_cover == "patches":
+            notes = (*notes, f"positions are taken for {config.grid[0]} x {config.grid[1]} patches and no other token")
+        if ignored:
+            notes = (*notes, "mask_token, which only pre-training uses, was left out")
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=preprocess,
+            pairs=tuple(pairs(config)),
+            classes=_classes(checkpoint.config, config.num_classes),
+            ignored=ignored,
+            notes=notes,
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        """A folder as on the hub; a path that ends in .safetensors becomes the bare file."""
+        config, state = bundle.network.config, bundle.network.state_dict()
+        lost = _check(config)
+        if isinstance(config, ViTConfig) and config.registers and config.positions_cover == "class":
+            state, config = moved_positions(state, config, "patches")  # it has them for all of these tokens or for none
+        theirs = theirs_of(state, pairs(config))
+        if path.suffix == ".safetensors":
+            save_tensors(theirs, path, (".safetensors",))
+            return (*lost, *bare_loss(bundle), *_untold(config))
+        with replacing_folder("the model", path) as partial:
+            save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
+            write_json(partial / "config.json", _written_config(bundle))
+        return lost if bundle.scores == "softmax" else (*lost, f"scores={bundle.scores!r}")
+
+
+def pairs(config: AnyConfig) -> Iterator[Pair]:
+    """All tensors of a config."""
+    if isinstance(config, ResNetConfig):
+        yield from _bit_pairs(config)
+        return
+    if config.root:
+        yield from _root_pairs(config.root)
+    channels = config.root.out_channels if config.root else config.channels
+    yield patch_pair("patch_embed.proj", config.patch_size, channels)
+    if config.patch_bias:
+        yield Pair("patches.projection.bias", ("patch_embed.proj.bias",))
+    if config.has_class_token:
+        yield Pair("prefix.cls", ("cls_token",))
+    if config.registers:
+        yield Pair("prefix.registers", ("reg_token",))
+    if config.positions == "learned":
+        yield Pair("positions.embedding", ("pos_embed",))
+    for layer in range(config.depth):
+        yield from _block_pairs(f"blocks.{layer}", config)
+    yield from _both("norm", "norm" if config.final_norm == "tokens" else "fc_norm")
+    if config.pool == "map":
+        yield Pair("attention_pool.probe", ("attn_pool.latent",))
+        for ours, theirs in (
+            ("query", "q"), ("key_value", "kv"), ("out", "proj"), ("norm", "norm"), ("mlp.up", "mlp.fc1"),
+            ("mlp.down", "mlp.fc2"),
+        ):  # fmt: skip
+            yield from _both(f"attention_pool.{ours}", f"attn_pool.{theirs}")
+    if config.num_classes:
+        yield from _both("head", "head")
+
+
+def _both(ours: str, theirs: str, *, bias: bool = True) -> Iterator[Pair]:
+    yield Pair(f"{ours}.weight", (f"{theirs}.weight",))
+    if bias:
+        yield Pair(f"{ours}.bias", (f"{theirs}.bias",))
+
+
+def _block_pairs(block: str, config: ViTConfig) -> Iterator[Pair]:
+    yield from _both(f"{block}.norm1", f"{block}.norm1")
+    yield from _both(f"{block}.attention.qkv", f"{block}.attn.qkv", bias=config.qkv_bias)
+    if config.qk_norm:
+        yield from _both(f"{block}.attention.query_norm", f"{block}.attn.q_norm")
+        yield from _both(f"{block}.attention.key_norm", f"{block}.attn.k_norm")
+    yield from _both(f"{block}.attention.out", f"{block}.attn.proj", bias=config.dense_bias)
+    yield from _both(f"{block}.norm2", f"{block}.norm2")
+    yield from _both(f"{block}.mlp.up", f"{block}.mlp.fc1", bias=config.dense_bias)
+    yield from _both(f"{block}.mlp.down", f"{block}.mlp.fc2", bias=config.dense_bias)
+    if config.layer_scale:
+        for number in (1, 2):
+            yield Pair(f"{block}.scale{number}.gamma", (f"{block}.ls{number}.gamma",))
+
+
+def _root_pairs(root: RootConfig) -> Iterator[Pair]:
+    yield from _both("root.stem", f"{BACKBONE}stem.conv", bias=False)
+    yield from _both("root.norm", f"{BACKBONE}stem.norm")
+    for stage, depth in enumerate(root.depths):
+        for unit in range(depth):
+            ours, theirs = f"root.stages.{stage}.{unit}", f"{BACKBONE}stages.{stage}.blocks.{unit}"
+            for number in (1, 2, 3):
+                yield from _both(f"{ours}.conv{number}", f"{theirs}.conv{number}", bias=False)
+                yield from _both(f"{ours}.norm{number}", f"{theirs}.norm{number}")
+            if unit == 0:
+                yield from _both(f"{ours}.shortcut", f"{theirs}.downsample.conv", bias=False)
+                yield from _both(f"{ours}.shortcut_norm", f"{theirs}.downsample.norm")
+
+
+def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
+    yield from _both("stem", "stem.conv", bias=False)
+    for stage, depth in enumerate(config.depths):
+        for unit in range(depth):
+            ours, theirs = f"stages.{stage}.{unit}", f"stages.{stage}.blocks.{unit}"
+            for number in (1, 2, 3):
+                yield from _both(f"{ours}.norm{number}", f"{theirs}.norm{number}")
+                yield from _both(f"{ours}.conv{number}", f"{theirs}.conv{number}", bias=False)
+            if unit == 0:
+                yield from _both(f"{ours}.shortcut", f"{theirs}.downsample.conv", bias=False)
+    yield from _both("norm", "norm")
+    if config.num_classes:
+        yield Pair("head.weight", ("head.fc.weight",), lambda t: t.flatten(1), lambda t: t[:, :, None, None])
+        yield Pair("head.bias", ("head.fc.bias",))
+
+
+def _plain_name(name: str) -> str:
+    """DINOv2's own code calls registers and SwiGLU's layers otherwise, and may cut blocks into chunks."""
+    name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
+    name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
+    return "reg_token" if name == "register_tokens" else name
+
+
+def _vit_config(
+    tensors: TensorFile, settings: Mapping[str, Any], sizes: Sequence[tuple[int, int]], hints: Hints
+) -> ViTConfig:
+    shapes = tensors.shapes
+    width, channels, down, across = shapes["patch_embed.proj.weight"]
+    cells, root = (down, across), _root(shapes)
+    depth = depth_of(tensors, "blocks.")
+    mlp_width = shapes["blocks.0.mlp.fc2.weight"][1]
+    swiglu = shapes["blocks.0.mlp.fc1.weight"][0] == 2 * mlp_width
+    act = settings.get("act_layer") or "gelu"
+    if act not in ACTIVATIONS and not swiglu:
+        raise BundleError(f"{tensors.path}: act_layer={act!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
+    has_cls, registers = "cls_token" in tensors, shapes.get("reg_token", (1, 0))[1]
+    pooled = "fc_norm.weight" in tensors
+    pool: Pool = "map" if "attn_pool.latent" in tensors else "cls" if has_cls and not pooled else "gap"
+    if pool != "map" and settings.get("global_pool") in ("token", "avg"):
+        pool = "gap" if settings["global_pool"] == "avg" else "cls"
+    stride = root.stride if root else 1
+    image_size: tuple[int, int] = next(iter(sizes), (224, 224))
+    covered: Covered = "class"
+    if "pos_embed" in tensors:
+        grid, covered = _grid(shapes["pos_embed"][1], has_cls, registers, cells, sizes, tensors.path, stride)
+        image_size = grid[0] * cells[0] * stride, grid[1] * cells[1] * stride
+    heads = settings.get("num_heads")
+    return ViTConfig(
+        image_size=image_size,
+        patch_size=cells,
+        channels=shapes[f"{BACKBONE}stem.conv.weight"][1] if root else channels,
+        root=root,
+        width=width,
+        depth=depth,
+        heads=heads if isinstance(heads, int) else heads_of(width, depth, mlp_width, hints, tensors.path),
+        mlp_width=mlp_width,
+        num_classes=shapes.get("head.weight", (0,))[0],
+        pool=pool,
+        class_token=None if has_cls == (pool == "cls") else has_cls,
+        registers=registers,
+        final_norm="pooled" if pooled else "tokens",
+        positions="learned" if "pos_embed" in tensors else "none",
+        positions_cover=covered,
+        position_resize="bicubic-antialias",
+        activation="swiglu" if swiglu else ACTIVATIONS[act],
+        layer_scale=float(settings.get("init_values") or 1e-5) if "blocks.0.ls1.gamma" in tensors else 0.0,
+        qk_norm="blocks.0.attn.q_norm.weight" in tensors,
+        qkv_bias="blocks.0.attn.qkv.bias" in tensors,
+        dense_bias="blocks.0.attn.proj.bias" in tensors,
+        patch_bias="patch_embed.proj.bias" in tensors,
+    )
+
+
+def _bit_config(tensors: TensorFile, sizes: Sequence[tuple[int, int]]) -> ResNetConfig:
+    width, channels, _, _ = tensors.shapes["stem.conv.weight"]
+    depths = tuple(depth_of(tensors, f"stages.{stage}.blocks.") for stage in range(depth_of(tensors, "stages.")))
+    return ResNetConfig(
+        image_size=next(iter(sizes), (224, 224)),
+        channels=channels,
+        depths=depths,
+        width=width,
+        num_classes=tensors.shapes.get("head.fc.bias", (0,))[0],
+        weight_eps=1e-8,
+    )
+
+
+def _root(shapes: Mapping[str, tuple[int, ...]]) -> RootConfig | None:
+    stem = f"{BACKBONE}stem.conv.weight"
+    if stem not in shapes:
+        return None
+    units: dict[int, int] = {}
+    for name in shapes:
+        if match := re.match(re.escape(BACKBONE) + r"stages\.(\d+)\.blocks\.(\d+)\.", name):
+            units[int(match[1])] = max(units.get(int(match[1]), 0), int(match[2]) + 1)
+    return RootConfig(
+        depths=tuple(units[stage] for stage in sorted(units)),
+        width=shapes[stem][0],
+        **TIMM_ROOT,
+    )
+
+
+def _grid(
+    places: int,
+    has_cls: bool,
+    registers: int,
+    cells: tuple[int, int],
+    sizes: Sequence[tuple[int, int]],
+    path: Path,
+    stride: int,
+) -> tuple[tuple[int, int], Covered]:
+    """The grid of a position embedding, and which tokens before the patches it has places for.
+
+    timm gives them to all such tokens, to none ("no_embed_class"), DINOv2 to the class token alone. Whatever makes the
+    grid of the first of the sizes that can be is taken; without one, whatever makes a square.
+    """
+    choices: dict[int, Covered] = {}
+    counts: tuple[tuple[Covered, int], ...] = (("class", int(has_cls)), ("patches", 0), ("all", has_cls + registers))
+    for covered, count in counts:
+        choices.setdefault(places - count, covered)
+    for size in sizes:
+        height, width = (math.ceil(side / stride) // patch for side, patch in zip(size, cells, strict=True))
+        if height * width in choices and height > 0:
+            return (height, width), choices[height * width]
+    squares = [count for count in choices if count > 0 and math.isqrt(count) ** 2 == count]
+    if len(squares) != 1:
+        raise BundleError(
+            f"{path} has {places} positions, and how many are the patches', in how many rows, is not plain: give "
+            f"image_size=(height, width), the size that it was made for"
+        )
+    side = math.isqrt(squares[0])
+    return (side, side), choices[squares[0]]
+
+
+def _preprocess(
+    config: AnyConfig, stated: Mapping[str, Any], tensors: TensorFile
+) -> tuple[Preprocess, tuple[str, ...]]:
+    fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.9, "interpolation": "bicubic"}
+    notes: tuple[str, ...] = ()
+    if "mask_token" in tensors:  # DINOv2 was made with ImageNet's colours, and 256 scaled for 224
+        fields |= {"crop_share": 0.875, **(IMAGENET if config.channels == 3 else {})}
+    if not stated:
+        notes = (f"the file does not say its preprocessing: mean {fields.get('mean', (0.5,))} is assumed",)
+    for name, key in (("mean", "mean"), ("std", "std")):
+        if len(stated.get(key, ())) in (1, config.channels):
+            fields[name] = tuple(map(float, stated[key]))
+    if stated.get("interpolation") in get_args(Interpolation):
+        fields["interpolation"] = stated["interpolation"]
+    if stated.get("crop_pct"):
+        fields["crop_share"] = float(stated["crop_pct"])
+    if stated.get("crop_mode") == "squash":
+        fields |= {"resize": "squash"}
+    if not 0 < fields["crop_share"] <= 1:
+        notes = (*notes, f"a crop share of {fields['crop_share']} cannot be: 1 is taken")
+        fields["crop_share"] = 1.0
+    return Preprocess(image_size=config.image_size, channels=config.channels, **fields), notes
+
+
+def _classes(config: Mapping[str, Any], count: int) -> tuple[str, ...] | None:
+    names = config.get("label_names")
+    return tuple(map(str, names)) if isinstance(names, list) and len(names) == count and count else None
+
+
+def _size_of(settings: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[int, int] | None:
+    size = settings.get("img_size") or (stated.get("input_size") or [])[1:]
+    height, width = (size, size) if isinstance(size, int) else size or (0, 0)
+    return (int(height), int(width)) if height and width else None
+
+
+def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _check(config: AnyConfig) -> tuple[str, ...]:
+    """What timm has no place for: an error where it changes the arithmetic, else named."""
+    if isinstance(config, ResNetConfig):
+        cannot_carry("timm", config, {"weight_eps_on": ("variance",)})
+        own: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8}
+    else:
+        cannot_carry(
+            "timm",
+            config,
+            {
+                "pool": tuple(POOLS), "positions": ("learned", "none"), "where": ("stem",), "head_hidden": (0,),
+                "activation": ("gelu", "gelu-tanh", "swiglu"),
+            },
+        )  # fmt: skip
+        own = {"norm_eps": 1e-6}
+        if config.positions == "learned":
+            own["position_resize"] = "bicubic-antialias"
+    root = None if isinstance(config, ResNetConfig) else config.root
+    return (*differing(config, own), *(differing(root, TIMM_ROOT, within="root.") if root else ()))
+
+
+def _untold(config: AnyConfig) -> Iterator[str]:
+    """What the folder's config.json says, and the bare tensors do not."""
+    if isinstance(config, ResNetConfig):
+        return
+    yield f"heads={config.heads}"
+    if config.activation == "gelu-tanh":
+        yield "the tanh approximation of GELU (its code computes the exact one unless told)"
+    guessed = "cls" if config.has_class_token and config.final_norm == "tokens" else "gap"
+    if config.pool not in ("map", guessed):
+        yield f"pool={config.pool!r} (such tensors are taken for {guessed!r})"
+
+
+def _written_config(bundle: Bundle) -> dict[str, Any]:
+    """`config.json` as timm's hub folders have it."""
+    config, preprocess = bundle.network.config, bundle.preprocess
+    stated = {
+        "input_size": [config.channels, *config.image_size],
+        "mean": _each(preprocess.mean, config.channels),
+        "std": _each(preprocess.std, config.channels),
+        "interpolation": preprocess.interpolation,
+        "crop_pct": preprocess.crop_share,
+        "crop_mode": "squash" if preprocess.resize == "squash" else "center",
+        "num_classes": config.num_classes,
+    }
+    arguments: dict[str, Any]
+    if isinstance(config, ResNetConfig):
+        architecture, pool, arguments = "resnetv2_50x1_bit", "avg", {"layers": list(config.depths)}
+    else:
+        architecture, pool = "vit_base_patch16_224", POOLS[config.pool]
+        patch, cover = config.patch_size, config.positions_cover
+        arguments = {
+            "img_size": list(config.image_size), "patch_size": patch[0] if patch[0] == patch[1] else list(patch),
+            "in_chans": config.channels, "embed_dim": config.width,
+            "depth": config.depth, "num_heads": config.heads, "mlp_ratio": config.mlp_width / config.width,
+            "class_token": config.has_class_token, "reg_tokens": config.registers, "qkv_bias": config.qkv_bias,
+            "qk_norm": config.qk_norm, "proj_bias": config.dense_bias, "init_values": config.layer_scale or None,
+            "fc_norm": config.final_norm == "pooled", "pos_embed": "learn" if config.positions == "learned" else "none",
+            "no_embed_class": cover == "patches" or (cover == "class" and config.registers > 0),
+            "act_layer": "gelu_tanh" if config.activation == "gelu-tanh" else "gelu",
+        }  # fmt: skip
+    return {
+        "architecture": architecture,
+        "num_classes": config.num_classes,
+        "num_features": config.embed_width,
+        "global_pool": pool,
+        "model_args": arguments,
+        "label_names": list(bundle.classes),
+        "pretrained_cfg": stated,
+    }
+
+
+def _each(values: tuple[float, ...], channels: int) -> list[float]:
+    return list(values) if len(values) == channels else list(values) * channels
+
+
+TIMM = Timm()

@@ -1,0 +1,128 @@
+"""Files of torchvision's Vision Transformers: vit_b_16 and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from vitrail.errors import BundleError
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layout import (
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    bare_loss,
+    cannot_carry,
+    default_preprocess,
+    depth_of,
+    differing,
+    file_grid,
+    heads_of,
+    moved_positions,
+    patch_pair,
+    theirs_of,
+)
+from vitrail.weights.tensors import save_tensors
+
+__all__ = ["TORCHVISION", "Torchvision"]
+
+BLOCK = "encoder.layers.encoder_layer_"
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+class Torchvision:
+    """A class token, learned positions, exact GELU, and optionally a hidden layer before the head."""
+
+    name = "torchvision"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return "conv_proj.weight" in checkpoint.tensors and "encoder.pos_embedding" in checkpoint.tensors
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        tensors = checkpoint.tensors
+        # Files from before 0.12 number the layers of an MLP by its place in a list.
+        tensors = tensors.renamed(lambda n: n.replace(".mlp.linear_1.", ".mlp.0.").replace(".mlp.linear_2.", ".mlp.3."))
+        shapes = tensors.shapes
+        width, channels, down, across = shapes["conv_proj.weight"]
+        cells = down, across
+        depth = depth_of(tensors, BLOCK)
+        mlp_width = shapes[f"{BLOCK}0.mlp.0.bias"][0] if f"{BLOCK}0.mlp.0.bias" in tensors else 4 * width
+        grid = file_grid(shapes["encoder.pos_embedding"][1] - 1, cells, hints, tensors.path)
+        config = ViTConfig(
+            image_size=(grid[0] * cells[0], grid[1] * cells[1]),
+            patch_size=cells,
+            channels=channels,
+            width=width,
+            depth=depth,
+            heads=heads_of(width, depth, mlp_width, hints, tensors.path),
+            mlp_width=mlp_width,
+            num_classes=shapes.get("heads.head.bias", (0,))[0],
+            head_hidden=shapes.get("heads.pre_logits.bias", (0,))[0],
+            position_resize="bicubic-corners",
+        )
+        colours = IMAGENET if channels == 3 else {}
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=default_preprocess(config, resize="crop", crop_share=0.875, **colours),
+            pairs=tuple(pairs(config)),
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        config = bundle.network.config
+        if isinstance(config, ResNetConfig):
+            raise BundleError("a BiT ResNet cannot be written as torchvision: choose bit or timm")
+        cannot_carry(
+            self.name,
+            config,
+            {
+                "root": (None,), "pool": ("cls",), "positions": ("learned",), "where": ("stem",), "registers": (0,),
+                "final_norm": ("tokens",), "layer_scale": (0.0,),
+                "qk_norm": (False,), "qkv_bias": (True,), "dense_bias": (True,), "patch_bias": (True,),
+                "activation": ("gelu", "gelu-tanh"),
+            },
+        )  # fmt: skip
+        if config.patch_size[0] != config.patch_size[1] or config.image_size[0] != config.image_size[1]:
+            raise BundleError(
+                f"torchvision takes square patches and images; these are {config.patch_size} and {config.image_size}"
+            )
+        state, config = moved_positions(bundle.network.state_dict(), config, "class")
+        save_tensors(theirs_of(state, pairs(config)), path, (".pth", ".pt", ".bin"))
+        lost = [*bare_loss(bundle), f"heads={config.heads}"]
+        if config.activation == "gelu-tanh":
+            lost.append("the tanh approximation of GELU (its code computes the exact one)")
+        return (*lost, *differing(config, {"norm_eps": 1e-6, "position_resize": "bicubic-corners"}))
+
+
+def pairs(config: ViTConfig) -> Iterator[Pair]:
+    """All tensors of a config."""
+    yield patch_pair("conv_proj", config.patch_size, config.channels)
+    yield Pair("patches.projection.bias", ("conv_proj.bias",))
+    yield Pair("prefix.cls", ("class_token",))
+    yield Pair("positions.embedding", ("encoder.pos_embedding",))
+    for layer in range(config.depth):
+        for ours, theirs in (
+            ("norm1.weight", "ln_1.weight"), ("norm1.bias", "ln_1.bias"),
+            ("attention.qkv.weight", "self_attention.in_proj_weight"),
+            ("attention.qkv.bias", "self_attention.in_proj_bias"),
+            ("attention.out.weight", "self_attention.out_proj.weight"),
+            ("attention.out.bias", "self_attention.out_proj.bias"),
+            ("norm2.weight", "ln_2.weight"), ("norm2.bias", "ln_2.bias"),
+            ("mlp.up.weight", "mlp.0.weight"), ("mlp.up.bias", "mlp.0.bias"),
+            ("mlp.down.weight", "mlp.3.weight"), ("mlp.down.bias", "mlp.3.bias"),
+        ):  # fmt: skip
+            yield Pair(f"blocks.{layer}.{ours}", (f"{BLOCK}{layer}.{theirs}",))
+    for ours, theirs, there in (
+        ("norm", "encoder.ln", True),
+        ("head_hidden", "heads.pre_logits", config.head_hidden > 0),
+        ("head", "heads.head", config.num_classes > 0),
+    ):
+        if there:
+            yield Pair(f"{ours}.weight", (f"{theirs}.weight",))
+            yield Pair(f"{ours}.bias", (f"{theirs}.bias",))
+
+
+TORCHVISION = Torchvision()
