@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+REFERENCE := $(VENV)/.reference
 
 .PHONY: setup demo test test-slow check format clean
 
@@ -16,13 +17,18 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' -c constraints.txt
 	touch $(READY)
 
+# The library that the slow tests compare written files with.
+$(REFERENCE): $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,reference]' -c constraints.txt
+	touch $(REFERENCE)
+
 demo: setup
 	$(BIN)/vitrail train
 
 test: setup check
 	$(BIN)/python -m pytest -m "not slow and not gpu and not network"
 
-test-slow: setup
+test-slow: $(REFERENCE)
 	$(BIN)/python -m pytest -m "slow and not gpu and not network"
 
 check: setup

@@ -180,3 +180,29 @@ def test_names_and_shapes_as_the_code_writes_them(
         for key, array in reference.tensors.items():
             assert written[key].dtype == np.float32
             np.testing.assert_array_equal(written[key], array)
+
+
+def test_big_visions_first_names(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    """Positions in the encoder, and the parts of attention pooling at the top."""
+    reference = golden("bigvision_map")
+    old = {name.removeprefix("MAPHead_0/"): tensor for name, tensor in reference.tensors.items()}
+    old["Transformer/pos_embedding"] = old.pop("pos_embedding")
+    bundle = load(write_file(old, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
+    assert bundle.provenance["layout"] == "big-vision" and bundle.network.config.pool == "map"
+    torch.testing.assert_close(bundle.network(reference.images), reference.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["pos_embedding", "Transformer/pos_embedding"])
+def test_big_visions_positions_with_one_for_the_class_token(
+    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    """25 positions are 24 and the class token's for an image of 4 x 6 patches, although they would make a square."""
+    reference = golden("google_vit_token")
+    old = dict(reference.tensors)
+    old[name] = old.pop("Transformer/posembed_input/pos_embedding")
+    bundle = load(write_file(old, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
+    assert bundle.provenance["layout"] == "big-vision" and bundle.network.config.positions_cover == "class"
+    torch.testing.assert_close(bundle.network(reference.images), reference.logits, atol=1e-4, rtol=0)
+    squares = {**old, name: np.concatenate([old[name], old[name]], axis=1)[:, :37]}
+    config = load(write_file(squares, tmp_path / "y.npz"), device="cpu").network.config
+    assert config.positions_cover == "class" and config.grid == (6, 6)

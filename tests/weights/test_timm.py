@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vitrail.errors import BundleError
+from vitrail.models.resnet import RootConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -252,3 +253,17 @@ def test_names_and_shapes_as_the_library_writes_them(
         assert set(file.shapes) == set(reference.tensors)
         for key, array in reference.tensors.items():
             assert torch.equal(file.read(key), torch.from_numpy(array)), key
+
+
+def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path) -> None:
+    """timm's `vit_tiny_r_s16_p8_224` has the stem itself where the others have a ResNet."""
+    root = RootConfig(width=32, norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
+    config = ViTConfig(
+        root=root, patch_size=(2, 1), image_size=(16, 12), width=8, depth=1, heads=2, mlp_width=5, num_classes=3
+    )
+    TIMM.write(random_bundle(config), tmp_path / "x.safetensors")
+    names = [name for name in open_tensors(tmp_path / "x.safetensors").shapes if "backbone" in name]
+    ending = ("conv.weight", "norm.weight", "norm.bias")
+    assert sorted(names) == sorted(f"patch_embed.backbone.{name}" for name in ending)
+    loaded = load(tmp_path / "x.safetensors", device="cpu", heads=2, image_size=(16, 12))
+    assert isinstance(loaded.network.config, ViTConfig) and loaded.network.config.root == root

@@ -39,12 +39,13 @@ def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.n
 
 def to_pil(image: bytes | np.ndarray | Image.Image, channels: int) -> Image.Image:
     """The same as a Pillow image of mode L or RGB."""
+    mode = "L" if channels == 1 else "RGB"
     if isinstance(image, np.ndarray):
-        image = _from_array(image)
+        return _plain(_from_array(image), mode)
     try:
         picture = _open(image) if isinstance(image, bytes) else image
         picture.load()
-        return _plain(ImageOps.exif_transpose(picture), "L" if channels == 1 else "RGB")
+        return _plain(ImageOps.exif_transpose(picture), mode)
     except UndecodableImage:
         raise
     except UnidentifiedImageError:

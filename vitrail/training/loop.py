@@ -77,5 +77,5 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
 def _clip(module: nn.Module, largest: float) -> Tensor:
     """Scales the gradients down to a norm of `largest` at most (0 leaves them); returns the norm they had."""
     if largest:
-        return nn.utils.clip_grad_norm_(module.parameters(), largest)
-    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        return nn.utils.clip_grad_norm_(module.parameters(), largest, foreach=True)
+    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], foreach=True)

@@ -7,6 +7,7 @@ along a first axis ("scanned"). Older files number the parts of a block from 0 t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -47,6 +48,7 @@ OLD_PARTS = {
     "LayerNorm_2/": "LayerNorm_1/",
     "MlpBlock_3/": "MlpBlock_0/",
 }
+POOL_PARTS = ("probe", "MlpBlock_0/", "MultiHeadDotProductAttention_0/", "LayerNorm_0/")
 VT_POSITIONS = "Transformer/posembed_input/pos_embedding"
 BV_POSITIONS = "pos_embedding"
 
@@ -142,7 +144,8 @@ class Google:
         learned = name in tensors or not self.big_vision
         if learned:
             places = shapes[name][1]
-            covered = "patches" if self.big_vision else "class"
+            if self.big_vision:
+                covered = _covered(places, cells, hints) if cls else "patches"
             grid = file_grid(places - (cls and covered == "class"), cells, hints, tensors.path, stride)
             grid_size = grid[0] * cells[0] * stride, grid[1] * cells[1] * stride
         pool: Pool = "map" if pool_by_attention else "cls" if cls else "gap"
@@ -165,10 +168,23 @@ class Google:
         )
 
 
+def _covered(places: int, cells: tuple[int, int], hints: Hints) -> Covered:
+    """Whether big_vision's positions are of patches alone, or as in its older files one more is the class token's."""
+    if hints.image_size is not None:
+        height, width = (side // patch for side, patch in zip(hints.image_size, cells, strict=True))
+        if height * width in (places, places - 1):
+            return "patches" if height * width == places else "class"
+    squares = [math.isqrt(number) ** 2 == number for number in (places, places - 1)]
+    return "class" if squares == [False, True] else "patches"
+
+
 def plain_names(tensors: TensorFile) -> TensorFile:
     """The tensors by the names of newer files: without prefix, parts numbered by kind, blocks apart."""
     tensors = _image_network(tensors).renamed(lambda name: _new_name(name) if "encoderblock" in name else name)
-    return _unscanned(tensors)
+    if "probe" in tensors:  # before attention pooling had a name of its own, its parts lay at the top
+        tensors = tensors.renamed(lambda name: f"MAPHead_0/{name}" if name.startswith(POOL_PARTS) else name)
+    # Before 2022 big_vision's positions lay in the encoder.
+    return _unscanned(tensors.renamed(lambda name: BV_POSITIONS if name == f"Transformer/{BV_POSITIONS}" else name))
 
 
 def _image_network(tensors: TensorFile) -> TensorFile:

@@ -86,8 +86,6 @@ class HuggingFace:
                 f"there is no config.json: model_type={family.model_type!r}, layer_norm_eps={family.norm_eps} and the "
                 f"exact GELU are assumed"
             )
-        if settings.get("problem_type", str, "") == "multi_label_classification":
-            notes.append("config.json says multi_label_classification: its logits are for scores='sigmoid'")
         try:
             config = config_of(tensors, settings, family, hints, notes)
             images = preprocess_of(checkpoint.preprocessor, config, dinov2=family.is_dinov2)
@@ -105,6 +103,7 @@ class HuggingFace:
             preprocess=images.preprocess,
             pairs=tuple(pairs(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors)),
             classes=classes,
+            scores="sigmoid" if settings.get("problem_type", str, "") == "multi_label_classification" else "softmax",
             ignored=ignored,
             notes=(*notes, *images.notes),
         )

@@ -20,7 +20,7 @@ from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.variants import VARIANTS, AnyConfig, AnyNetwork, Variant, build
 from vitrail.models.vit import ViTConfig
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, Scores
 from vitrail.weights.tensors import TensorFile
 
 __all__ = [
@@ -101,6 +101,8 @@ class Description:
     pairs: tuple[Pair, ...]
     classes: tuple[str, ...] | None = None
     """None: the file has no names, so they are numbers."""
+    scores: Scores = "softmax"
+    """How its logits become probabilities."""
     ignored: tuple[str, ...] = ()
     """Their tensors that have no place here, like a mask token."""
     notes: tuple[str, ...] = ()

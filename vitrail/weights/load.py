@@ -109,6 +109,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
         network,
         classes,
         description.preprocess,
+        scores=description.scores,
         provenance={"layout": layout.name, "file": checkpoint.tensors.path.name},
         notes=notes,
     )

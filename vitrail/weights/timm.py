@@ -9,9 +9,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from vitrail.data.preprocess import Interpolation, Preprocess
 from vitrail.errors import BundleError
 from vitrail.files import replacing_folder, write_json
 from vitrail.models.layers import Activation
@@ -36,15 +35,14 @@ from vitrail.weights.layout import (
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
+from vitrail.weights.timm_config import POOLS, classes_of, preprocess_of, size_of, written_config
 
 __all__ = ["TIMM", "Timm"]
 
 BACKBONE = "patch_embed.backbone."
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "gelu_erf": "gelu"}
 TIMM_ROOT: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"}
 """timm's own epsilons of a hybrid's root."""
-POOLS = {"cls": "token", "gap": "avg", "map": "map"}
 
 
 class Timm:
@@ -59,12 +57,12 @@ class Timm:
         tensors = checkpoint.tensors.renamed(_plain_name)
         settings = {**(checkpoint.config.get("model_args") or {}), **_only(checkpoint.config, "global_pool")}
         stated = checkpoint.config.get("pretrained_cfg") or {}
-        sizes = [size for size in (_size_of(settings, stated), hints.image_size) if size]
+        sizes = [size for size in (size_of(settings, stated), hints.image_size) if size]
         if "stem.conv.weight" in tensors:
             config: AnyConfig = _bit_config(tensors, sizes)
         else:
             config = _vit_config(tensors, settings, sizes, hints)
-        preprocess, notes = _preprocess(config, stated, tensors)
+        preprocess, notes = preprocess_of(config, stated, dinov2="mask_token" in tensors)
         ignored = tuple(name for name in ("mask_token",) if name in tensors)
         if isinstance(config, ViTConfig) and config.has_class_token and config.positions_cover == "patches":
             notes = (*notes, f"positions are taken for {config.grid[0]} x {config.grid[1]} patches and no other token")
@@ -75,7 +73,7 @@ class Timm:
             config=config,
             preprocess=preprocess,
             pairs=tuple(pairs(config)),
-            classes=_classes(checkpoint.config, config.num_classes),
+            classes=classes_of(checkpoint.config, config.num_classes),
             ignored=ignored,
             notes=notes,
         )
@@ -87,12 +85,14 @@ class Timm:
         if isinstance(config, ViTConfig) and config.registers and config.positions_cover == "class":
             state, config = moved_positions(state, config, "patches")  # it has them for all of these tokens or for none
         theirs = theirs_of(state, pairs(config))
+        if isinstance(config, ViTConfig) and config.root and not config.root.depths:
+            theirs = {name.replace(f"{BACKBONE}stem.", BACKBONE): tensor for name, tensor in theirs.items()}
         if path.suffix == ".safetensors":
             save_tensors(theirs, path, (".safetensors",))
             return (*lost, *bare_loss(bundle), *_untold(config))
         with replacing_folder("the model", path) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
-            write_json(partial / "config.json", _written_config(bundle))
+            write_json(partial / "config.json", written_config(bundle))
         return lost if bundle.scores == "softmax" else (*lost, f"scores={bundle.scores!r}")
 
 
@@ -179,7 +179,9 @@ def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
 
 
 def _plain_name(name: str) -> str:
-    """DINOv2's own code calls registers and SwiGLU's layers otherwise, and may cut blocks into chunks."""
+    """DINOv2's own code calls registers and SwiGLU's layers otherwise, and may cut blocks into chunks; a root without
+    stages is its stem, which then has no name."""
+    name = re.sub(rf"^{re.escape(BACKBONE)}(conv|norm)\.", rf"{BACKBONE}stem.\1.", name)
     name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
     name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
     return "reg_token" if name == "register_tokens" else name
@@ -295,41 +297,6 @@ def _grid(
     return (side, side), choices[squares[0]]
 
 
-def _preprocess(
-    config: AnyConfig, stated: Mapping[str, Any], tensors: TensorFile
-) -> tuple[Preprocess, tuple[str, ...]]:
-    fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.9, "interpolation": "bicubic"}
-    notes: tuple[str, ...] = ()
-    if "mask_token" in tensors:  # DINOv2 was made with ImageNet's colours, and 256 scaled for 224
-        fields |= {"crop_share": 0.875, **(IMAGENET if config.channels == 3 else {})}
-    if not stated:
-        notes = (f"the file does not say its preprocessing: mean {fields.get('mean', (0.5,))} is assumed",)
-    for name, key in (("mean", "mean"), ("std", "std")):
-        if len(stated.get(key, ())) in (1, config.channels):
-            fields[name] = tuple(map(float, stated[key]))
-    if stated.get("interpolation") in get_args(Interpolation):
-        fields["interpolation"] = stated["interpolation"]
-    if stated.get("crop_pct"):
-        fields["crop_share"] = float(stated["crop_pct"])
-    if stated.get("crop_mode") == "squash":
-        fields |= {"resize": "squash"}
-    if not 0 < fields["crop_share"] <= 1:
-        notes = (*notes, f"a crop share of {fields['crop_share']} cannot be: 1 is taken")
-        fields["crop_share"] = 1.0
-    return Preprocess(image_size=config.image_size, channels=config.channels, **fields), notes
-
-
-def _classes(config: Mapping[str, Any], count: int) -> tuple[str, ...] | None:
-    names = config.get("label_names")
-    return tuple(map(str, names)) if isinstance(names, list) and len(names) == count and count else None
-
-
-def _size_of(settings: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[int, int] | None:
-    size = settings.get("img_size") or (stated.get("input_size") or [])[1:]
-    height, width = (size, size) if isinstance(size, int) else size or (0, 0)
-    return (int(height), int(width)) if height and width else None
-
-
 def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
@@ -365,49 +332,6 @@ def _untold(config: AnyConfig) -> Iterator[str]:
     guessed = "cls" if config.has_class_token and config.final_norm == "tokens" else "gap"
     if config.pool not in ("map", guessed):
         yield f"pool={config.pool!r} (such tensors are taken for {guessed!r})"
-
-
-def _written_config(bundle: Bundle) -> dict[str, Any]:
-    """`config.json` as timm's hub folders have it."""
-    config, preprocess = bundle.network.config, bundle.preprocess
-    stated = {
-        "input_size": [config.channels, *config.image_size],
-        "mean": _each(preprocess.mean, config.channels),
-        "std": _each(preprocess.std, config.channels),
-        "interpolation": preprocess.interpolation,
-        "crop_pct": preprocess.crop_share,
-        "crop_mode": "squash" if preprocess.resize == "squash" else "center",
-        "num_classes": config.num_classes,
-    }
-    arguments: dict[str, Any]
-    if isinstance(config, ResNetConfig):
-        architecture, pool, arguments = "resnetv2_50x1_bit", "avg", {"layers": list(config.depths)}
-    else:
-        architecture, pool = "vit_base_patch16_224", POOLS[config.pool]
-        patch, cover = config.patch_size, config.positions_cover
-        arguments = {
-            "img_size": list(config.image_size), "patch_size": patch[0] if patch[0] == patch[1] else list(patch),
-            "in_chans": config.channels, "embed_dim": config.width,
-            "depth": config.depth, "num_heads": config.heads, "mlp_ratio": config.mlp_width / config.width,
-            "class_token": config.has_class_token, "reg_tokens": config.registers, "qkv_bias": config.qkv_bias,
-            "qk_norm": config.qk_norm, "proj_bias": config.dense_bias, "init_values": config.layer_scale or None,
-            "fc_norm": config.final_norm == "pooled", "pos_embed": "learn" if config.positions == "learned" else "none",
-            "no_embed_class": cover == "patches" or (cover == "class" and config.registers > 0),
-            "act_layer": "gelu_tanh" if config.activation == "gelu-tanh" else "gelu",
-        }  # fmt: skip
-    return {
-        "architecture": architecture,
-        "num_classes": config.num_classes,
-        "num_features": config.embed_width,
-        "global_pool": pool,
-        "model_args": arguments,
-        "label_names": list(bundle.classes),
-        "pretrained_cfg": stated,
-    }
-
-
-def _each(values: tuple[float, ...], channels: int) -> list[float]:
-    return list(values) if len(values) == channels else list(values) * channels
 
 
 TIMM = Timm()

@@ -1,0 +1,96 @@
+"""`config.json` of timm's hub folders, to our words and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from vitrail.data.preprocess import Interpolation, Preprocess
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.variants import AnyConfig
+from vitrail.weights.bundle import Bundle
+
+__all__ = ["POOLS", "classes_of", "preprocess_of", "size_of", "written_config"]
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+POOLS = {"cls": "token", "gap": "avg", "map": "map"}
+"""Our pools, and what timm calls them."""
+
+
+def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool) -> tuple[Preprocess, tuple[str, ...]]:
+    """What `pretrained_cfg` states, and notes on what it does not."""
+    fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.9, "interpolation": "bicubic"}
+    notes: tuple[str, ...] = ()
+    if dinov2:  # which was made with ImageNet's colours, and 256 scaled for 224
+        fields |= {"crop_share": 0.875, **(IMAGENET if config.channels == 3 else {})}
+    if not stated:
+        notes = (f"the file does not say its preprocessing: mean {fields.get('mean', (0.5,))} is assumed",)
+    for name, key in (("mean", "mean"), ("std", "std")):
+        if len(stated.get(key, ())) in (1, config.channels):
+            fields[name] = tuple(map(float, stated[key]))
+    if stated.get("interpolation") in get_args(Interpolation):
+        fields["interpolation"] = stated["interpolation"]
+    if stated.get("crop_pct"):
+        fields["crop_share"] = float(stated["crop_pct"])
+    if stated.get("crop_mode") == "squash":
+        fields |= {"resize": "squash"}
+    if not 0 < fields["crop_share"] <= 1:
+        notes = (*notes, f"a crop share of {fields['crop_share']} cannot be: 1 is taken")
+        fields["crop_share"] = 1.0
+    return Preprocess(image_size=config.image_size, channels=config.channels, **fields), notes
+
+
+def classes_of(config: Mapping[str, Any], count: int) -> tuple[str, ...] | None:
+    """Names of the outputs, where the file has one for each."""
+    names = config.get("label_names")
+    return tuple(map(str, names)) if isinstance(names, list) and len(names) == count and count else None
+
+
+def size_of(settings: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Height and width that the network was made for."""
+    size = settings.get("img_size") or (stated.get("input_size") or [])[1:]
+    height, width = (size, size) if isinstance(size, int) else size or (0, 0)
+    return (int(height), int(width)) if height and width else None
+
+
+def written_config(bundle: Bundle) -> dict[str, Any]:
+    """`config.json` as timm's hub folders have it."""
+    config, preprocess = bundle.network.config, bundle.preprocess
+    stated = {
+        "input_size": [config.channels, *config.image_size],
+        "mean": _each(preprocess.mean, config.channels),
+        "std": _each(preprocess.std, config.channels),
+        "interpolation": preprocess.interpolation,
+        "crop_pct": preprocess.crop_share,
+        "crop_mode": "squash" if preprocess.resize == "squash" else "center",
+        "num_classes": config.num_classes,
+    }
+    arguments: dict[str, Any]
+    if isinstance(config, ResNetConfig):
+        architecture, pool, arguments = "resnetv2_50x1_bit", "avg", {"layers": list(config.depths)}
+    else:
+        architecture, pool = "vit_base_patch16_224", POOLS[config.pool]
+        patch, cover = config.patch_size, config.positions_cover
+        arguments = {
+            "img_size": list(config.image_size), "patch_size": patch[0] if patch[0] == patch[1] else list(patch),
+            "in_chans": config.channels, "embed_dim": config.width,
+            "depth": config.depth, "num_heads": config.heads, "mlp_ratio": config.mlp_width / config.width,
+            "class_token": config.has_class_token, "reg_tokens": config.registers, "qkv_bias": config.qkv_bias,
+            "qk_norm": config.qk_norm, "proj_bias": config.dense_bias, "init_values": config.layer_scale or None,
+            "fc_norm": config.final_norm == "pooled", "pos_embed": "learn" if config.positions == "learned" else "none",
+            "no_embed_class": cover == "patches" or (cover == "class" and config.registers > 0),
+            "act_layer": "gelu_tanh" if config.activation == "gelu-tanh" else "gelu",
+        }  # fmt: skip
+    return {
+        "architecture": architecture,
+        "num_classes": config.num_classes,
+        "num_features": config.embed_width,
+        "global_pool": pool,
+        "model_args": arguments,
+        "label_names": list(bundle.classes),
+        "pretrained_cfg": stated,
+    }
+
+
+def _each(values: tuple[float, ...], channels: int) -> list[float]:
+    return list(values) if len(values) == channels else list(values) * channels
