@@ -25,9 +25,9 @@ class Convert:
     .safetensors), huggingface (a folder), torchvision (.pth). The source's layout is recognised.
     """
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """Folder or file of a model, or its name on the hub: google/vit-base-patch16-224."""
-    destination: Annotated[Path, tyro.conf.Positional]
+    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """File or folder to write; what is there is replaced."""
     to: str
     """The layout to write."""

@@ -28,7 +28,7 @@ __all__ = ["main"]
 class Evaluate:
     """Measure how often a model's likeliest class is the true one."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
     data: str
     """A folder of class folders (with or without train/, val/, test/), a folder of IDX files, fashion-mnist or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ def parse(cls: type[T], words: Sequence[str], *, usage: str, description: str, d
     parsed: T | None = tyro.cli(
         cls,
         prog=usage,
-        description=description,
+        description=inspect.cleandoc(description),
         args=list(words),
         default=default,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),

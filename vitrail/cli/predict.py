@@ -29,9 +29,9 @@ __all__ = ["main"]
 class Predict:
     """Name what is on images, with probabilities."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
     """Image files, or folders of them."""
     top: int = 3
     """How many classes to show of each image."""

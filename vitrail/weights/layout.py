@@ -256,7 +256,7 @@ def file_grid(places: int, cells: tuple[int, int], hints: Hints, path: Path, str
     if places < 1 or side * side != places:
         raise BundleError(
             f"{path} has positions for {places} patches, which is no square: give image_size=(height, width), the size "
-            f"that it was made for"
+            f"that it was made for (vitrail convert --image-size)"
         )
     return side, side
 
@@ -270,7 +270,7 @@ def heads_of(width: int, depth: int, mlp_width: int, hints: Hints, path: Path) -
     if len(found) != 1:
         raise BundleError(
             f"{path} does not say how many heads its attention has, and its shape (width {width}, depth {depth}, MLP "
-            f"{mlp_width}) is not a published one: give heads=..."
+            f"{mlp_width}) is not a published one: give heads=... (vitrail convert --heads)"
         )
     return found.pop()
 

@@ -291,7 +291,7 @@ def _grid(
     if len(squares) != 1:
         raise BundleError(
             f"{path} has {places} positions, and how many are the patches', in how many rows, is not plain: give "
-            f"image_size=(height, width), the size that it was made for"
+            f"image_size=(height, width), the size that it was made for (vitrail convert --image-size)"
         )
     side = math.isqrt(squares[0])
     return (side, side), choices[squares[0]]
