@@ -49,7 +49,7 @@ def load(
       `drop_head_hidden` removes a hidden layer before it.
 
     What was assumed, resized or replaced is in the bundle's `notes`. Raises `BundleError` for what is missing,
-    damaged, or does not fit.
+    damaged, or does not fit, and `SaveError` where a download cannot be kept.
     """
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
     source = download(str(path)) if looks_like_hub_name(path) else Path(path)
