@@ -227,12 +227,11 @@ def _block_parameters(config: ViTConfig) -> int:
 
 def _position_parameters(config: ViTConfig) -> int:
     layers = config.depth if config.where == "every-layer" else 1
-    covered = {"all": config.prefix, "class": int(config.has_class_token), "patches": 0}[config.positions_cover]
     height, width = config.grid
     if config.positions == "learned":
-        return layers * (covered + height * width) * config.width
+        return layers * (config.covered + height * width) * config.width
     if config.positions == "learned-2d":
-        return layers * (covered * config.width + (height + width) * (config.width // 2))
+        return layers * (config.covered * config.width + (height + width) * (config.width // 2))
     if config.positions == "relative-bias":
         return layers * config.heads * (2 * height - 1) * (2 * width - 1)
     return 0

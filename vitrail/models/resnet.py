@@ -121,22 +121,9 @@ class ResNet(nn.Module):
         self.config = config
         eps = config.weight_eps, config.weight_eps_on
         self.stem = StandardisedConv(config.channels, config.width, 7, stride=2, padding=3, eps=eps)
-        widths = _stage_widths(config.width, len(config.depths))
-        self.stages = nn.ModuleList(
-            nn.ModuleList(
-                PreActivationUnit(
-                    before if unit == 0 else after,
-                    after,
-                    stride=2 if stage and unit == 0 else 1,
-                    norm_eps=config.norm_eps,
-                    weight_eps=eps,
-                )
-                for unit in range(depth)
-            )
-            for stage, (depth, (before, after)) in enumerate(zip(config.depths, pairwise(widths), strict=True))
-        )
-        self.norm = nn.GroupNorm(32, widths[-1], eps=config.norm_eps)
-        self.head = nn.Linear(widths[-1], config.num_classes) if config.num_classes else None
+        self.stages = _stages(PreActivationUnit, config)
+        self.norm = nn.GroupNorm(32, config.embed_width, eps=config.norm_eps)
+        self.head = nn.Linear(config.embed_width, config.num_classes) if config.num_classes else None
         self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -156,11 +143,7 @@ class ResNet(nn.Module):
         x = self.stem(images)
         # Zeros around the map, and then a pool without padding: the pool sees the zeros (paper.md, and BiT's own code).
         x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
-        for stage in self.stages:
-            assert isinstance(stage, nn.ModuleList)
-            for unit in stage:
-                x = unit(x)
-        x = F.relu(self.norm(x))
+        x = F.relu(self.norm(self.stages(x)))
         tokens = x.flatten(2).transpose(1, 2)  # b (h w) c
         return Features(cls=None, registers=tokens[:, :0], patches=tokens, grid=grid)
 
@@ -186,20 +169,7 @@ class HybridRoot(nn.Module):
         kernel, into = (7, channels) if as_published else (3, half)
         self.stem = StandardisedConv(into, config.width, kernel, stride=2, padding="same", eps=eps)
         self.norm = nn.GroupNorm(32 if as_published else 1, config.width, eps=config.norm_eps)
-        widths = _stage_widths(config.width, len(config.depths))
-        self.stages = nn.ModuleList(
-            nn.ModuleList(
-                PostActivationUnit(
-                    before if unit == 0 else after,
-                    after,
-                    stride=2 if stage and unit == 0 else 1,
-                    norm_eps=config.norm_eps,
-                    weight_eps=eps,
-                )
-                for unit in range(depth)
-            )
-            for stage, (depth, (before, after)) in enumerate(zip(config.depths, pairwise(widths), strict=True))
-        )
+        self.stages = _stages(PostActivationUnit, config)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         """The feature map, its sides divided by the config's stride and rounded up."""
@@ -209,11 +179,7 @@ class HybridRoot(nn.Module):
         x = F.relu(self.norm(self.stem(x)))
         if self.config.stem == "7x7+pool":
             x = F.max_pool2d(_pad_same(x, 3, 2, value=-math.inf), 3, stride=2)
-        for stage in self.stages:
-            assert isinstance(stage, nn.ModuleList)
-            for unit in stage:
-                x = unit(x)
-        return x
+        return self.stages(x)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -318,9 +284,28 @@ def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: floa
     return F.pad(x, pads, value=value) if any(pads) else x
 
 
-def _stage_widths(width: int, stages: int) -> list[int]:
-    """Channels before the first stage and after each."""
-    return [width, *(width * EXPANSION * 2**stage for stage in range(stages))]
+def _stages(
+    unit_class: type[PreActivationUnit] | type[PostActivationUnit], config: ResNetConfig | RootConfig
+) -> nn.Sequential:
+    """All stages; each after the first halves the map's sides in its first unit."""
+    widths = [config.width, *(config.width * EXPANSION * 2**stage for stage in range(len(config.depths)))]
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                *(
+                    unit_class(
+                        before if unit == 0 else after,
+                        after,
+                        stride=2 if stage and unit == 0 else 1,
+                        norm_eps=config.norm_eps,
+                        weight_eps=(config.weight_eps, config.weight_eps_on),
+                    )
+                    for unit in range(depth)
+                )
+            )
+            for stage, (depth, (before, after)) in enumerate(zip(config.depths, pairwise(widths), strict=True))
+        )
+    )
 
 
 def _initialise_convolutions(module: nn.Module) -> None:

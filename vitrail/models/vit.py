@@ -116,6 +116,11 @@ class ViTConfig:
         return self.has_class_token + self.registers
 
     @property
+    def covered(self) -> int:
+        """How many of the tokens before the patches have learned positions."""
+        return {"all": self.prefix, "class": int(self.has_class_token), "patches": 0}[self.positions_cover]
+
+    @property
     def tokens(self) -> int:
         """Length of the sequence that the blocks see."""
         return math.prod(self.grid) + self.prefix
@@ -286,7 +291,6 @@ def _block(config: ViTConfig, layer: int) -> Block:
 
 
 def _positions(config: ViTConfig) -> Positions:
-    covered = {"all": config.prefix, "class": int(config.has_class_token), "patches": 0}[config.positions_cover]
     return make_positions(
         config.positions,
         grid=config.grid,
@@ -294,7 +298,7 @@ def _positions(config: ViTConfig) -> Positions:
         heads=config.heads,
         depth=config.depth,
         prefix=config.prefix,
-        covered=covered,
+        covered=config.covered,
         where=config.where,
         resize=config.position_resize,
     )

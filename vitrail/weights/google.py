@@ -188,10 +188,9 @@ def plain_names(tensors: TensorFile) -> TensorFile:
 
 
 def _image_network(tensors: TensorFile) -> TensorFile:
-    for prefix in PREFIXES:
-        if inside := {name: shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}:
-            return TensorFile(tensors.path, inside, tensors.read).renamed(lambda name: name[len(prefix) :])  # noqa: B023
-    return tensors
+    prefix = next((prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors.shapes)), "")
+    inside = {name: shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}
+    return TensorFile(tensors.path, inside, tensors.read).renamed(lambda name: name.removeprefix(prefix))
 
 
 def _new_name(name: str) -> str:

@@ -214,8 +214,7 @@ def moved_positions(
     """The same function with learned positions for other tokens before the patches: what a token loses is added to
     the token itself, and what it gets is zero."""
     state, moved = dict(state), replace(config, positions_cover=covered)
-    counts = {"patches": 0, "class": int(config.has_class_token), "all": config.prefix}
-    have, want = counts[config.positions_cover], counts[covered]
+    have, want = config.covered, moved.covered
     if config.positions != "learned" or have == want:
         return state, moved
     positions, start = state["positions.embedding"], 0
