@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -11,9 +15,11 @@ import pytest
 import torch
 from hypothesis import settings
 from PIL import Image
+from torch import Tensor
 
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
+from vitrail.weights.bundle import Bundle
 
 settings.register_profile("vitrail", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("vitrail")
@@ -34,6 +40,46 @@ def types_unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What another implementation computed: its tensors by their names, the images, and the logits."""
+
+    tensors: dict[str, Any]
+    images: Tensor
+    logits: Tensor
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        return self.images.shape[2], self.images.shape[3]
+
+    def difference(self, bundle: Bundle) -> float:
+        """The largest difference between a bundle's logits and these."""
+        with torch.inference_mode():
+            return float((bundle.network(self.images) - self.logits).abs().max())
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Golden]:
+    """Reads a golden file by name and draws the tensors and images that it was computed with."""
+    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
+    assert spec is not None and spec.loader is not None
+    weights = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(weights)
+
+    def read(name: str) -> Golden:
+        content = json.loads((GOLDEN / f"{name}.json").read_text())
+        return Golden(
+            {key: weights.tensor(key, tuple(shape)) for key, shape in content["tensors"].items()},
+            torch.from_numpy(weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))),
+            torch.tensor(content["logits"]),
+        )
+
+    return read
 
 
 @pytest.fixture

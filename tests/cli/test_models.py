@@ -12,7 +12,7 @@ from vitrail.cli import main
 from vitrail.models import cost
 from vitrail.models.variants import PUBLISHED, variant_config
 
-FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_bytes"]
+FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_flops", "training_bytes"]
 
 
 def rows_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
@@ -102,6 +102,7 @@ def test_json_says_all_in_exact_numbers(capsys: pytest.CaptureFixture[str]) -> N
         config = variant_config(row["name"], image_size=tuple(row["image_size"]))
         assert row["parameters"] == cost.parameters(config) and row["macs"] == cost.macs(config)
         assert row["training_bytes"] == cost.training_bytes(config, 32, precision="bf16")
+        assert row["training_flops"] == cost.training_flops(config)
     by_name = {row["name"]: row for row in rows}
     assert by_name["ViT-B/16"]["shape"] == "768/12/3072/12" and by_name["BiT-R152x4"]["shape"] == "3-8-36-3"
     assert by_name["ViT-Pico/7"]["image_size"] == [28, 28] and by_name["BiT-R50x1"]["tokens"] == 49

@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from vitrail.models.vit import VisionTransformer, ViTConfig
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 DIVISORS = {"none": 1, "learned": 1, "learned-2d": 2, "sincos-2d": 4, "relative-bias": 1, "rotary-2d": 4}
 """Kinds of positions, and what has to divide a head's width, or is sure to divide the network's."""
 
 
-@dataclass(frozen=True)
-class Golden:
-    """What another implementation computed: its tensors by their names, the images, and the logits."""
-
-    tensors: dict[str, Tensor]
-    images: Tensor
-    logits: Tensor
-
-
 @pytest.fixture(scope="session")
-def golden() -> Callable[[str], Golden]:
-    """Reads a golden file by name and draws the tensors and images that it was computed with."""
-    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
-    assert spec is not None and spec.loader is not None
-    weights = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(weights)
+def golden(golden: Callable[[str], Any]) -> Callable[[str], Any]:
+    """As elsewhere, with tensors in the place of arrays."""
 
-    def read(name: str) -> Golden:
-        content = json.loads((GOLDEN / f"{name}.json").read_text())
-        return Golden(
-            {key: torch.from_numpy(weights.tensor(key, tuple(shape))) for key, shape in content["tensors"].items()},
-            torch.from_numpy(weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))),
-            torch.tensor(content["logits"]),
-        )
+    def read(name: str) -> Any:
+        found = golden(name)
+        return replace(found, tensors={key: torch.from_numpy(array) for key, array in found.tensors.items()})
 
     return read
 

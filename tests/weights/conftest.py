@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, build
@@ -57,48 +53,10 @@ def bundle(make_bundle: Callable[..., Bundle]) -> Bundle:
 
 # --- files that other libraries would have written
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 SUFFIXES = {
     "google": ".npz", "big-vision": ".npz", "bit": ".npz", "bit-torch": ".pth", "timm": "", "huggingface": "",
     "torchvision": ".pth",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Golden:
-    """What another implementation computed: its tensors by their names, the images, and the logits."""
-
-    tensors: dict[str, np.ndarray]
-    images: Tensor
-    logits: Tensor
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        return self.images.shape[2], self.images.shape[3]
-
-    def difference(self, bundle: Bundle) -> float:
-        """The largest difference between a bundle's logits and these."""
-        with torch.inference_mode():
-            return float((bundle.network(self.images) - self.logits).abs().max())
-
-
-@pytest.fixture(scope="session")
-def golden() -> Callable[[str], Golden]:
-    """Reads a golden file by name and draws the tensors and images that it was computed with."""
-    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
-    assert spec is not None and spec.loader is not None
-    weights = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(weights)
-
-    def read(name: str) -> Golden:
-        content = json.loads((GOLDEN / f"{name}.json").read_text())
-        return Golden(
-            {key: weights.tensor(key, tuple(shape)) for key, shape in content["tensors"].items()},
-            torch.from_numpy(weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))),
-            torch.tensor(content["logits"]),
-        )
-
-    return read
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from rich.table import Table
 from vitrail.cli.options import parse
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
-from vitrail.models.cost import layer_costs, macs, parameters, training_bytes
+from vitrail.models.cost import layer_costs, macs, parameters, training_bytes, training_flops
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import PUBLISHED, variant_config
 from vitrail.models.vit import ViTConfig
@@ -111,6 +111,7 @@ def _row(name: str, options: Models) -> dict[str, Any]:
         "tokens": tokens,
         "parameters": parameters(config),
         "macs": macs(config),
+        "training_flops": training_flops(config),
         "training_bytes": training_bytes(config, options.batch_size, precision="bf16"),
     }
 
