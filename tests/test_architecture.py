@@ -18,6 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli", "testing"),
     ("recipes",),
+    ("bench",),
     ("training",),
     ("objectives", "evaluation"),
     ("weights",),
@@ -28,7 +29,7 @@ FLOORS = (
 """From the roof down, as docs/design.md draws it. Rooms on one floor do not import each other."""
 
 INTERNAL = {
-    "Clock", "Convert", "Evaluate", "Models", "Predict", "Resume", "PostActivationUnit", "PreActivationUnit",
+    "Bench", "Clock", "Convert", "Evaluate", "Models", "Predict", "Resume", "PostActivationUnit", "PreActivationUnit",
     "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not name: settings of verbs, and parts that only their own module puts together."""

@@ -53,6 +53,7 @@ def test_published_networks_keep_the_contract(name: str) -> None:
         {"positions": "relative-bias", "qk_norm": True},
         {"positions": "rotary-2d", "qkv_bias": False, "dense_bias": False, "patch_bias": False},
         {"dropout": 0.1, "stochastic_depth": 0.1, "position_resize": "bicubic-antialias"},
+        {"patch_dropout": 0.5, "positions": "relative-bias", "qk_norm": True},
         {"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (24, 20)},
     ],
 )
@@ -134,6 +135,15 @@ class TakesAnyChannels(Whole):
         return super().features(images[:, :3])
 
 
+class EmbedsAnyChannels(Whole):
+    def embed(self, images: Tensor) -> Tensor:
+        return super().embed(images[:, :3])
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled = super().embed(images)
+        return pooled if self.head is None else self.head(pooled)
+
+
 class TakesNothing(Whole):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images) if images.shape[2] else torch.zeros(len(images), 7)
@@ -213,6 +223,7 @@ BROKEN: list[tuple[Callable[[int], Any], str]] = [
     (HeadThatStays, "a network of 0 classes has head None"),
     (OtherThanEmbed, "without a head, the network is its embed"),
     (TakesAnyChannels, "images of another number of channels are not refused with ConfigError"),
+    (EmbedsAnyChannels, "images of another number of channels are not refused with ConfigError"),
     (TakesNothing, "images of a height of 0 are not refused with ConfigError"),
     (Random, "the same images give other logits the second time"),
     (SeesItsNeighbours, r"an image's logits change by [\d.e-]+ with the others of its batch"),

@@ -83,14 +83,15 @@ def _check_wrong_images(network: Any, images: Tensor) -> None:
         (images[:, :1].repeat(1, network.config.channels + 1, 1, 1), "another number of channels"),
         (images[:, :, :0], "a height of 0"),
     ):
-        try:
-            network(wrong)
-        except ConfigError:
-            continue
-        except Exception as error:
-            name = type(error).__name__
-            raise AssertionError(f"images of {what} are refused with {name}, not ConfigError") from error
-        raise AssertionError(f"images of {what} are not refused with ConfigError")
+        for call in (network, network.embed, network.features):
+            try:
+                call(wrong)
+            except ConfigError:
+                continue
+            except Exception as error:
+                name = type(error).__name__
+                raise AssertionError(f"images of {what} are refused with {name}, not ConfigError") from error
+            raise AssertionError(f"images of {what} are not refused with ConfigError")
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.models.attention import SelfAttention, attend
+from vitrail.models.attention import Guide, SelfAttention, attend
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,6 +103,50 @@ def test_autocast_to_bfloat16_stays_close() -> None:
         result = layer(tokens)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.float(), layer(tokens), atol=0.02, rtol=0.05)
+
+
+@pytest.mark.parametrize("fields", [{}, {"qkv_bias": False}, {"qk_norm_eps": 1e-3, "out_bias": False}])
+@pytest.mark.parametrize("guide", ["none", "bias", "rotation", "bias of each image", "rotation of each image"])
+def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, Any], guide: str) -> None:
+    torch.manual_seed(0)
+    layer, tokens = SelfAttention(24, 3, **fields), torch.randn(2, 9, 24)
+    angles = torch.randn(*([2, 1] if "each" in guide else []), 9, 8)
+    told = {
+        "none": None,
+        "bias": Guide(bias=torch.randn(*([2] if "each" in guide else []), 3, 9, 9)),
+        "rotation": Guide(rotation=(angles.cos(), angles.sin())),
+    }[guide.partition(" ")[0]]
+    whole = layer(tokens, told)
+    weighting = torch.randn(2, 9, 24)
+    for read in (1, 4, 9):
+        part = layer(tokens, told, read)
+        torch.testing.assert_close(part, whole[:, :read], atol=1e-5, rtol=1e-5)
+        gradients = [
+            torch.autograd.grad((result * weighting[:, :read]).sum(), list(layer.parameters()), retain_graph=True)
+            for result in (part, whole[:, :read])
+        ]
+        for ours, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+        with torch.autocast("cpu", torch.bfloat16):
+            coarse = layer(tokens, told, read)
+        assert coarse.dtype == torch.bfloat16
+        torch.testing.assert_close(coarse.float(), part, atol=0.03, rtol=0.05)
+
+
+def test_each_image_can_have_a_guide_of_its_own() -> None:
+    torch.manual_seed(0)
+    layer, tokens = SelfAttention(24, 3), torch.randn(2, 9, 24)
+    bias, angles = torch.randn(2, 3, 9, 9), torch.randn(2, 1, 9, 8)
+    for guide, each in (
+        (Guide(bias=bias), [Guide(bias=part) for part in bias]),
+        (
+            Guide(rotation=(angles.cos(), angles.sin())),
+            [Guide(rotation=(part[0].cos(), part[0].sin())) for part in angles],
+        ),
+    ):
+        expected = torch.cat([layer(image[None], own) for image, own in zip(tokens, each, strict=True)])
+        torch.testing.assert_close(layer(tokens, guide), expected, atol=1e-6, rtol=1e-5)
+        assert (layer(tokens, guide) - layer(tokens, each[0])).abs().max() > 1e-3
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.models import cost
+from vitrail.models.pooling import pool
 from vitrail.models.resnet import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
@@ -31,15 +32,37 @@ GMACS = {
 
 
 def counted(config: AnyConfig, device: str, batch: int = 1, size: tuple[int, int] | None = None) -> int:
-    """Multiply-accumulates of one forward pass as torch's counter sees them."""
+    """Multiply-accumulates of one forward pass as torch's counter sees them, where all tokens go through all blocks."""
+    flops = executed(config, device, batch, size, through_features=True)
+    assert flops % 2 == 0
+    return flops // 2
+
+
+def executed(
+    config: AnyConfig,
+    device: str,
+    batch: int = 1,
+    size: tuple[int, int] | None = None,
+    *,
+    through_features: bool = False,
+) -> int:
+    """FLOPs of logits; by way of all features where asked, from which the head's part follows."""
     with torch.device(device):
         network, images = build(config).eval(), torch.zeros(batch, config.channels, *(size or config.image_size))
     # the counter has no formula for the CPU's fused attention
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        network(images)
-    flops = counter.get_total_flops()
-    assert flops % 2 == 0
-    return flops // 2
+        if through_features and isinstance(network, VisionTransformer):
+            logits_of_features(network, images)
+        else:
+            network(images)
+    return counter.get_total_flops()
+
+
+def logits_of_features(network: VisionTransformer, images: Tensor) -> None:
+    config = network.config
+    x = pool(network.features(images), config.pool, network.attention_pool)
+    for layer in (network.head_hidden, network.head):
+        x = x if layer is None else layer(x)
 
 
 def trained(config: AnyConfig, size: tuple[int, int] | None = None) -> int:
@@ -92,7 +115,10 @@ def test_published_gmacs_at_384() -> None:
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "ViT-B/32", "ViT-L/16", "ViT-G/14"])
 def test_macs_of_published_networks_equal_the_modules(name: str) -> None:
-    assert counted(variant_config(name), "meta") == cost.macs(variant_config(name))
+    config = variant_config(name)
+    assert counted(config, "meta") == cost.macs(config)
+    assert executed(config, "meta") == cost.inference_flops(config)
+    assert 2 * cost.macs(config) * 0.9 < cost.inference_flops(config) < 2 * cost.macs(config)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +133,7 @@ def test_macs_of_published_networks_equal_the_modules(name: str) -> None:
 def test_macs_of_a_forward_pass_on_the_cpu(small: Callable[..., ViTConfig], fields: dict[str, object]) -> None:
     config = small(**fields)
     assert counted(config, "cpu", batch=3) == 3 * cost.macs(config)
+    assert executed(config, "cpu", batch=3) == 3 * cost.inference_flops(config)
 
 
 HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
@@ -138,6 +165,7 @@ def test_hybrids_and_resnets_cost_what_the_modules_do(name: str) -> None:
         assert cost.parameters(config) == sum(parameter.numel() for parameter in build(config).parameters())
     for size in sizes:
         assert cost.macs(config, size) == counted(config, "meta", size=size)
+        assert cost.inference_flops(config, size) == executed(config, "meta", size=size)
         assert cost.training_flops(config, size) == pytest.approx(trained(config, size), rel=0.01)
 
 
@@ -148,6 +176,8 @@ def test_macs_by_hand() -> None:
     stem, tokens = 6 * 1 * 2, 7
     qkv, scores, mixed, out, mlp = tokens * 2 * 6, tokens * tokens * 2, tokens * tokens * 2, tokens * 2 * 2, 7 * 2 * 10
     assert cost.macs(config) == stem + qkv + scores + mixed + out + mlp + 2 * 3
+    keys_values, queries, scores, mixed, out, mlp = tokens * 2 * 4, 2 * 2, tokens * 2, tokens * 2, 2 * 2, 2 * 10
+    assert cost.inference_flops(config) == 2 * (stem + keys_values + queries + scores + mixed + out + mlp + 2 * 3)
 
 
 @settings(max_examples=25)
@@ -160,6 +190,7 @@ def test_parameters_macs_and_training_equal_the_modules(
         network = VisionTransformer(config)
     assert cost.parameters(config) == sum(parameter.numel() for parameter in network.parameters())
     assert cost.macs(config) == counted(config, "meta")
+    assert cost.inference_flops(config) == executed(config, "meta")
     assert cost.training_flops(config) == pytest.approx(trained(config), rel=0.01)
 
 
@@ -172,14 +203,58 @@ def test_macs_of_another_size(
     size = config.patch_size[0] * scale[0], config.patch_size[1] * scale[1]
     assert cost.macs(config, size) == counted(config, "meta", size=size)
     assert cost.macs(config, size) == cost.macs(replace(config, image_size=size))
+    assert cost.inference_flops(config, size) == executed(config, "meta", size=size)
+    assert cost.inference_flops(config, size) == cost.inference_flops(replace(config, image_size=size))
     assert cost.training_flops(config, size) == cost.training_flops(replace(config, image_size=size))
 
 
 @pytest.mark.parametrize("name", ["ViT-B/16", "R50+ViT-B/16", "BiT-R50x1"])
 def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     config = variant_config(name)
-    assert 0.97 * 6 * cost.macs(config) < cost.training_flops(config) < 6 * cost.macs(config)
+    forward = cost.inference_flops(config)
+    assert 0.97 * 3 * forward < cost.training_flops(config) < 3 * forward
     assert cost.training_flops(config) == pytest.approx(trained(config), rel=1e-9)
+
+
+@pytest.mark.parametrize("pooled", ["gap", "map", "cls+gap"])
+def test_the_last_block_is_whole_where_all_tokens_are_read(pooled: str) -> None:
+    config = variant_config("ViT-Ti/16", pool=pooled)
+    assert cost.inference_flops(config) == 2 * cost.macs(config)
+
+
+def test_a_class_token_saves_seven_percent_of_twelve_blocks() -> None:
+    config = variant_config("ViT-B/16")
+    assert cost.inference_flops(config) / (2 * cost.macs(config)) == pytest.approx(0.93, abs=0.003)
+
+
+DROPPED: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
+    "half": (variant_config("ViT-Ti/16", depth=3, patch_dropout=0.5), [(224, 160), (64, 96), (16, 16)]),
+    "most, all read": (variant_config("ViT-Ti/16", depth=2, pool="cls+gap", patch_dropout=0.9), [(224, 160)]),
+    "some, map": (variant_config("ViT-Ti/16", depth=2, pool="map", registers=2, patch_dropout=0.3), [(96, 96)]),
+    "rotary": (variant_config("ViT-Ti/16", depth=2, positions="rotary-2d", patch_dropout=0.3), [(96, 96)]),
+    "relative": (variant_config("ViT-Ti/16", depth=2, positions="relative-bias", patch_dropout=0.3), [(96, 96)]),
+    **{
+        name: (replace(config, patch_dropout=0.4), sizes)
+        for name, (config, sizes) in HYBRIDS.items()
+        if isinstance(config, ViTConfig)
+    },
+}  # fmt: skip
+"""Configs and image sizes."""
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
+    config, sizes = DROPPED[name]
+    assert isinstance(config, ViTConfig)
+    whole = replace(config, patch_dropout=0.0)
+    for size in sizes:
+        exact = config.root is None  # a root's first convolutions are counted to within a percent, as above
+        assert cost.training_flops(config, size) == pytest.approx(trained(config, size), rel=1e-9 if exact else 0.01)
+        assert cost.training_flops(config, size) < cost.training_flops(whole, size) or size == (16, 16)
+        assert (
+            cost.inference_flops(config, size) == cost.inference_flops(whole, size) == executed(config, "meta", 1, size)
+        )
+        assert cost.macs(config, size) == cost.macs(whole, size)
 
 
 # --- bytes
@@ -220,15 +295,16 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def test_bytes_that_a_transformer_keeps(name: str, precision: Precision) -> None:
     config = variant_config("ViT-Ti/16", image_size=(96, 64), depth=2, **BLOCKS[name])
     for size in ((96, 64), (48, 112)):
-        assert cost.activation_bytes(config, size, precision) == pytest.approx(
-            saved_per_image(config, size, precision), rel=0.03
-        )
+        for whole_or_dropped in (config, replace(config, patch_dropout=0.5)):
+            assert cost.activation_bytes(whole_or_dropped, size, precision) == pytest.approx(
+                saved_per_image(whole_or_dropped, size, precision), rel=0.01
+            )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, *(f"{name}, dropped" for name in HYBRIDS if "BiT" not in name)])
 def test_bytes_that_hybrids_and_resnets_keep(name: str, precision: Precision) -> None:
-    config, sizes = HYBRIDS[name]
+    config, sizes = DROPPED[name.removesuffix(", dropped")] if name.endswith(", dropped") else HYBRIDS[name]
     for size in sizes:
         assert cost.activation_bytes(config, size, precision) == pytest.approx(
             saved_per_image(config, size, precision), rel=0.03

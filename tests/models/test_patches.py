@@ -44,6 +44,15 @@ def test_each_token_is_one_patch_in_raster_order(patch: tuple[int, int], grid: t
             assert torch.equal(tokens[:, row * columns + column], cut.flatten(1))
 
 
+def test_kept_patches_are_those_of_the_whole_image() -> None:
+    torch.manual_seed(0)
+    embedding, images = PatchEmbedding((2, 5), 3, 7), torch.randn(2, 3, 6, 20)
+    kept = torch.tensor([[0, 5, 11], [1, 2, 10]])
+    whole = embedding(images)
+    expected = torch.stack([whole[0, [0, 5, 11]], whole[1, [1, 2, 10]]])
+    torch.testing.assert_close(embedding(images, kept), expected, atol=1e-6, rtol=1e-6)
+
+
 def test_no_bias_is_no_bias() -> None:
     embedding = PatchEmbedding((2, 3), 1, 7, bias=False)
     assert [name for name, _ in embedding.named_parameters()] == ["projection.weight"]

@@ -135,7 +135,11 @@ def test_the_last_norm_is_before_or_after_the_pool(
     assert torch.equal(features.registers, normed[:, first : first + 2])
     pooled = pool(features, how, network.attention_pool)
     expected = network.norm(pooled) if final_norm == "pooled" else pooled
-    assert torch.equal(network.embed(images), expected)
+    embedded = network.embed(images)
+    if how == "cls":  # the same by products of other shapes, whose sums round differently
+        torch.testing.assert_close(embedded, expected, atol=1e-5, rtol=1e-5)
+    else:
+        assert torch.equal(embedded, expected)
     assert expected.shape == (2, network.config.embed_width) == (2, 24 if how == "cls+gap" else 12)
     assert network.norm.normalized_shape == (expected.shape[1] if final_norm == "pooled" else 12,)
 

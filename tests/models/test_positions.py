@@ -81,6 +81,35 @@ def test_shapes_at_any_grid(kind: PositionKind, where: Where, grid: tuple[int, i
             assert guide.rotation is None or [part.shape for part in guide.rotation] == [(tokens.shape[1], 8)] * 2
 
 
+@pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
+@pytest.mark.parametrize(("kind", "where"), PLACES)
+def test_kept_patches_have_their_own_positions(kind: PositionKind, where: Where, grid: tuple[int, int]) -> None:
+    """Those that they have among all, and the tokens before them too."""
+    positions = made(kind, where)
+    tokens = torch.randn(2, 3 + math.prod(grid), 16)
+    kept = torch.tensor([[0, 4, 5, 9], [1, 2, 7, 8]])
+    seen = torch.tensor([[0, 1, 2, 3, 7, 8, 12], [0, 1, 2, 4, 5, 10, 11]])
+    few = torch.stack([image[own] for image, own in zip(tokens, seen, strict=True)])
+    for layer in range(5):
+        whole = positions(tokens, grid, layer)
+        expected = torch.stack([image[own] for image, own in zip(whole, seen, strict=True)])
+        assert torch.equal(positions(few, grid, layer, kept), expected)
+    of_all, of_kept = positions.guides(grid, 5, CPU), positions.guides(grid, 5, CPU, kept)
+    assert len(of_all) == len(of_kept) == 5
+    for all_told, told in zip(of_all, of_kept, strict=True):
+        assert (all_told is None) == (told is None)
+        if all_told is None or told is None:
+            continue
+        for image, own in enumerate(seen):
+            if all_told.bias is not None and told.bias is not None:
+                assert torch.equal(told.bias[image], all_told.bias[:, own][:, :, own])
+            if all_told.rotation is not None and told.rotation is not None:
+                for part, all_parts in zip(told.rotation, all_told.rotation, strict=True):
+                    assert torch.equal(part[image, 0], all_parts[own])
+        assert (told.bias is None) == (all_told.bias is None)
+        assert (told.rotation is None) == (all_told.rotation is None)
+
+
 @pytest.mark.parametrize("where", ["every-layer", "shared"])
 @pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
 def test_each_layer_has_its_own_or_all_have_one(kind: PositionKind, where: Where) -> None:

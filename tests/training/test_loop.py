@@ -209,3 +209,18 @@ def test_a_step_of_the_sigmoid_loss_waits_for_no_number_of_the_network(make: Cal
     with Reads() as of_one_hot:
         torch.nn.functional.one_hot(batch.labels, 10)
     assert reads.counts == of_one_hot.counts
+
+
+def test_weights_and_optimizer_state_stay_in_float32(
+    small: Callable[..., TrainConfig], prepare: Callable, tmp_path: Path
+) -> None:
+    state, plan = prepare(small(tmp_path / "run", precision="bf16"))
+    outputs = []
+    handle = state.objective.network.blocks[0].mlp.up.register_forward_hook(lambda *given: outputs.append(given[-1]))
+    figures = train_step(state, plan, next(state.batches))
+    handle.remove()
+    assert outputs[0].dtype == torch.bfloat16
+    assert all(parameter.dtype == torch.float32 for parameter in state.objective.parameters())
+    tensors = [value for item in state.optimizer.state.values() for value in item.values()]
+    assert len(tensors) > 10 and all(value.dtype == torch.float32 for value in tensors)
+    assert figures["loss"].dtype == torch.float32

@@ -19,6 +19,7 @@ VERBS = {
     "predict": "name what is on images",
     "convert": "write a model in another library's layout, or another's in ours",
     "models": "list the sizes of networks, with parameters and cost",
+    "bench": "measure speed and memory on this machine, against its limits",
 }
 
 USAGE = """\

@@ -12,13 +12,15 @@ from torch import nn
 from vitrail.data.pipeline import Skipped, evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import Source
+from vitrail.machine import Precision
+from vitrail.models.fused import predicting
 
 __all__ = ["Accuracy"]
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 accuracy and cross-entropy, in float32, every sample once.
+    """Top-1 accuracy and cross-entropy, every sample once.
 
     The result has `accuracy` in [0, 1], `cross_entropy` in nats, and the numbers of `images` that were measured and
     `skipped` because they could not be decoded.
@@ -27,16 +29,16 @@ class Accuracy:
     preprocess: Preprocess
     batch_size: int = 256
     threads: int | None = None
+    precision: Precision = "float32"
+    """Of matrix products; bf16 is up to three times as fast, and about one label in a thousand comes out otherwise."""
     on_skip: Callable[[Skipped], None] | None = None
     """Called with each sample that cannot be decoded."""
 
     def __call__(self, network: nn.Module, source: Source) -> dict[str, float]:
         device = next(network.parameters()).device
-        was_training = network.training
-        network.eval()
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, cross-entropy, valid
         skipped = 0
-        with torch.inference_mode():
+        with predicting(network, self.precision):
             for batch in evaluation_batches(source, self.preprocess, batch_size=self.batch_size, threads=self.threads):
                 skipped += len(batch.skipped)
                 if self.on_skip is not None:
@@ -48,7 +50,6 @@ class Accuracy:
                 correct = logits.argmax(dim=1) == batch.labels
                 valid = batch.valid & (batch.labels >= 0)
                 totals += torch.stack([correct * valid, losses * valid, valid]).double().sum(dim=1)
-        network.train(was_training)
         correct_count, loss_sum, count = totals.tolist()
         return {
             "accuracy": correct_count / max(count, 1),

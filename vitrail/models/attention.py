@@ -9,16 +9,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitrail.models.fused import Linear, attention, fuses, linear
+
 __all__ = ["Guide", "SelfAttention", "attend"]
 
 
 class Guide(NamedTuple):
     """What positions that act inside attention tell it about its tokens (see `positions.py`)."""
 
-    bias: Float[Tensor, "heads n n"] | None = None
-    """Added to the logits of every pair of tokens."""
-    rotation: tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]] | None = None
-    """Cosines and sines of the angles by which queries and keys are turned."""
+    bias: Float[Tensor, "*images heads n n"] | None = None
+    """Added to the logits of every pair of tokens: the same for all images, or each image its own."""
+    rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
+    """Cosines and sines of the angles by which queries and keys are turned; (b 1 n d) where images differ."""
 
 
 class SelfAttention(nn.Module):
@@ -34,21 +36,42 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.query_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None
         self.key_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None
-        self.out = nn.Linear(width, width, bias=out_bias)
+        self.out = Linear(width, width, bias=out_bias)
 
-    def forward(self, tokens: Float[Tensor, "b n width"], guide: Guide | None = None) -> Float[Tensor, "b n width"]:
-        b, n, width = tokens.shape
-        qkv = self.qkv(tokens).view(b, n, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each b heads n head_width
+    def forward(
+        self, tokens: Float[Tensor, "b n width"], guide: Guide | None = None, read: int | None = None
+    ) -> Float[Tensor, "b m width"]:
+        """What each token takes from all of them; with `read`, only what the first `read` tokens take."""
+        if guide is None and read is None and self.query_norm is None and fuses(tokens):
+            return self.out(attention(self.qkv(tokens), self.heads))
+        q, k, v = self._queries_keys_values(tokens, read)
+        m = q.shape[2]
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
+            q, k = _normalise(q, self.query_norm), _normalise(k, self.key_norm)
         if guide is not None and guide.rotation is not None:
-            q, k = _rotate(q, guide.rotation), _rotate(k, guide.rotation)
-        mixed = attend(q, k, v, None if guide is None else guide.bias)
-        return self.out(mixed.transpose(1, 2).reshape(b, n, width))
+            cosine, sine = (part.to(v.dtype) for part in guide.rotation)
+            q, k = _rotate(q, cosine[..., :m, :], sine[..., :m, :]), _rotate(k, cosine, sine)
+        mixed = attend(q, k, v, None if guide is None or guide.bias is None else guide.bias[..., :m, :])
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def _queries_keys_values(
+        self, tokens: Float[Tensor, "b n width"], read: int | None
+    ) -> tuple[Float[Tensor, "b heads m d"], Float[Tensor, "b heads n d"], Float[Tensor, "b heads n d"]]:
+        b, n, width = tokens.shape
+        each_head = self.heads, width // self.heads
+        if read is None:
+            q, k, v = self.qkv(tokens).view(b, n, 3, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
+            return q, k, v
+        rows = [width, 2 * width]  # of the weight: those of the queries, and those of keys and values
+        for_q, for_kv = torch.split(self.qkv.operand, rows)
+        bias_q, bias_kv = (None, None) if self.qkv.bias is None else torch.split(self.qkv.bias, rows)
+        readers = tokens[:, :read]
+        q = linear(readers, for_q, bias_q).view(b, readers.shape[1], *each_head).transpose(1, 2)
+        k, v = linear(tokens, for_kv, bias_kv).view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -64,7 +87,7 @@ def attend(
     q: Float[Tensor, "b heads m d"],
     k: Float[Tensor, "b heads n d"],
     v: Float[Tensor, "b heads n d"],
-    bias: Float[Tensor, "heads m n"] | None = None,
+    bias: Float[Tensor, "*images heads m n"] | None = None,
 ) -> Float[Tensor, "b heads m d"]:
     """`softmax(q k^T / sqrt(d) + bias) v` (equations 6 and 7), by whichever kernel is faster where the tensors are.
 
@@ -80,10 +103,14 @@ def attend(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
+def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.LayerNorm) -> Float[Tensor, "b heads n d"]:
+    """In the format of the norm's weights: the gradients of those, summed in bfloat16, would be lost in rounding."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
 def _rotate(
-    x: Float[Tensor, "b heads n d"], rotation: tuple[Float[Tensor, "n d"], Float[Tensor, "n d"]]
+    x: Float[Tensor, "b heads n d"], cosine: Float[Tensor, "*images n d"], sine: Float[Tensor, "*images n d"]
 ) -> Float[Tensor, "b heads n d"]:
     """Turns each pair of channels (i, i + d / 2) by its token's angle (2104.09864)."""
-    cosine, sine = (part.to(x.dtype) for part in rotation)
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat([-second, first], dim=-1) * sine

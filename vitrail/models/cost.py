@@ -16,7 +16,16 @@ from vitrail.models.resnet import EXPANSION, ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 
-__all__ = ["LayerCost", "activation_bytes", "layer_costs", "macs", "parameters", "training_bytes", "training_flops"]
+__all__ = [
+    "LayerCost",
+    "activation_bytes",
+    "inference_flops",
+    "layer_costs",
+    "macs",
+    "parameters",
+    "training_bytes",
+    "training_flops",
+]
 
 
 def parameters(config: AnyConfig) -> int:
@@ -40,34 +49,39 @@ def parameters(config: AnyConfig) -> int:
 
 
 def macs(config: AnyConfig, image_size: tuple[int, int] | None = None) -> int:
-    """Multiply-accumulates of one image's forward pass, at the config's image size or another."""
+    """Multiply-accumulates of one image's forward pass, at the config's image size or another.
+
+    As the literature counts them: all tokens go through the whole of every block. `inference_flops` and
+    `training_flops` count what is computed.
+    """
     size = image_size or config.image_size
     if isinstance(config, ResNetConfig):
         units = sum(unit.macs for unit in _units(config, size))
         return _first_macs(config, size) + units + config.num_classes * config.embed_width
-    n, width = math.prod(config.grid_of(*size)) + config.prefix, config.width
-    root = 0
-    if config.root:
-        root = _root_stem_macs(config.root, config.channels, size) + sum(unit.macs for unit in _units(config, size))
-    stem = math.prod(config.grid_of(*size)) * math.prod(config.patch_size) * _stem_channels(config) * width
-    mlp = (3 if config.activation == "swiglu" else 2) * width * config.mlp_width
-    block = n * (4 * width * width + mlp) + 2 * n * n * width
-    attention_pool = 0
-    if config.pool == "map":  # the query is the same for all images, but is computed with each batch
-        attention_pool = 2 * n * width * width + 2 * width * width + 2 * n * width + mlp
-    hidden = config.head_hidden * config.embed_width
-    head = config.num_classes * (config.head_hidden or config.embed_width)
-    return root + stem + config.depth * block + attention_pool + hidden + head
+    return _transformer_macs(config, size, math.prod(config.grid_of(*size)))
+
+
+def inference_flops(config: AnyConfig, image_size: tuple[int, int] | None = None) -> int:
+    """FLOPs that a prediction of one image takes."""
+    size = image_size or config.image_size
+    if isinstance(config, ResNetConfig):
+        return 2 * macs(config, size)
+    return 2 * (macs(config, size) - _unread_macs(config, math.prod(config.grid_of(*size)) + config.prefix))
 
 
 def training_flops(config: AnyConfig, image_size: tuple[int, int] | None = None) -> int:
     """FLOPs of a training step, an image: forward, and two products for each of its own backward.
 
-    The first product's gradient with respect to the image is not computed.
+    The first product's gradient with respect to the image is not computed. Patches that `patch_dropout` leaves out are
+    not counted.
     """
     size = image_size or config.image_size
-    first = _first_macs(config, size)
-    return 2 * (3 * macs(config, size) - first)
+    if isinstance(config, ResNetConfig):
+        return 2 * (3 * macs(config, size) - _first_macs(config, size))
+    patches = config.kept_of(math.prod(config.grid_of(*size)))
+    forward = _transformer_macs(config, size, patches) - _unread_macs(config, patches + config.prefix)
+    first = _first_macs(config, size) if config.root else _stem_macs(config, patches)
+    return 2 * (3 * forward - first)
 
 
 def activation_bytes(
@@ -76,32 +90,36 @@ def activation_bytes(
     """Bytes that the forward pass of one image keeps for the backward pass (on a CPU; the loss not counted).
 
     Every term stands for a tensor that some backward formula needs: a norm its input, a product both factors, GELU its
-    input, softmax its output. In float32 the fused attention kernel keeps no n x n matrix.
+    input, softmax its output. In float32 the fused attention kernel keeps no n x n matrix. In bf16 the residual stream,
+    which norms read, is in float32 all the same.
     """
     size = image_size or config.image_size
     each = 4 if precision == "float32" else 2
     if isinstance(config, ResNetConfig):
         return each * _resnet_kept(config, size) + 8 * config.width * math.prod(_cells(size, 4))
-    n, width = math.prod(config.grid_of(*size)) + config.prefix, config.width
-    stem = math.prod(config.grid_of(*size)) * math.prod(config.patch_size) * _stem_channels(config)
-    kept = stem + config.depth * _block_kept(config, n, precision)
-    kept += n * width if config.final_norm == "tokens" else config.embed_width
-    statistics = (2 * config.depth + (config.final_norm == "tokens")) * 2 * n
-    if config.qk_norm:
-        statistics += config.depth * 4 * n * config.heads
-    if precision == "float32" and config.positions != "relative-bias":
-        statistics += config.depth * n * config.heads  # the fused kernel's log-sum-exp
+    patches = config.kept_of(math.prod(config.grid_of(*size)))
+    n, width = patches + config.prefix, config.width
+    read = 1 if config.pool == "cls" else n
+    stem = patches * math.prod(config.patch_size) * _stem_channels(config)
+    blocks = (config.depth - 1) * _block_bytes(config, n, n, precision) + _block_bytes(config, n, read, precision)
+    kept = each * stem + blocks
+    kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.embed_width
     if config.dropout:
-        kept += n * width
+        kept += 4 * n * width
+    if config.patch_dropout and config.positions == "relative-bias":
+        kept += 8 * patches**2  # the offsets of an image's pairs
+    if config.patch_dropout and config.positions == "rotary-2d":  # an image's cosines and sines, rounded in every block
+        kept += 2 * n * (width // config.heads) * (4 if precision == "float32" else 2 * config.depth)
     if config.pool == "map":
-        kept += 3 * n * width + (n * config.heads if precision == "bf16" else 0)
-    elif config.pool == "cls" and (config.num_classes or config.head_hidden):
-        kept += n * width  # the head keeps the class token, which is a view of all normalised tokens
-    root = 0
+        kept += each * (3 * n * width + (n * config.heads if precision == "bf16" else 0))
+        hidden = 4 if config.activation == "swiglu" else 2 if precision == "float32" else 1
+        kept += 4 * width + each * (3 * width + hidden * config.mlp_width)
     if config.root:
-        kept += _root_kept(config.root, config.channels, size) - stem * (config.patch_size == (1, 1))
-        root = 8 * config.root.width * math.prod(_cells(size, 4)) * (config.root.stem == "7x7+pool")
-    return each * kept + 4 * statistics + root
+        # patches of one cell are the map itself, which its last ReLU keeps as well, unless some are picked from it
+        shared = stem if config.patch_size == (1, 1) and not config.patch_dropout else 0
+        kept += each * (_root_kept(config.root, config.channels, size) - shared)
+        kept += 8 * config.root.width * math.prod(_cells(size, 4)) * (config.root.stem == "7x7+pool")
+    return kept
 
 
 def training_bytes(
@@ -191,10 +209,40 @@ def _units(config: AnyConfig, size: tuple[int, int]) -> Iterator[_Unit]:
             side = new
 
 
+def _transformer_macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
+    """With so many patches of an image of this size."""
+    n, width = patches + config.prefix, config.width
+    root = 0
+    if config.root:
+        root = _root_stem_macs(config.root, config.channels, size) + sum(unit.macs for unit in _units(config, size))
+    block = n * (4 * width * width + _mlp_macs(config)) + 2 * n * n * width
+    attention_pool = 0
+    if config.pool == "map":  # the query is the same for all images, but is computed with each batch
+        attention_pool = 2 * n * width * width + 2 * width * width + 2 * n * width + _mlp_macs(config)
+    hidden = config.head_hidden * config.embed_width
+    head = config.num_classes * (config.head_hidden or config.embed_width)
+    return root + _stem_macs(config, patches) + config.depth * block + attention_pool + hidden + head
+
+
+def _unread_macs(config: ViTConfig, n: int) -> int:
+    """What the last of the blocks, which see n tokens, need not compute: all that belongs to the tokens which the head
+    does not read, but for their keys and values."""
+    if config.pool != "cls":
+        return 0
+    return (n - 1) * (2 * config.width**2 + _mlp_macs(config) + 2 * n * config.width)
+
+
+def _stem_macs(config: ViTConfig, patches: int) -> int:
+    return patches * math.prod(config.patch_size) * _stem_channels(config) * config.width
+
+
+def _mlp_macs(config: ViTConfig) -> int:
+    """For one token."""
+    return (3 if config.activation == "swiglu" else 2) * config.width * config.mlp_width
+
+
 def _first_macs(config: AnyConfig, size: tuple[int, int]) -> int:
-    """Of the product that sees the image."""
-    if isinstance(config, ViTConfig) and config.root is None:
-        return math.prod(config.grid_of(*size)) * math.prod(config.patch_size) * config.channels * config.width
+    """Of the convolution that sees the image, of a ResNet or of a hybrid's root."""
     root = config.root if isinstance(config, ViTConfig) else None
     if root and root.stem == "3x3+3x3":
         return math.prod(size) * 9 * config.channels * (root.width // 2)
@@ -245,21 +293,31 @@ def _root_parameters(root: RootConfig, channels: int) -> int:
     return (49 * channels * root.width if root.stem == "7x7+pool" else before) + 2 * root.width + units
 
 
-def _block_kept(config: ViTConfig, n: int, precision: str) -> int:
-    """Numbers that one block keeps for its backward pass, norms' statistics not counted."""
-    tokens, hidden = n * config.width, n * config.mlp_width
-    kept = 8 * tokens + (4 if config.activation == "swiglu" else 2) * hidden
-    if precision == "bf16" or config.positions == "relative-bias":
-        kept += config.heads * n * n
+def _block_bytes(config: ViTConfig, n: int, read: int, precision: str) -> int:
+    """Bytes that a block of n tokens keeps for its backward pass, of whose results only the first `read` are read."""
+    bf16 = precision == "bf16"
+    all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
+    exact = all_tokens + 2 * n + results + 2 * read  # what the two norms read, means and deviations
+    kept = 3 * all_tokens  # the first norm's output, keys, values
+    kept += 3 * results  # queries, what attention mixed, the second norm's output
+    makes_gelu_again = bf16 and not config.dropout
+    kept += (4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2) * hidden
+    if bf16 and read < n:
+        kept += results  # the tokens that queries are of, apart from those that keys and values are of
+    if bf16 or config.positions == "relative-bias":
+        kept += config.heads * read * n
+    else:
+        exact += config.heads * read  # the fused kernel's log-sum-exp
     if config.qk_norm:
-        kept += 3 * tokens
-    if config.positions == "rotary-2d" and precision == "float32" and not config.qk_norm:
-        kept += 2 * tokens
+        exact += all_tokens + results + 2 * config.heads * (n + read)
+        kept += results if read == n and not bf16 else 0  # the fused kernel then orders its result by head
+    elif config.positions == "rotary-2d" and not bf16:
+        kept += all_tokens + (results if read == n else 0)
     if config.layer_scale:
-        kept += 2 * tokens
+        kept += 2 * results
     if config.dropout:
-        kept += 2 * tokens + hidden
-    return kept
+        kept += 2 * results + hidden
+    return 4 * exact + (2 if bf16 else 4) * kept
 
 
 def _resnet_kept(config: ResNetConfig, size: tuple[int, int]) -> int:

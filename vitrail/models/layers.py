@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitrail.models.fused import Linear, fuses, gelu_linear
+
 __all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "lecun_normal_", "make_mlp"]
 
 Activation = Literal["gelu", "gelu-tanh", "swiglu"]
@@ -19,13 +21,16 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int, hidden: int, *, tanh: bool = False, bias: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.up = nn.Linear(width, hidden, bias=bias)
+        self.up = Linear(width, hidden, bias=bias)
         self.activation = nn.GELU(approximate="tanh" if tanh else "none")
         self.dropout = nn.Dropout(dropout)
-        self.down = nn.Linear(hidden, width, bias=bias)
+        self.down = Linear(hidden, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
-        return self.dropout(self.down(self.dropout(self.activation(self.up(x)))))
+        hidden = self.up(x)
+        if fuses(hidden) and not (self.training and self.dropout.p):
+            return gelu_linear(self.down, hidden, "tanh" if self.activation.approximate == "tanh" else "none")
+        return self.dropout(self.down(self.dropout(self.activation(hidden))))
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -40,9 +45,9 @@ class SwiGlu(nn.Module):
 
     def __init__(self, width: int, hidden: int, *, bias: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * hidden, bias=bias)
+        self.up = Linear(width, 2 * hidden, bias=bias)
         self.dropout = nn.Dropout(dropout)
-        self.down = nn.Linear(hidden, width, bias=bias)
+        self.down = Linear(hidden, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         gate, value = self.up(x).chunk(2, dim=-1)

@@ -20,9 +20,10 @@ class Features:
     registers: Float[Tensor, "b r width"]
     """Register tokens; r is 0 where the network has none."""
     patches: Float[Tensor, "b n width"]
-    """Patch tokens, or the cells of a ResNet's last feature map, in row-major order of the grid."""
+    """Patch tokens, or the cells of a ResNet's last feature map, in row-major order of the grid. A network that drops
+    patches in training (`ViTConfig.patch_dropout`) gives those that it kept, in that order, while it is training."""
     grid: tuple[int, int]
-    """Patches down and across; their product is n."""
+    """Patches down and across; their product is n, unless patches were dropped."""
 
 
 class NetworkConfig(Protocol):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
+
+from vitrail.models.fused import Linear
 
 __all__ = ["PatchEmbedding", "PrefixTokens"]
 
@@ -19,15 +21,20 @@ class PatchEmbedding(nn.Module):
     def __init__(self, patch_size: tuple[int, int], channels: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.projection = nn.Linear(channels * patch_size[0] * patch_size[1], width, bias=bias)
+        self.projection = Linear(channels * patch_size[0] * patch_size[1], width, bias=bias)
 
-    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n width"]:
-        """Tokens in row-major order of the grid; the patch must divide the image."""
+    def forward(
+        self, images: Float[Tensor, "b c h w"], kept: Int64[Tensor, "b k"] | None = None
+    ) -> Float[Tensor, "b n width"]:
+        """Tokens in row-major order of the grid; the patch must divide the image. With `kept`, of these alone."""
         b, c, h, w = images.shape
         ph, pw = self.patch_size
         patches = images.reshape(b, c, h // ph, ph, w // pw, pw)
         patches = patches.permute(0, 2, 4, 1, 3, 5)  # b grid_h grid_w c ph pw
-        return self.projection(patches.reshape(b, (h // ph) * (w // pw), c * ph * pw))
+        patches = patches.reshape(b, (h // ph) * (w // pw), c * ph * pw)
+        if kept is not None:
+            patches = patches[torch.arange(b, device=kept.device)[:, None], kept]
+        return self.projection(patches)
 
 
 class PrefixTokens(nn.Module):

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.attention import attend
+from vitrail.models.fused import Linear
 from vitrail.models.layers import Activation, make_mlp
 from vitrail.models.network import Features
 
@@ -25,9 +26,9 @@ class AttentionPool(nn.Module):
         super().__init__()
         self.heads = heads
         self.probe = nn.Parameter(torch.empty(1, 1, width))
-        self.query = nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, width)
+        self.query = Linear(width, width)
+        self.key_value = Linear(width, 2 * width)
+        self.out = Linear(width, width)
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = make_mlp(width, mlp_width, activation)
 
@@ -36,6 +37,7 @@ class AttentionPool(nn.Module):
         q = self.query(self.probe.to(tokens.dtype)).view(1, 1, self.heads, -1).transpose(1, 2).expand(b, -1, -1, -1)
         k, v = self.key_value(tokens).view(b, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         x = self.out(attend(q, k, v).transpose(1, 2).reshape(b, 1, width))
+        x = x.to(self.norm.weight.dtype)  # a residual stream, like the blocks': see VisionTransformer._encode
         return (x + self.mlp(self.norm(x)))[:, 0]
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.models.attention import Guide
@@ -60,15 +60,25 @@ RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antiali
 
 
 class Positions(nn.Module):
-    """No positions, and what every kind can do: change tokens before a layer, or guide its attention."""
+    """No positions, and what every kind can do: change tokens before a layer, or guide its attention.
+
+    Where patches are dropped, `kept` says which patches of the grid each image's tokens are: `kept[image, i]` is the
+    place, in row-major order, of the i-th token after the prefix.
+    """
 
     def forward(
-        self, tokens: Float[Tensor, "b n width"], grid: tuple[int, int], layer: int = 0
+        self,
+        tokens: Float[Tensor, "b n width"],
+        grid: tuple[int, int],
+        layer: int = 0,
+        kept: Int64[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b n width"]:
         """Tokens as block number `layer` is to see them. Layer 0 is the stem: equation 1."""
         return tokens
 
-    def guides(self, grid: tuple[int, int], depth: int, device: torch.device) -> Sequence[Guide | None]:
+    def guides(
+        self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
+    ) -> Sequence[Guide | None]:
         """What each block's attention is told."""
         return [None] * depth
 
@@ -88,12 +98,20 @@ class _Added(Positions):
         self.where = where
 
     def forward(
-        self, tokens: Float[Tensor, "b n width"], grid: tuple[int, int], layer: int = 0
+        self,
+        tokens: Float[Tensor, "b n width"],
+        grid: tuple[int, int],
+        layer: int = 0,
+        kept: Int64[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b n width"]:
         if layer and self.where == "stem":
             return tokens
         layer = layer if self.where == "every-layer" else 0
-        return tokens + self._sequence(grid, layer, tokens.device).to(tokens.dtype)
+        sequence = self._sequence(grid, layer, tokens.device)
+        if kept is not None:
+            prefix = torch.arange(self.prefix, device=kept.device).expand(len(kept), -1)
+            sequence = F.embedding(torch.cat([prefix, self.prefix + kept], dim=1), sequence[0])
+        return tokens + sequence.to(tokens.dtype)
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
         raise NotImplementedError
@@ -191,14 +209,19 @@ class RelativeBias(Positions):
         self.resize = resize
         self.bias = nn.Parameter(torch.empty(layers, heads, 2 * grid[0] - 1, 2 * grid[1] - 1))
 
-    def guides(self, grid: tuple[int, int], depth: int, device: torch.device) -> Sequence[Guide | None]:
+    def guides(
+        self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
+    ) -> Sequence[Guide | None]:
         """A bias a layer, or the same for all. For another grid, the table of offsets is resized."""
         layers, heads, down, across = self.bias.shape
         new = 2 * grid[0] - 1, 2 * grid[1] - 1
         table = self.bias.reshape(layers, heads, down * across).transpose(1, 2)
         table = resize_grid(table, (down, across), new, self.resize)
-        pairs = table[:, _offsets(grid, device)]  # layers n n heads
-        pairs = F.pad(pairs.permute(0, 3, 1, 2), (self.prefix, 0, self.prefix, 0))
+        offsets = _offsets(grid, device)
+        if kept is not None:
+            offsets = offsets[kept[:, :, None], kept[:, None, :]]  # b k k
+        pairs = table[:, offsets].movedim(-1, -3)  # layers heads n n, or layers b heads k k
+        pairs = F.pad(pairs, (self.prefix, 0, self.prefix, 0))
         guides = [Guide(bias=bias) for bias in pairs]
         return guides * depth if layers == 1 else guides
 
@@ -214,12 +237,17 @@ class RotaryPositions(Positions):
         self.head_width = head_width
         self.prefix = prefix
 
-    def guides(self, grid: tuple[int, int], depth: int, device: torch.device) -> Sequence[Guide | None]:
+    def guides(
+        self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
+    ) -> Sequence[Guide | None]:
         quarter = self.head_width // 4
         frequencies = 100.0 ** (-torch.arange(quarter, device=device) / quarter)
         y, x = _places(grid, device)
         angles = torch.cat([y[:, None] * frequencies, x[:, None] * frequencies], dim=1)  # n d/2
-        angles = F.pad(angles, (0, 0, self.prefix, 0)).repeat(1, 2)
+        if kept is not None:
+            angles = angles[kept][:, None]  # b 1 k d/2: the same for all heads
+        angles = F.pad(angles, (0, 0, self.prefix, 0))
+        angles = torch.cat([angles, angles], dim=-1)
         return [Guide(rotation=(angles.cos(), angles.sin()))] * depth
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from vitrail.data.augment import Augment
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
+from vitrail.machine import Precision
 from vitrail.models.layers import Activation
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import PositionKind, Where
@@ -20,7 +21,6 @@ __all__ = ["ModelConfig", "OptimizerConfig", "TrainConfig"]
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["cosine", "linear", "constant"]
-Precision = Literal["auto", "bf16", "float32"]
 Keep = Literal["best", "last"]
 
 
@@ -64,6 +64,8 @@ class ModelConfig:
     """Chance that a value is dropped after a dense layer."""
     stochastic_depth: float | None = None
     """Chance that the last block is skipped; it grows linearly from 0 at the first."""
+    patch_dropout: float | None = None
+    """Share of its patches that an image goes without in training, other ones each time."""
 
     def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> AnyConfig:
         """The network's config for data of this shape; None leaves a field as the variant has it. Raises

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from vitrail.data.augment import Augment
 from vitrail.data.pipeline import Batch
 from vitrail.data.preprocess import Preprocess
-from vitrail.training.config import Precision
-from vitrail.training.precision import autocast
+from vitrail.machine import Precision, autocast
 from vitrail.training.schedule import Schedule
 from vitrail.training.state import TrainState
 from vitrail.training.watch import Watch

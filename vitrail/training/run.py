@@ -18,7 +18,7 @@ from vitrail.data.sources import Splits, open_data
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError
 from vitrail.evaluation.accuracy import Accuracy
 from vitrail.files import recover_folder, saving, write_json
-from vitrail.machine import describe, pick_device
+from vitrail.machine import describe, keep_freed_memory, pick_device, resolve_precision
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
 from vitrail.objectives.classification import Classification
 from vitrail.plain import to_plain
@@ -31,7 +31,6 @@ from vitrail.training.journal import Journal, read_journal
 from vitrail.training.loop import Plan, fit
 from vitrail.training.meter import check_finite
 from vitrail.training.optimizer import make_optimizer
-from vitrail.training.precision import resolve_precision
 from vitrail.training.schedule import Schedule
 from vitrail.training.state import TrainState
 from vitrail.training.stop import StopRequest
@@ -130,6 +129,7 @@ class _Parts:
         }
 
     def run(self, folder: Path, display: Display, started: float, *, resuming: bool) -> RunResult:
+        keep_freed_memory()
         torch.manual_seed(self.config.seed)
         network = build(self.network_config(len(self.splits.classes))).to(self.device)
         state = self._state(network)

@@ -1,0 +1,85 @@
+"""The main table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from vitrail.bench.compare import ALONE, _ready, compare
+from vitrail.bench.contenders import OURS, Entry
+from vitrail.bench.workload import Workload
+from vitrail.errors import ConfigError
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """timm cannot be imported; vit-pytorch is one dense layer."""
+    (tmp_path / "timm.py").write_text("raise OSError('built for another torch')")
+    (tmp_path / "vit_pytorch.py").write_text(
+        "from torch.nn import Flatten, Linear, Sequential\n"
+        "def ViT(image_size, channels, num_classes, **sizes):\n"
+        "    return Sequential(Flatten(), Linear(channels * image_size[0] * image_size[1], num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: Callable[..., Workload]) -> None:
+    peers = ["timm", "vit-pytorch", "torchvision", "timm"]
+    result = compare(tiny_work(precision="bf16", task="infer"), peers=peers, repetitions=3, warmup=1)
+    names = [(row.entry.library, row.settings) for row in result.rows]
+    assert names == [
+        (OURS, "bf16"), ("products alone", "bf16"), ("vit-pytorch", "float32"), ("vit-pytorch", "bf16"),
+    ]  # fmt: skip
+    assert result.skipped == {
+        "timm": "cannot be imported (OSError: built for another torch)",
+        "torchvision": "takes square images alone, not 28 x 21",
+    }  # fmt: skip
+    assert all(len(row.seconds) == 3 for row in result.rows)
+    assert result.breakdown is not None and sum(result.breakdown.values()) == pytest.approx(1)
+
+
+def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workload]) -> None:
+    work = tiny_work()
+    result = compare(work, repetitions=3, warmup=0, profile=False)
+    ours, products = result.rows
+    assert products.entry == ALONE and ours.ratio == 1 and products.share == 1
+    assert ours.share == pytest.approx(sorted(a / b for a, b in zip(products.seconds, ours.seconds, strict=True))[1])
+    speed = ours.images_per_second
+    assert speed.low <= speed.median <= speed.high
+    assert speed.median == pytest.approx(work.batch / sorted(ours.seconds)[1])
+    assert ours.gflops == pytest.approx(work.flops / sorted(ours.seconds)[1] / 1e9)
+    assert result.breakdown is None and result.skipped == {} and ours.memory is None
+    assert result.product_flops > 0.5 * work.flops
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_compiler_that_fails_is_no_error_of_ours(tiny_work: Callable[..., Workload], tmp_path: Path) -> None:
+    with (tmp_path / "vit_pytorch.py").open("a") as file:
+        file.write("import torch\ndef fail(network):\n    raise RuntimeError('no C++ compiler\\nand much more')\n")
+        file.write("torch.compile = fail\n")
+    work = tiny_work(precision="bf16", task="infer")
+    found, skipped = ready([Entry("vit-pytorch"), Entry("vit-pytorch", "best")], work)
+    assert found == [Entry("vit-pytorch")]
+    assert skipped == {"vit-pytorch compiled": "no C++ compiler"}
+
+
+def ready(wanted: list[Entry], work: Workload) -> tuple[list[Entry], dict[str, str]]:
+    with ExitStack() as stack:
+        workers, skipped = _ready(wanted, work, stack)
+        return list(workers), skipped
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_compiled_networks_take_part(tiny_work: Callable[..., Workload]) -> None:
+    result = compare(tiny_work(task="infer"), best=True, repetitions=1, warmup=0, profile=False)
+    assert [row.settings for row in result.rows] == ["float32", "float32", "float32 compiled"] or result.skipped
+
+
+def test_unknown_peers_are_refused_before_anything_is_built(tiny_work: Callable[..., Workload]) -> None:
+    with pytest.raises(ConfigError, match="unknown library 'keras'"):
+        compare(tiny_work(), peers=["keras"])

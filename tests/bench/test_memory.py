@@ -1,0 +1,83 @@
+"""The memory of a step and the largest batch, in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitrail.bench.contenders import OURS, Entry
+from vitrail.bench.memory import available_memory, bytes_of, find_largest, largest_batch, measure_memory
+from vitrail.bench.workload import Workload
+from vitrail.errors import ConfigError
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+BIG = {"image_size": (224, 224), "width": 64}
+"""One image of this keeps some megabytes."""
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1500000000", 1_500_000_000), ("1.5GB", 1_500_000_000), ("2GiB", 2**31), ("800 MB", 800_000_000), ("7kB", 7000)],
+)
+def test_bytes_in_words(text: str, number: int) -> None:
+    assert bytes_of(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "4G", "1e9"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number of bytes, like 4GB"):
+        bytes_of(text)
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 8, 31, 33])
+def test_the_largest_is_exact_where_it_is_small(largest: int) -> None:
+    assert find_largest(lambda batch: batch <= largest) == largest
+
+
+@pytest.mark.parametrize("largest", [100, 1000, 1023, 77_777])
+def test_and_close_where_it_is_not(largest: int) -> None:
+    calls: list[int] = []
+
+    def fits(batch: int) -> bool:
+        calls.append(batch)
+        return batch <= largest
+
+    assert 0.96 * largest <= find_largest(fits) <= largest
+    assert calls[:4] == [1, 2, 4, 8] and len(calls) < 30
+
+
+def test_a_search_without_an_end_stops() -> None:
+    assert find_largest(lambda batch: True) == 2**20
+
+
+@linux
+def test_more_images_need_more_memory(tiny_work: Callable[..., Workload]) -> None:
+    few, many = (tiny_work(batch=batch, **BIG) for batch in (4, 24))
+    measured = [measure_memory(Entry(OURS), work) for work in (few, many)]
+    kept = (many.activation_bytes or 0) - (few.activation_bytes or 0)
+    assert kept > 40e6
+    assert 0.8 * kept < measured[1] - measured[0] < 3 * kept
+
+
+@linux
+def test_what_fails_in_a_process_is_said_here(tiny_work: Callable[..., Workload]) -> None:
+    with pytest.raises(ConfigError, match="takes square images alone, not 28 x 21"):
+        measure_memory(Entry("torchvision"), tiny_work())
+
+
+@linux
+def test_a_limit_on_the_process_limits_the_batch(tiny_work: Callable[..., Workload]) -> None:
+    work = tiny_work(**BIG)
+    with pytest.raises(ConfigError, match=r"bytes is not above the [\d,]+ that Python and torch take") as refused:
+        largest_batch(work, 1_000_000)
+    taken = int(str(refused.value).split("above the ")[1].split()[0].replace(",", ""))
+    found = largest_batch(work, taken + 40_000_000)
+    assert found.limit - found.left == pytest.approx(taken, rel=0.1)
+    assert 1 <= found.batch <= 2 * found.predicted and 2 <= found.predicted <= 100
+
+
+def test_free_memory_is_less_than_all() -> None:
+    assert available_memory(torch.device("cpu")) > 0

@@ -1,0 +1,92 @@
+"""Other libraries' networks: built in our sizes where they are installed, left out by name where not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitrail.bench.peers import PEERS, build_peer, check_peers
+from vitrail.bench.workload import Workload
+from vitrail.errors import ConfigError
+
+PLAIN = {"image_size": (28, 28)}
+MODULES = {"timm": "timm", "transformers": "transformers", "vit-pytorch": "vit_pytorch", "torchvision": "torchvision"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_has_our_sizes(tiny_work: Callable[..., Workload], name: str) -> None:
+    if find_spec(MODULES[name]) is None:
+        pytest.skip(f"{name} is not installed")
+    work = tiny_work(**PLAIN)
+    network = build_peer(name, work.config)
+    assert network(work.images()).shape == (3, 5)
+    shapes = {tuple(parameter.shape) for parameter in network.parameters()}
+    assert {(48, 32), (32, 48), (5, 32)} <= shapes
+    if name != "torchvision":
+        work = tiny_work(channels=1)
+        assert build_peer(name, work.config)(work.images()).shape == (3, 5)
+
+
+def test_one_that_is_missing_says_so(tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("timm", "timm.models"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match="is not installed"):
+        build_peer("timm", tiny_work().config)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise RuntimeError('operator torchvision::nms does not exist\\nmore')", "RuntimeError: operator torchvision"),
+        ("import no_such_module_of_anyone", "is not installed .No module named 'no_such_module_of_anyone'"),
+    ],
+)
+def test_one_that_is_broken_says_how(
+    tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "vit_pytorch.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vit_pytorch", raising=False)
+    with pytest.raises(ConfigError, match=reason):
+        build_peer("vit-pytorch", tiny_work().config)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("torchvision", {}, "takes square images alone, not 28 x 21"),
+        ("torchvision", {"variant": "ViT-Pico/7x14", **PLAIN}, "takes square patches alone, not 7 x 14"),
+        ("torchvision", {"channels": 1, **PLAIN}, "takes 3 channels alone, not 1"),
+        ("timm", {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24)}, "builds no hybrid"),
+        ("transformers", {"registers": 4}, "without registers=4"),
+        ("vit-pytorch", {"pool": "gap"}, "without pool='gap'"),
+    ],
+)
+def test_what_a_peer_cannot_build_is_named(
+    tiny_work: Callable[..., Workload], name: str, fields: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        build_peer(name, tiny_work(**fields).config)
+
+
+def test_unknown_names_and_networks_without_a_counterpart(tiny_work: Callable[..., Workload]) -> None:
+    with pytest.raises(ConfigError, match="unknown library 'tim' in --against; nearest: timm"):
+        check_peers(["tim"], tiny_work().config)
+    with pytest.raises(ConfigError, match="a BiT ResNet has no counterpart"):
+        check_peers(["timm"], tiny_work("BiT-R26x1").config)
+    with pytest.raises(ConfigError, match="num_classes=0 does not go with --against"):
+        check_peers(["timm"], tiny_work(task="infer", num_classes=0).config)
+    check_peers([], tiny_work("BiT-R26x1").config)
+
+
+def test_norms_may_differ(tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "timm", lambda config: torch.nn.Identity())
+    assert build_peer("timm", tiny_work(norm_eps=1e-5).config)(1) == 1

@@ -1,0 +1,98 @@
+"""The products of a step, recorded and replayed: their FLOPs are the closed form's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from vitrail.bench.contenders import OURS, Entry, make_contender
+from vitrail.bench.products import Operand, Product, Products, record
+from vitrail.bench.workload import Workload
+
+CPU = torch.device("cpu")
+Precision = Literal["float32", "bf16"]
+
+
+def recorded(work: Workload) -> list[Product]:
+    return record(make_contender(Entry(OURS), work).step)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"pool": "gap"},
+        {"channels": 1, "width": 33, "heads": 3, "mlp_width": 17, "batch": 1},
+        {"activation": "swiglu", "head_hidden": 7},
+        {"positions": "relative-bias", "registers": 2},
+        {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 2},
+        {"variant": "BiT-R26x1", "image_size": (33, 40)},
+    ],
+)
+def test_a_prediction_has_the_products_of_the_closed_form(
+    tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
+) -> None:
+    work = tiny_work(task="infer", precision=precision, **fields)
+    assert Products(recorded(work), CPU).flops == work.flops
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"pool": "gap", "channels": 1}, {"variant": "BiT-R26x1", "image_size": (33, 40)}]
+)
+def test_a_training_step_has_them_within_a_hundredth(
+    tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
+) -> None:
+    # wide enough that the scores that a fused kernel computes twice weigh as little as they do in published sizes
+    wide = {} if "variant" in fields else {"width": 96, "heads": 3, "mlp_width": 384}
+    work = tiny_work(precision=precision, **wide, **fields)
+    assert Products(recorded(work), CPU).flops == pytest.approx(work.flops, rel=0.01)
+
+
+def test_a_product_in_a_function_of_its_own_is_seen() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x @ x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return gradient @ x.T + x.T @ gradient
+
+    x = torch.randn(4, 4, requires_grad=True)
+    products = record(lambda: Twice.apply(x).sum().backward())
+    assert [product.operation for product in products] == ["mm"] * 3
+    # the gradient of a sum is one number for all places; its strides say so, and so do those of the other's turned x
+    assert products[1].operands[0].stride == (0, 0) and products[1].operands[1].stride == (1, 4)
+
+
+def test_strides_and_formats_are_kept() -> None:
+    x, weight = torch.randn(5, 3, dtype=torch.bfloat16), torch.randn(7, 3, dtype=torch.bfloat16)
+    (product,) = record(lambda: nn.functional.linear(x, weight))
+    assert product == Product("mm", (Operand((5, 3), (3, 1), torch.bfloat16), Operand((3, 7), (1, 3), torch.bfloat16)))
+    again = product.operands[1].random(CPU)
+    assert again.shape == (3, 7) and again.stride() == (1, 3) and again.dtype == torch.bfloat16
+
+
+def test_replaying_makes_the_same_calls(tiny_work: Callable[..., Workload]) -> None:
+    for fields in ({}, {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 1}):
+        first = recorded(tiny_work(**fields))
+        assert record(Products(first, CPU)) == first
+
+
+def test_a_packed_weight_counts_as_a_product() -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    x, weight = torch.randn(2, 5, 3), torch.randn(7, 3)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 10)
+    for each in (weight, packed):
+        (product,) = record(lambda each=each: torch.ops.mkldnn._linear_pointwise(x, each, None, "none", [], ""))
+        assert product.operation == "mm" and product.flops == 2 * 2 * 5 * 3 * 7
+        Products([product], CPU)()

@@ -1,0 +1,163 @@
+"""`vitrail bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from vitrail.bench.compare import ALONE, Comparison, Row
+from vitrail.bench.contenders import Entry
+from vitrail.bench.loading import LOADS, PROCESSES, Loading
+from vitrail.bench.measure import Spread
+from vitrail.bench.memory import LargestBatch
+from vitrail.bench.workload import Workload
+from vitrail.cli import bench_tables as tables
+from vitrail.cli import main
+from vitrail.models.variants import variant_config
+
+TINY = (
+    "--image-size", "28", "21", "--num-classes", "5", "--width", "32", "--depth", "2", "--heads", "2", "--mlp-width",
+    "48", "--batch-size", "4", "--repetitions", "2", "--warmup", "1",
+)  # fmt: skip
+
+
+def result_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["bench", *words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert isinstance(result, dict)
+    return result
+
+
+def test_json_of_training(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("timm", "timm.models"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = result_of(capsys, "train", "ViT-Pico/7", *TINY, "--against", "timm, torchvision", "--precision", "bf16")
+    assert list(result) == [
+        "machine", "workload", "repetitions", "warmup", "rows", "product_flops", "breakdown", "skipped",
+    ]  # fmt: skip
+    assert result["workload"]["image_size"] == [28, 21] and result["workload"]["precision"] == "bf16"
+    assert [row["contender"] for row in result["rows"]] == ["vitrail", "products alone"]
+    for row in result["rows"]:
+        assert list(row) == [
+            "contender", "settings", "ran_with", "seconds", "images_per_second", "gflops", "share_of_limit",
+            "vitrail_times_as_fast", "memory_bytes",
+        ]  # fmt: skip
+        assert len(row["seconds"]) == 2 and list(row["images_per_second"]) == ["median", "low", "high"]
+    assert result["skipped"] == {
+        "timm": "is not installed", "torchvision": "takes square images alone, not 28 x 21",
+    }  # fmt: skip
+    assert "products" in result["breakdown"]
+
+
+def test_tables_of_inference(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["infer", "ViT-Pico/7", *TINY, "--against", "torchvision", "--memory", "--precision", "float32"]
+    assert main(["bench", *words, "--threads", "1", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in text
+    assert "ViT-Pico/7, inference: 4 images of 28 x 21 a step, 13 tokens each" in text and "1 threads" in text
+    assert any(line.split()[:2] == ["vitrail", "float32"] and line.split()[-1] == "1.00x" for line in lines)
+    assert any(line.startswith("products alone  float32") and " 100% " in line for line in lines)
+    assert "left out: torchvision: takes square images alone, not 28 x 21" in text
+    assert any(line.startswith("vitrail") and line.split()[-1] == "MB" for line in lines)
+    assert any(line.split()[:1] == ["normalisation"] for line in lines)
+
+
+def test_no_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert result_of(capsys, "infer", "ViT-Pico/7", *TINY, "--no-profile")["breakdown"] is None
+
+
+def test_threads_are_given_back(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    result = result_of(capsys, "infer", "ViT-Pico/7", *TINY, "--threads", "2", "--no-profile")
+    assert result["machine"]["threads"] == 2 and torch.get_num_threads() == before
+
+
+def test_small_variants_have_images_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["infer", "ViT-Nano/8", "--batch-size", "1", "--repetitions", "1", "--warmup", "0", "--no-profile"]
+    assert result_of(capsys, *words)["workload"]["image_size"] == [64, 64]
+
+
+def test_scaling(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["train", "ViT-Pico/7", *TINY, "--scaling", "depth"]
+    grown = result_of(capsys, *words)["scaling"]
+    assert grown["axis"] == "depth" and [point["value"] for point in grown["points"]] == [1, 2]
+    assert set(grown["exponents"]) == {"seconds", "flops", "memory", "predicted_bytes", "activation_bytes"}
+    assert main(["bench", *words]) == 0
+    text = capsys.readouterr().out
+    assert "grows as depth to the power of" in text and "…" not in text
+
+
+@pytest.mark.slow
+def test_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "ViT-Pico/7", *TINY, "--image-size", "224", "224", "--largest-batch", "--memory-limit", "500MB"]
+    largest = result_of(capsys, *words)["largest_batch"]
+    assert largest["limit"] == 500_000_000 and 1 <= largest["batch"] <= 2 * largest["predicted"]
+
+
+@pytest.mark.slow
+def test_loading(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["load", "ViT-Pico/7", *TINY, "--repetitions", "1"]
+    result = result_of(capsys, *words)
+    assert list(result) == ["machine", "repetitions", "warmup", "variant", "file_bytes", "first", "loads", "processes"]
+
+
+def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    speed = Spread(12_345.0, 11_111.0, 13_456.0)
+    entries = Entry("vitrail"), ALONE, Entry("vit-pytorch", "best")
+    rows = tuple(Row(entry, "bf16 compiled", (0.01,), speed, 412_345.0, 1.0, 10.25, 10**11) for entry in entries)
+    compared = Comparison(rows, 1, None, {"timm": "is not installed", "torchvision": "is not installed"})
+    seconds = {name: [12.345, 12.456] for name in LOADS}
+    loaded = Loading(10**10, dict.fromkeys(LOADS, 12.3), seconds, {name: [1.5, 12.5] for name in PROCESSES})
+    work = Workload(name="ViT-S/16", config=variant_config("ViT-S/16"))
+    found = LargestBatch(batch=1234, predicted=2345, limit=4 * 10**9, left=3 * 10**9)
+    for part in [*tables.comparison(compared, work), *tables.load(loaded), *tables.largest(found)]:
+        Console(width=80).print(part, highlight=False)
+    text = capsys.readouterr().out
+    assert "…" not in text and "vitrail predict" in text and "safetensors.torch.load_file" in text
+    assert "left out: timm: is not installed\nleft out: torchvision: is not installed" in text
+    assert "fits into 4.00 GB: 1,234 images" in text and "100.00 GB" in text and "10.25x" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training"], "unknown measurement 'training'; nearest: train"),
+        (["train", "ViT-Pico/7", "--repetitions", "0"], "repetitions=0 is less than 1"),
+        (["train", "ViT-Pico/7", "--warmup", "-1"], "warmup=-1 is less than 0"),
+        (["infer", "ViT-Pico/7", "--batch-size", "0"], "batch_size=0 is less than 1"),
+        (["infer", "ViT-Pico/7", "--threads", "0"], "threads=0 is less than 1"),
+        (["train", "ViT-Pico"], "unknown variant 'ViT-Pico'"),
+        (["train", "ViT-Pico/7", "--image-size", "30", "28"], "the nearest that is: (28, 28)"),
+        (["train", "ViT-Pico/7", "--width", "97"], "width=97"),
+        (["train", "BiT-R50x1", "--heads", "2"], "unknown field 'heads' of BiT-R50x1"),
+        (["train", "ViT-Pico/7", "--num-classes", "0"], "num_classes=0 leaves nothing to train on"),
+        (["train", "ViT-Pico/7", "--against", "timn"], "unknown library 'timn' in --against; nearest: timm"),
+        (["train", "BiT-R50x1", "--against", "timm"], "a BiT ResNet has no counterpart"),
+        (["load", "ViT-Pico/7", "--against", "timm"], "--against does not go with bench load"),
+        (["train", "ViT-Pico/7", "--scaling", "batch", "--best"], "--scaling and --best do not go together"),
+        (["infer", "ViT-Pico/7", "--largest-batch"], "--largest-batch is of a training step"),
+        (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "memory_limit='1GB' goes with --largest-batch alone"),
+        (["train", "ViT-Pico/7", "--largest-batch", "--memory-limit", "lots"], "memory_limit='lots' is not a number"),
+        (["train", "ViT-Pico/7", "--batch-size", "1", "--scaling", "batch"], "needs two values or more"),
+        (["load", "ViT-Pico/7", "--channels", "4"], "channels=4 is not one of 1 (grey), 3 (RGB)"),
+    ],
+)
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["bench", *words]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.out == "" and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize("words", [[], ["train", "--precision", "fp8"], ["train", "--scaling", "heads"]])
+def test_wrong_words_leave_with_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["bench", *words])
+    assert leaving.value.code == 2

@@ -1,0 +1,141 @@
+"""Who takes part: our network, its products alone, other libraries; each with its settings, as a step to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch.optim import AdamW
+
+from vitrail.bench.breakdown import breakdown
+from vitrail.bench.measure import timed, waits_for
+from vitrail.bench.peers import build_peer
+from vitrail.bench.products import Products, record
+from vitrail.bench.workload import Workload
+from vitrail.machine import autocast, keep_freed_memory
+from vitrail.models.fused import frozen_weights
+from vitrail.models.variants import build
+from vitrail.training.config import OptimizerConfig
+from vitrail.training.optimizer import make_optimizer
+
+__all__ = ["OURS", "PRODUCTS", "Contender", "Entry", "Runner", "Settings", "entries", "make_contender"]
+
+OURS = "vitrail"
+PRODUCTS = "products alone"
+
+Settings = Literal["matched", "default", "best"]
+"""matched: the precision asked for, by autocast. default: as the library's users build it, float32. best: the precision
+asked for, and torch.compile."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A library and the settings it runs in."""
+
+    library: str
+    settings: Settings = "matched"
+
+    def describe(self, workload: Workload) -> str:
+        """In the reader's words: "bf16 compiled"."""
+        precision = "float32" if self.settings == "default" else workload.precision
+        return precision + (" compiled" if self.settings == "best" else "")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An entry that is ready to run."""
+
+    entry: Entry
+    step: Callable[[], object]
+    """One training step, or one batch of logits."""
+
+
+def entries(workload: Workload, peers: tuple[str, ...] = (), *, best: bool = False) -> list[Entry]:
+    """Ours first, then each peer in its settings; those that would be the same twice are listed once."""
+    found = [Entry(OURS), *([Entry(OURS, "best")] if best else [])]
+    for peer in peers:
+        if workload.precision != "float32":
+            found.append(Entry(peer, "default"))
+        found.append(Entry(peer))
+        if best:
+            found.append(Entry(peer, "best"))
+    return found
+
+
+class Runner:
+    """What a contender's process does: it makes the contender, runs its first step, and times others on request."""
+
+    def __init__(self, entry: Entry, workload: Workload, threads: int) -> None:
+        torch.set_num_threads(threads)
+        if entry.library in (OURS, PRODUCTS):
+            keep_freed_memory()  # as our commands do; others run as their users run them
+        self.device = workload.device
+        self.product_flops = 0
+        self.step = make_contender(Entry(OURS) if entry.library == PRODUCTS else entry, workload).step
+        if entry.library == PRODUCTS:
+            self.step()
+            products = Products(record(self.step), workload.device)
+            self.product_flops, self.step = products.flops, products
+        self.step()
+
+    def seconds(self) -> float:
+        """Of one step."""
+        return timed(self.step, waits_for(self.device))()
+
+    def flops(self) -> int:
+        """Of the products that were recorded; where a fused kernel computes one twice, it counts twice."""
+        return self.product_flops
+
+    def breakdown(self) -> dict[str, float]:
+        """Where the time of a step goes, as shares."""
+        return breakdown(self.step, self.device)
+
+
+def make_contender(entry: Entry, workload: Workload) -> Contender:
+    """Builds the network on the workload's device. Raises `ConfigError` where a peer cannot be built."""
+    if entry.settings == "default":
+        workload = replace(workload, precision="float32")
+    ours = entry.library == OURS
+    network = (build(workload.config) if ours else build_peer(entry.library, workload.config)).to(workload.device)
+    run: Callable[[torch.Tensor], torch.Tensor] = torch.compile(network) if entry.settings == "best" else network
+    if workload.task == "infer":
+        network.eval()
+        return Contender(entry, _prediction(run, frozen_weights(network) if ours else nullcontext(), workload))
+    network.train()
+    optimizer = make_optimizer(network, OptimizerConfig()) if ours else AdamW(network.parameters(), fused=True)
+    return Contender(entry, _training_step(run, optimizer, workload))
+
+
+def _prediction(
+    run: Callable[[torch.Tensor], torch.Tensor], frozen: AbstractContextManager[None], workload: Workload
+) -> Callable[[], object]:
+    images = workload.images()
+    with autocast(workload.precision, workload.device):
+        frozen.__enter__()  # and is left when the step is dropped
+
+    @torch.inference_mode()
+    def step(until: object = frozen) -> torch.Tensor:
+        with autocast(workload.precision, workload.device):
+            return run(images)
+
+    return step
+
+
+def _training_step(
+    network: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer, workload: Workload
+) -> Callable[[], object]:
+    images, labels = workload.images(), workload.labels()
+
+    def step() -> None:
+        with autocast(workload.precision, workload.device):
+            logits = network(images)
+        loss: Any = F.cross_entropy(logits.float(), labels)  # whose backward torch leaves without types
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step

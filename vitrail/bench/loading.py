@@ -1,0 +1,113 @@
+"""How long it takes until a model can be used: imports, loading, the first prediction, each beside what limits it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from vitrail.bench.measure import interleave, timed
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, VitrailError
+from vitrail.models.variants import AnyConfig, build
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+__all__ = ["LOADS", "PROCESSES", "Loading", "measure_loading"]
+
+LOADS = ("vitrail.load", "safetensors.torch.load_file", "plain read")
+"""Ways to read the weights: ours, which also compares their SHA-256 and makes the network, and two limits."""
+
+PROCESSES = ("python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict")
+"""What fresh processes do; the last names one image."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Times in seconds, of every round."""
+
+    file_bytes: int
+    """Of model.safetensors."""
+    first: dict[str, float]
+    """Of each of `LOADS`, once, after the system was asked to forget the file."""
+    loads: dict[str, list[float]]
+    """Of each of `LOADS`, with the file in the system's memory."""
+    processes: dict[str, list[float]]
+    """Of each of `PROCESSES`."""
+
+
+def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int, warmup: int) -> Loading:
+    """Writes a bundle with random weights to a temporary folder and times its use. Raises `ConfigError`."""
+    if not config.num_classes:
+        raise ConfigError("num_classes=0 leaves nothing to predict; give 1 or more")
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
+        model, image = _write(config, Path(name))
+        weights = model / "model.safetensors"
+        ways: tuple[Callable[[], object], ...] = (
+            lambda: load(str(model), device=str(device)),
+            lambda: load_file(weights),
+            weights.read_bytes,
+        )
+        reads = dict(zip(LOADS, ways, strict=True))
+        load(str(model), device=str(device))  # imports what is imported late
+        first = {}
+        for way, read in reads.items():
+            _forget(weights)
+            begun = time.perf_counter()
+            read()
+            first[way] = time.perf_counter() - begun
+        predict = ["-m", "vitrail", "predict", str(model), str(image), "--device", str(device)]
+        scripts = "", "import torch", "import vitrail", "from vitrail import load"
+        words = [*(["-c", script] for script in scripts), predict]
+        runs = {what: _process(line) for what, line in zip(PROCESSES, words, strict=True)}
+        return Loading(
+            file_bytes=weights.stat().st_size,
+            first=first,
+            loads=interleave(
+                {name: timed(read) for name, read in reads.items()}, repetitions=repetitions, warmup=warmup
+            ),
+            processes=interleave(
+                {name: timed(run) for name, run in runs.items()}, repetitions=repetitions, warmup=min(warmup, 1)
+            ),
+        )
+
+
+def _write(config: AnyConfig, folder: Path) -> tuple[Path, Path]:
+    """A bundle and an image file for it."""
+    bundle = Bundle(
+        network=build(config),
+        classes=tuple(f"class {index}" for index in range(config.num_classes)),
+        preprocess=Preprocess(image_size=config.image_size, channels=config.channels),
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (*config.image_size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "image.png")
+    return bundle.save(folder / "model"), folder / "image.png"
+
+
+def _forget(path: Path) -> None:
+    """Asks the system to drop a file from its memory, so that it is read from the disk; not every system does."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _process(words: list[str]) -> Callable[[], object]:
+    """Runs this Python in a new process, with as many threads as here."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+    def run() -> None:
+        finished = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+        if finished.returncode:
+            raise VitrailError(f"python {' '.join(words)} failed:\n{finished.stderr.strip()}")
+
+    return run

@@ -1,0 +1,184 @@
+"""The memory of a step, measured in a process of its own; and the largest batch whose step fits."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from vitrail.bench.contenders import OURS, Entry, make_contender
+from vitrail.bench.processes import ProcessKilled, Worker
+from vitrail.bench.workload import Workload
+from vitrail.errors import ConfigError
+from vitrail.machine import keep_freed_memory, peak_memory, total_memory
+from vitrail.models.cost import training_bytes
+from vitrail.models.vit import ViTConfig
+
+__all__ = ["LargestBatch", "available_memory", "bytes_of", "find_largest", "largest_batch", "measure_memory"]
+
+STEPS = 2
+"""The second step finds the optimiser's state in memory."""
+
+LARGEST = 2**20
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """What the paper's Figure 12 shows."""
+
+    batch: int
+    """The largest batch whose training step fits; 0 if not even one image does."""
+    predicted: int
+    """The same by closed form."""
+    limit: int
+    """Bytes that the process may hold."""
+    left: int
+    """Of the limit, bytes that Python and torch leave to the step."""
+
+
+def measure_memory(entry: Entry, workload: Workload) -> int:
+    """Bytes that some steps need at most: network, optimiser, batch and activations, without Python and torch.
+
+    Raises `ConfigError` where the operating system does not say, and `VitrailError` when the process fails.
+    """
+    if workload.device.type != "cuda":
+        _status("VmRSS")
+    return _in_process(_peak, entry, workload, torch.get_num_threads())
+
+
+def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
+    """Finds the largest batch whose training step fits into `limit` bytes; by default, into the memory that is free.
+
+    Every trial is a process. On a CPU the limit is set on the process, so that it fails rather than the machine.
+    Raises `ConfigError` where the limit leaves nothing, or cannot be set.
+    """
+    limit = available_memory(workload.device) if limit is None else limit
+    taken = 0 if workload.device.type == "cuda" else _in_process(_own_memory, workload, torch.get_num_threads())
+    if limit <= taken:
+        raise ConfigError(f"memory_limit={limit:,} bytes is not above the {taken:,} that Python and torch take")
+
+    def fits(batch: int) -> bool:
+        trial = replace(workload, batch=batch)
+        try:
+            return bool(_in_process(_fits, trial, limit, torch.get_num_threads()))
+        except ProcessKilled:
+            return False
+
+    def predicted_to_fit(batch: int) -> bool:
+        return training_bytes(workload.config, batch, precision=workload.precision) <= limit - taken
+
+    return LargestBatch(find_largest(fits), find_largest(predicted_to_fit), limit, limit - taken)
+
+
+def find_largest(fits: Callable[[int], bool]) -> int:
+    """By doubling, then bisection to within 3 %: what fits is never less than what is returned."""
+    low = 0
+    while low < LARGEST and fits(max(1, 2 * low)):
+        low = max(1, 2 * low)
+    high = max(1, 2 * low)
+    while low < LARGEST and high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that a new process can take without pushing others out. Raises `ConfigError` where nothing says so."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        raise ConfigError("this system does not say how much memory is free; give --memory-limit") from None
+    return free if torch.cuda.is_available() else min(free, total_memory())
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes that "1500000000", "1.5GB" or "2GiB" stands for. Raises `ConfigError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
+    if match is None:
+        raise ConfigError(f"memory_limit={text!r} is not a number of bytes, like 4GB, 1.5GiB, 800MB or 1500000000")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
+
+
+def _in_process(work: Callable[..., int], *arguments: Any) -> int:
+    """What `work` returns in a new process. Raises what it raises, and `VitrailError` when the process dies."""
+    worker = Worker(partial, work, *arguments)
+    try:
+        return int(worker.call("__call__"))
+    finally:
+        worker.close()
+
+
+def _peak(entry: Entry, workload: Workload, threads: int) -> int:
+    """Bytes above what the process held before the network was made."""
+    _settle(entry, workload, threads)
+    if workload.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(workload.device)
+        before = torch.cuda.memory_allocated(workload.device)
+    else:
+        with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
+            file.write("5")  # the peak so far is forgotten
+        before = _status("VmRSS")
+    _run(entry, workload, steps=STEPS)
+    return peak_memory(workload.device) - before
+
+
+def _fits(workload: Workload, limit: int, threads: int) -> bool:
+    """Whether a step succeeds within the limit, which is set on this process."""
+    _settle(Entry(OURS), workload, threads)
+    if workload.device.type == "cuda":
+        total = torch.cuda.get_device_properties(workload.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), workload.device)
+    else:
+        # The system limits addresses that may be written, of which a process reserves more than it holds.
+        addresses = _status("VmData") + limit - _status("VmRSS")
+        resource.setrlimit(resource.RLIMIT_DATA, (addresses, addresses))
+    try:
+        _run(Entry(OURS), workload, steps=STEPS)
+    except MemoryError:
+        return False
+    except RuntimeError as error:  # torch.OutOfMemoryError among them
+        if re.search(r"out of memory|allocate|bad_alloc|could not create", str(error), re.IGNORECASE):
+            return False
+        raise
+    return True
+
+
+def _own_memory(workload: Workload, threads: int) -> int:
+    """Bytes of a process that is ready for its first step."""
+    _settle(Entry(OURS), workload, threads)
+    return _status("VmRSS")
+
+
+def _settle(entry: Entry, workload: Workload, threads: int) -> None:
+    """Runs one step of one image and one block, for which libraries are imported and threads are started once."""
+    torch.set_num_threads(threads)
+    if entry.library == OURS:
+        keep_freed_memory()
+    config = workload.config
+    small = replace(config, depth=1) if isinstance(config, ViTConfig) else config
+    _run(entry, replace(workload, batch=1, config=small), steps=1)
+
+
+def _run(entry: Entry, workload: Workload, steps: int) -> None:
+    contender = make_contender(entry, workload)
+    for _ in range(steps):
+        contender.step()
+
+
+def _status(field: str) -> int:
+    """Bytes of a line of /proc/self/status. Raises `ConfigError` where there is none."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
+    except (OSError, StopIteration):
+        raise ConfigError("memory on a CPU is measured by /proc/self/status, which only Linux has") from None

@@ -1,0 +1,142 @@
+"""Other libraries' Vision Transformers, built with the sizes of ours. Each is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from types import ModuleType
+
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError, nearest
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.variants import AnyConfig
+from vitrail.models.vit import ViTConfig
+
+__all__ = ["PEERS", "build_peer", "check_peers"]
+
+SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "num_classes")
+"""What all libraries let one choose. The rest of a network has to be the paper's, which all of them build."""
+
+NO_MATTER = ("norm_eps", "head_bias", "position_std", "position_resize")
+"""Fields that change numbers and no arithmetic, so that they may differ."""
+
+
+def check_peers(names: Sequence[str], config: AnyConfig) -> None:
+    """Raises `ConfigError` for a name that is no peer, and for a network that none of them has."""
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, PEERS)}")
+    if names and isinstance(config, ResNetConfig):
+        raise ConfigError("--against compares Vision Transformers; a BiT ResNet has no counterpart in other libraries")
+    if names and not config.num_classes:
+        raise ConfigError("num_classes=0 does not go with --against: not every library builds a network without a head")
+
+
+def build_peer(name: str, config: AnyConfig) -> nn.Module:
+    """The library's network of the same sizes, giving logits. Raises `ConfigError`, which says why there is none."""
+    check_peers([name], config)
+    assert isinstance(config, ViTConfig)
+    if config.root is not None:
+        raise ConfigError("builds no hybrid of this kind")
+    plain = ViTConfig(**{field: getattr(config, field) for field in SIZES})
+    for field in fields(ViTConfig):
+        value = getattr(config, field.name)
+        if field.name not in NO_MATTER and value != getattr(plain, field.name):
+            raise ConfigError(f"is built as the paper's ViT alone, without {field.name}={value!r}")
+    return PEERS[name](config)
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        its_own = (error.name or "").partition(".")[0] == name.partition(".")[0]
+        missing = "" if its_own else f" ({error})"
+        raise ConfigError(f"is not installed{missing}") from None
+    except Exception as error:  # a library built for another torch fails at import with errors of any kind
+        raise ConfigError(f"cannot be imported ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _timm(config: ViTConfig) -> nn.Module:
+    return _import("timm.models").VisionTransformer(
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        in_chans=config.channels,
+        num_classes=config.num_classes,
+        embed_dim=config.width,
+        depth=config.depth,
+        num_heads=config.heads,
+        mlp_ratio=config.mlp_width / config.width,
+    )
+
+
+class _Logits(nn.Module):
+    """Takes the logits out of what a transformers model returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images).logits
+
+
+def _transformers(config: ViTConfig) -> nn.Module:
+    library = _import("transformers")
+    settings = library.ViTConfig(
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_channels=config.channels,
+        hidden_size=config.width,
+        num_hidden_layers=config.depth,
+        num_attention_heads=config.heads,
+        intermediate_size=config.mlp_width,
+        num_labels=config.num_classes,
+    )
+    return _Logits(library.ViTForImageClassification(settings))
+
+
+def _vit_pytorch(config: ViTConfig) -> nn.Module:
+    return _import("vit_pytorch").ViT(
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_classes=config.num_classes,
+        dim=config.width,
+        depth=config.depth,
+        heads=config.heads,
+        mlp_dim=config.mlp_width,
+        channels=config.channels,
+        dim_head=config.width // config.heads,
+    )
+
+
+def _torchvision(config: ViTConfig) -> nn.Module:
+    for name, size in (("images", config.image_size), ("patches", config.patch_size)):
+        if size[0] != size[1]:
+            raise ConfigError(f"takes square {name} alone, not {size[0]} x {size[1]}")
+    if config.channels != 3:
+        raise ConfigError(f"takes 3 channels alone, not {config.channels}")
+    return _import("torchvision.models").VisionTransformer(
+        image_size=config.image_size[0],
+        patch_size=config.patch_size[0],
+        num_layers=config.depth,
+        num_heads=config.heads,
+        hidden_dim=config.width,
+        mlp_dim=config.mlp_width,
+        num_classes=config.num_classes,
+    )
+
+
+PEERS: dict[str, Callable[[ViTConfig], nn.Module]] = {
+    "timm": _timm,
+    "transformers": _transformers,
+    "vit-pytorch": _vit_pytorch,
+    "torchvision": _torchvision,
+}
+"""How each library builds our sizes, by the name that `--against` knows it by."""

@@ -1,0 +1,87 @@
+"""Work in processes of its own, so that contenders share neither memory nor settings.
+
+Processes are forked from one that has imported torch and done nothing else ("forkserver"), so each starts clean and at
+once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vitrail.errors import VitrailError
+
+__all__ = ["ProcessKilled", "Worker"]
+
+
+class ProcessKilled(VitrailError):
+    """A process ended without an answer: by a signal, or for want of memory."""
+
+
+class Worker:
+    """A process that makes an object and calls its methods on request; between requests it waits.
+
+    Raises what making the object raises, and `ProcessKilled` when the process dies.
+    """
+
+    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # torch imports the second, slowly, with the first optimiser
+        context.set_forkserver_preload(["vitrail.bench.contenders", "torch._dynamo"])
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str) -> Any:
+        """What the object's method returns. Raises what it raises."""
+        self._connection.send(method)
+        return self._answer()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._connection.close()
+        self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            error, value = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            raise ProcessKilled(f"a process ended with exit code {self._process.exitcode} and no answer") from None
+        if error is not None:
+            raise error
+        return value
+
+
+def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries print when they die for want of memory is expected
+    made: Any = None
+    call: Callable[[], Any] = lambda: None  # noqa: E731
+    try:
+        made = make(*arguments)
+        while True:
+            connection.send((None, call()))
+            call = getattr(made, connection.recv())
+    except EOFError:  # the other side has closed
+        return
+    except Exception as error:
+        connection.send((_portable(error), None))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error if it can be sent, else its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return VitrailError(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -1,0 +1,199 @@
+"""The matrix products of a step, alone: what the step would take if everything else cost nothing.
+
+They are recorded from a real step of our network and replayed on random numbers of the same shapes, strides and dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Operand", "Product", "Products", "record"]
+
+
+class Operand(NamedTuple):
+    """What of a tensor decides how fast it is multiplied."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def random(self, device: torch.device) -> Tensor:
+        """A tensor like this one. Strides may be 0 or overlap, as an expanded tensor's do."""
+        size = 1 + sum((side - 1) * step for side, step in zip(self.shape, self.stride, strict=True))
+        storage = torch.randn(size, device=device).to(self.dtype)
+        return storage.as_strided(self.shape, self.stride)
+
+
+class Product(NamedTuple):
+    """One call: which operation, on what, and with which other arguments."""
+
+    operation: str
+    """mm, bmm, convolution or convolution_backward."""
+    operands: tuple[Operand, ...]
+    arguments: tuple[Any, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """Twice the multiply-accumulates."""
+        if self.operation in ("mm", "bmm"):
+            return 2 * math.prod(self.operands[0].shape) * self.operands[1].shape[-1]
+        weight = self.operands[-1].shape
+        if self.operation == "convolution":
+            batch, cells = self.operands[0].shape[0], self.arguments[0]
+            return 2 * batch * cells * math.prod(weight)
+        batch, cells = self.operands[0].shape[0], math.prod(self.operands[0].shape[2:])
+        return 2 * batch * cells * math.prod(weight) * sum(self.arguments[-1][:2])
+
+
+class Products:
+    """Calls that replay recorded products in their order; those that are alike share one set of inputs."""
+
+    def __init__(self, recorded: Sequence[Product], device: torch.device) -> None:
+        inputs = {
+            product: tuple(operand.random(device) for operand in product.operands)
+            for product in dict.fromkeys(recorded)
+        }
+        self.recorded = tuple(recorded)
+        self._calls = [(REPLAYS[product.operation], inputs[product], product.arguments) for product in recorded]
+
+    @property
+    def flops(self) -> int:
+        """Of all products; where a fused kernel computes a product twice, it counts twice."""
+        return sum(product.flops for product in self.recorded)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for replay, inputs, arguments in self._calls:
+            replay(*inputs, *arguments)
+
+
+def record(step: Callable[[], object]) -> list[Product]:
+    """The matrix products that a call of `step` makes, in order."""
+    with _Recorder() as recorder:
+        step()
+    return recorder.products
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives no types here
+    """Sees every operation that reaches a kernel, those of backward passes and of custom functions included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products: list[Product] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name()  # with the overload, "mm.out", unless it is the default one
+        reader = READERS.get(name.removesuffix(".out"))
+        if "::_scaled_dot_product" in name and "_math" not in name:
+            reader = _attention_backward if name.endswith("_backward") else _attention
+        if reader is None:
+            with self:  # without a gradient, compounds such as `linear` arrive whole: their parts are what counts
+                parts = func.decompose(*args, **kwargs)
+            return func(*args, **kwargs) if parts is NotImplemented else parts
+        result = func(*args, **kwargs)
+        self.products += reader(args, result)
+        return result
+
+
+def _operand(tensor: Tensor) -> Operand:
+    shape = tuple(tensor.shape)
+    strides = tensor.stride() if tensor.layout == torch.strided else _contiguous(shape)  # packed ones have none
+    return Operand(shape, tuple(strides), tensor.dtype)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
+
+def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator[Product]]:
+    """Of an operation whose two factors are arguments `first` and the next; what it adds is left out."""
+
+    def read(args: Any, result: Any) -> Iterator[Product]:
+        yield Product(operation, (_operand(args[first]), _operand(args[first + 1])))
+
+    return read
+
+
+def _linear(weight: int) -> Callable[[Any, Any], Iterator[Product]]:
+    """Of an operation on rows (..., k) and a weight of (n, k), as a product with the weight turned."""
+
+    def read(args: Any, result: Any) -> Iterator[Product]:
+        (outputs, inputs), dtype = args[weight].shape, args[0].dtype
+        rows = args[0].numel() // inputs
+        yield Product(
+            "mm", (Operand((rows, inputs), (inputs, 1), dtype), Operand((inputs, outputs), (1, inputs), dtype))
+        )
+
+    return read
+
+
+def _convolution(args: Any, result: Any) -> Iterator[Product]:
+    images, weight, _, *rest = args
+    yield Product("convolution", (_operand(images), _operand(weight)), (math.prod(result.shape[2:]), *_hashable(rest)))
+
+
+def _convolution_backward(args: Any, result: Any) -> Iterator[Product]:
+    gradient, images, weight, _, *rest, mask = args
+    operands = (_operand(gradient), _operand(images), _operand(weight))
+    yield Product("convolution_backward", operands, (*_hashable(rest), (mask[0], mask[1], False)))
+
+
+def _hashable(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(value) if isinstance(value, list | tuple) else value for value in values)
+
+
+def _attention(args: Any, result: Any) -> Iterator[Product]:
+    """softmax(q k^T) v, as two products of all heads of all images."""
+    q, k, v = args[:3]
+    yield _heads(q, (q.shape[-2], q.shape[-1]), (k.shape[-1], k.shape[-2]), turned="second")
+    yield _heads(q, (q.shape[-2], k.shape[-2]), (v.shape[-2], v.shape[-1]))
+
+
+def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
+    """The scores once more, which a fused kernel has not kept; then the gradients of v, softmax, q and k."""
+    _, q, k, v = args[:4]
+    (m, d), n, e = q.shape[-2:], k.shape[-2], v.shape[-1]
+    yield _heads(q, (m, d), (d, n), turned="second")
+    yield _heads(q, (n, m), (m, e), turned="first")
+    yield _heads(q, (m, e), (e, n), turned="second")
+    yield _heads(q, (m, n), (n, d))
+    yield _heads(q, (n, m), (m, d), turned="first")
+
+
+def _heads(like: Tensor, first: tuple[int, int], second: tuple[int, int], turned: str = "") -> Product:
+    """A product for each head of each image, on tensors without gaps, one of them turned where the kernel's is."""
+
+    def operand(rows: int, columns: int, turn: bool) -> Operand:
+        stride = (rows * columns, 1, rows) if turn else (rows * columns, columns, 1)
+        return Operand((math.prod(like.shape[:-2]), rows, columns), stride, like.dtype)
+
+    return Product("bmm", (operand(*first, turned == "first"), operand(*second, turned == "second")))
+
+
+READERS: dict[str, Callable[[Any, Any], Iterator[Product]]] = {
+    "aten::mm": _plain_products("mm", 0),
+    "aten::addmm": _plain_products("mm", 1),
+    "aten::bmm": _plain_products("bmm", 0),
+    "aten::baddbmm": _plain_products("bmm", 1),
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "mkldnn::_linear_pointwise": _linear(1),
+    "mkldnn::_linear_pointwise.binary": _linear(2),
+}
+"""How the products of an operation are read from its arguments and result, by the operation's name."""
+
+REPLAYS: dict[str, Callable[..., object]] = {
+    "mm": torch.mm,
+    "bmm": torch.bmm,
+    "convolution": lambda images, weight, cells, *rest: torch.ops.aten.convolution(images, weight, None, *rest),
+    "convolution_backward": lambda gradient, images, weight, *rest: torch.ops.aten.convolution_backward(
+        gradient, images, weight, None, *rest
+    ),
+}

@@ -1,0 +1,136 @@
+"""How time and memory grow with batch, tokens, depth or width, beside how the closed form grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vitrail.bench.contenders import OURS, Entry, make_contender
+from vitrail.bench.measure import Spread, interleave, timed, waits_for
+from vitrail.bench.memory import measure_memory
+from vitrail.bench.workload import Workload
+from vitrail.errors import ConfigError
+from vitrail.machine import keep_freed_memory
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.vit import ViTConfig
+
+__all__ = ["Axis", "Point", "Scaling", "exponent", "scaling", "sweep"]
+
+Axis = Literal["batch", "tokens", "depth", "width"]
+"""What grows. Tokens grow by the image's size, width with the MLP's in proportion."""
+
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+SIDES = (0.5, 0.75, 1.0, 1.25, 1.5)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of what grows."""
+
+    value: int
+    workload: Workload
+    seconds: tuple[float, ...]
+    """Of a step, in each round."""
+    memory: int
+    """Measured bytes that a step needs at most."""
+
+    @property
+    def median(self) -> float:
+        return Spread.of(self.seconds).median
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A sweep, and the powers of `axis` that fit it best."""
+
+    axis: Axis
+    points: tuple[Point, ...]
+    exponents: dict[str, float | None]
+    """Of measured seconds and bytes, and by closed form of the FLOPs, of all bytes of a step, and of those of its
+    activations; the last two are None for a prediction, which keeps no activations."""
+
+
+def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) -> Scaling:
+    """Measures the sweep in interleaved rounds, and each point's memory. Raises `ConfigError` as `sweep` does."""
+    values = sweep(workload, axis)
+    keep_freed_memory()
+    wait = waits_for(workload.device)
+    timers = {value: timed(make_contender(Entry(OURS), point).step, wait) for value, point in values.items()}
+    times = interleave(timers, repetitions=repetitions, warmup=warmup)
+    del timers
+    points = tuple(
+        Point(value, point, tuple(times[value]), measure_memory(Entry(OURS), point)) for value, point in values.items()
+    )
+    columns: dict[str, list[float | None]] = {
+        "seconds": [point.median for point in points],
+        "flops": [point.workload.flops for point in points],
+        "memory": [point.memory for point in points],
+        "predicted_bytes": [point.workload.predicted_bytes for point in points],
+        "activation_bytes": [point.workload.activation_bytes for point in points],
+    }
+    xs = [point.value for point in points]
+    fitted = {name: exponent(xs, [y for y in ys if y is not None]) for name, ys in columns.items() if None not in ys}
+    return Scaling(axis, points, {name: fitted.get(name) for name in columns})
+
+
+def sweep(workload: Workload, axis: Axis) -> dict[int, Workload]:
+    """The workloads of up to five values. Raises `ConfigError` where fewer than two are different."""
+    found = {"batch": _batches, "tokens": _tokens, "depth": _depths, "width": _widths}[axis](workload)
+    if len(found) < 2:
+        raise ConfigError(
+            f"--scaling {axis} needs two values or more; {workload.name} here has {', '.join(map(str, found))} alone"
+        )
+    return dict(sorted(found.items()))
+
+
+def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
+    """The power of x that fits y best: the slope of log y over log x by least squares."""
+    u, v = [math.log(x) for x in xs], [math.log(max(y, 1e-12)) for y in ys]
+    middle_u, middle_v = sum(u) / len(u), sum(v) / len(v)
+    slope = sum((a - middle_u) * (b - middle_v) for a, b in zip(u, v, strict=True))
+    return slope / sum((a - middle_u) ** 2 for a in u)
+
+
+def _batches(workload: Workload) -> dict[int, Workload]:
+    """The batch and its last halvings."""
+    values = [workload.batch // 2**halvings for halvings in range(5)]
+    return {value: replace(workload, batch=value) for value in values if value >= 1}
+
+
+def _tokens(workload: Workload) -> dict[int, Workload]:
+    config = workload.config
+    height, width = config.image_size
+    found = {}
+    for share in SIDES:
+        size = round(height * share), round(width * share)
+        size = config.nearest_size(*size) if isinstance(config, ViTConfig) else size
+        point = replace(workload, config=replace(config, image_size=size))
+        found[point.tokens] = point
+    return found
+
+
+def _depths(workload: Workload) -> dict[int, Workload]:
+    config = _transformer(workload, "depth")
+    depths = {max(1, round(config.depth * share)) for share in QUARTERS}
+    return {depth: replace(workload, config=replace(config, depth=depth)) for depth in depths}
+
+
+def _widths(workload: Workload) -> dict[int, Workload]:
+    """Fewer heads would be another network, so heads stay and get narrower; each keeps an even width."""
+    config = _transformer(workload, "width")
+    head = config.width // config.heads
+    found = {}
+    for share in QUARTERS:
+        each = head if share == 1 else max(2, round(head * share / 4) * 4)
+        hidden = max(1, round(config.mlp_width * each / head))
+        width = each * config.heads
+        found[width] = replace(workload, config=replace(config, width=width, mlp_width=hidden))
+    return found
+
+
+def _transformer(workload: Workload, axis: str) -> ViTConfig:
+    if isinstance(workload.config, ResNetConfig):
+        raise ConfigError(f"--scaling {axis} is for transformers; of {workload.name}, choose batch or tokens")
+    return workload.config

@@ -1,0 +1,212 @@
+"""What `vitrail bench` measured, as tables and as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from vitrail.bench.compare import Comparison
+from vitrail.bench.loading import Loading
+from vitrail.bench.measure import Spread
+from vitrail.bench.memory import LargestBatch
+from vitrail.bench.scaling import Scaling
+from vitrail.bench.workload import Workload
+
+__all__ = [
+    "comparison",
+    "describe_workload",
+    "header",
+    "largest",
+    "load",
+    "plain_comparison",
+    "plain_scaling",
+    "scale",
+]
+
+
+def header(machine: dict[str, Any], what: str, rounds: dict[str, int] | None = None) -> str:
+    """Where, what, and how often."""
+    often = "" if rounds is None else f"\n{rounds['repetitions']} rounds after {rounds['warmup']} of warm-up"
+    return escape(
+        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch "
+        f"{machine['versions']['torch']}\n{what}{often}"
+    )
+
+
+def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
+    """In one line: network, images, batch, precision."""
+    height, width = workload.config.image_size
+    task = "training" if workload.task == "train" else "inference"
+    return (
+        f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} a step, "
+        f"{workload.tokens} tokens each, {workload.config.num_classes} classes, {workload.precision}"
+    )
+
+
+def comparison(result: Comparison, workload: Workload) -> list[Any]:
+    """The main table, what was left out, the memory, and where the time goes."""
+    caption = (
+        "Every round ran each contender once, in turn; images/s is the median. share: time of the products alone, "
+        "divided by this one's. vitrail: times as fast as this one. Both are medians over rounds."
+    )
+    table = _table(("contender", "settings", "images/s", "low..high", "GFLOP/s", "share", "vitrail"), caption)
+    for row in result.rows:
+        speed = row.images_per_second
+        table.add_row(
+            row.entry.library,
+            row.settings,
+            _number(speed.median),
+            f"{_number(speed.low)}..{_number(speed.high)}",
+            _number(row.gflops),
+            f"{row.share:.0%}",
+            f"{row.ratio:.2f}x",
+        )
+    notes = "\n".join(escape(f"left out: {name}: {reason}") for name, reason in result.skipped.items())
+    return [table, *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
+
+
+def _memory(result: Comparison, workload: Workload) -> list[Table]:
+    if all(row.memory is None for row in result.rows):
+        return []
+    table = _table(("memory of a step", "settings", "measured", "by closed form"))
+    for place, row in enumerate(result.rows):
+        if row.memory is not None:
+            predicted = workload.predicted_bytes if place == 0 else None
+            table.add_row(row.entry.library, row.settings, _bytes(row.memory), _bytes(predicted))
+    return [table]
+
+
+def _breakdown(result: Comparison) -> list[Table]:
+    if result.breakdown is None:
+        return []
+    table = _table(("where our step's time goes", "share"))
+    for name, share in result.breakdown.items():
+        table.add_row(name, f"{share:.1%}")
+    return [table]
+
+
+def plain_comparison(result: Comparison) -> dict[str, Any]:
+    """As JSON values."""
+    rows = [
+        {
+            "contender": row.entry.library,
+            "settings": row.entry.settings,
+            "ran_with": row.settings,
+            "seconds": list(row.seconds),
+            "images_per_second": asdict(row.images_per_second),
+            "gflops": row.gflops,
+            "share_of_limit": row.share,
+            "vitrail_times_as_fast": row.ratio,
+            "memory_bytes": row.memory,
+        }
+        for row in result.rows
+    ]
+    return {
+        "rows": rows,
+        "product_flops": result.product_flops,
+        "breakdown": result.breakdown,
+        "skipped": result.skipped,
+    }
+
+
+def scale(grown: Scaling) -> list[Any]:
+    """A row for each value, and the exponents."""
+    caption = "memory: the most that a step needs, in a process of its own. powers: least squares of the logarithms."
+    table = _table((grown.axis, "ms a step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
+    for point in grown.points:
+        spread = Spread.of([1000 * second for second in point.seconds])
+        table.add_row(
+            f"{point.value:,}",
+            _number(spread.median),
+            f"{_number(spread.low)}..{_number(spread.high)}",
+            _number(point.workload.flops / point.median / 1e9),
+            _bytes(point.memory),
+            _bytes(point.workload.predicted_bytes),
+        )
+    powers = _table((f"grows as {grown.axis} to the power of", "measured", "by closed form"))
+    for what, measured, formula in (
+        ("time, and FLOPs", "seconds", "flops"),
+        ("memory of a step", "memory", "predicted_bytes"),
+        ("activations alone", "", "activation_bytes"),
+    ):
+        powers.add_row(what, _power(grown.exponents.get(measured)), _power(grown.exponents[formula]))
+    return [table, powers]
+
+
+def plain_scaling(grown: Scaling) -> dict[str, Any]:
+    """As JSON values."""
+    points = [
+        {
+            "value": point.value,
+            "workload": point.workload.plain(),
+            "seconds": list(point.seconds),
+            "median": point.median,
+            "memory_bytes": point.memory,
+            "predicted_bytes": point.workload.predicted_bytes,
+            "activation_bytes": point.workload.activation_bytes,
+        }
+        for point in grown.points
+    ]
+    return {"axis": grown.axis, "points": points, "exponents": grown.exponents}
+
+
+def largest(found: LargestBatch) -> list[Any]:
+    """One line."""
+    return [
+        f"largest batch whose training step fits into {_bytes(found.limit)}: [bold]{found.batch:,}[/] images "
+        f"(closed form: {found.predicted:,} in the {_bytes(found.left)} that Python and torch leave)"
+    ]
+
+
+def load(loading: Loading) -> list[Any]:
+    """Reading the file, and what fresh processes take."""
+    caption = "first: once, after the system was asked to drop the file from its memory; the rest: with the file in it."
+    table = _table(("reading a model", "ms", "low..high", "GB/s", "first, ms"), caption)
+    for name, seconds in loading.loads.items():
+        spread = Spread.of(seconds)
+        table.add_row(
+            name, *_milliseconds(seconds), f"{loading.file_bytes / spread.median / 1e9:.2f}",
+            _number(1000 * loading.first[name]),
+        )  # fmt: skip
+    torch_alone = Spread.of(loading.processes["import torch"]).median
+    processes = _table(("a fresh process", "ms", "low..high", "beyond torch", "of torch"))
+    for name, seconds in loading.processes.items():
+        median = Spread.of(seconds).median
+        beyond = _number(1000 * (median - torch_alone)) if median > torch_alone else ""
+        processes.add_row(name, *_milliseconds(seconds), beyond, f"{median / torch_alone:.0%}")
+    return [table, processes]
+
+
+def _milliseconds(seconds: Sequence[float]) -> tuple[str, str]:
+    spread = Spread.of([1000 * second for second in seconds])
+    return _number(spread.median), f"{_number(spread.low)}..{_number(spread.high)}"
+
+
+def _table(headings: Sequence[str], caption: str | None = None) -> Table:
+    table = Table(
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
+    )
+    for heading in headings:
+        is_text = heading in (headings[0], "settings")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    return table
+
+
+def _number(value: float) -> str:
+    """Three digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _bytes(value: int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
+def _power(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
