@@ -23,8 +23,8 @@ __all__ = ["Linear", "attention", "frozen_weights", "fuses", "gelu_linear", "lin
 Gelu = Literal["none", "tanh"]
 """PyTorch's names for the exact GELU and for its approximation."""
 
-ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-"""Whether this build of PyTorch has oneDNN's dense layer, which adds the bias by itself."""
+ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether there is oneDNN's dense layer, which adds the bias by itself, and it knows bfloat16 on this processor."""
 
 
 def fuses(x: Tensor) -> bool:

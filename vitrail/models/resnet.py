@@ -124,7 +124,8 @@ class ResNet(nn.Module):
         self.stages = _stages(PreActivationUnit, config)
         self.norm = nn.GroupNorm(32, config.embed_width, eps=config.norm_eps)
         self.head = nn.Linear(config.embed_width, config.num_classes) if config.num_classes else None
-        self.initialise()
+        if not self.norm.weight.is_meta:  # whose weights come later
+            self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits; without a head, what the head would have seen."""

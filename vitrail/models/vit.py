@@ -187,7 +187,8 @@ class VisionTransformer(nn.Module):
         self.head_hidden = Linear(config.embed_width, config.head_hidden) if config.head_hidden else None
         into_head = config.head_hidden or config.embed_width
         self.head = Linear(into_head, config.num_classes) if config.num_classes else None
-        self.initialise()
+        if not self.norm.weight.is_meta:  # whose weights come later; drawing there would import the compiler, in 1 s
+            self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits; without a head, what the head would have seen."""

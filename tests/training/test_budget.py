@@ -1,0 +1,356 @@
+"""A guard of speed that no noise reaches: what a step costs in counts, which must not grow, is kept in budget.json.
+
+Per workload that is the FLOPs of its matrix products, its kernel calls (operations that do more than look at a tensor
+in another way), its reads (for which the processor waits for a device), the bytes of what is only moved or converted,
+and the bytes that forward keeps for backward. FLOPs must be exactly the budget's, the others at most; what is more than
+5 % below fails as well, so that a gain is kept. Neither processor nor threads change a count. Versions of PyTorch do:
+with another minor version than the budget was counted with, only FLOPs and reads are held. What no count shows is how
+fast a kernel is: two operations of the same number and bytes are the same to it.
+
+After a change that is meant to cost more or less, renew the budget and look at its difference before committing it:
+
+    VITRAIL_RENEW_BUDGET=1 python -m pytest tests/training/test_budget.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vitrail.bench.products import record
+from vitrail.models import layers
+from vitrail.models.fused import ONEDNN, predicting
+from vitrail.models.vit import Block
+from vitrail.training import loop
+from vitrail.training.config import TrainConfig
+from vitrail.training.loop import Plan
+from vitrail.training.state import TrainState
+
+BUDGET = Path(__file__).with_name("budget.json")
+RENEW = "VITRAIL_RENEW_BUDGET"
+SLACK = 0.05
+"""How far below its budget a count may lie, as a share of it."""
+
+TORCH = ".".join(torch.__version__.split(".")[:2])
+
+PLAIN = {
+    "image_size": (28, 21), "width": 32, "depth": 3, "heads": 2, "mlp_width": 96, "batch_size": 6, "dropout": 0.0,
+    "stochastic_depth": 0.0,
+}  # fmt: skip
+"""Twelve patches, not square. No dropout: it needs the output of GELU, which the fused layer does not keep."""
+
+DEMO = {
+    "variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "width": None, "depth": None, "heads": None,
+    "mlp_width": None, "batch_size": 4, "dropout": None, "stochastic_depth": None,
+}  # fmt: skip
+"""The recipe's own network, on a small batch."""
+
+WORKLOADS = {
+    f"{task} {name} {precision}": (task, {**fields, "precision": precision})
+    for task, name, fields in (
+        ("train", "class token", PLAIN),
+        ("train", "gap", {**PLAIN, "pool": "gap"}),
+        ("train", "demo", DEMO),
+        ("predict", "class token", PLAIN),
+    )
+    for precision in ("bf16", "float32")
+}
+
+FREE = {
+    "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
+"""Operations without a kernel that are no views by their schema: a view that says otherwise, and bare memory."""
+
+READS = {
+    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero", "unique_consecutive",
+    "unique_dim",
+}  # fmt: skip
+"""Operations whose result, or its shape, the processor has to know. Methods that are none are for test_loop.py."""
+
+COPIES = {
+    "_foreach_copy_", "_to_copy", "_to_dense", "cat", "clone", "constant_pad_nd", "copy", "copy_", "expand_copy",
+    "flip", "gather", "index", "index_copy", "index_copy_", "index_select", "permute_copy", "repeat",
+    "replication_pad2d", "roll", "select_backward", "slice_backward", "slice_scatter", "stack", "to_mkldnn",
+    "view_copy",
+}  # fmt: skip
+"""Operations that compute nothing: they move or convert."""
+
+
+@dataclass
+class Figures:
+    """What a workload costs, by operation; what is kept, by format and shape."""
+
+    flops: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+    reads: Counter[str] = field(default_factory=Counter)
+    copied_bytes: Counter[str] = field(default_factory=Counter)
+    kept_bytes: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def from_plain(cls, entry: dict[str, Any]) -> Figures:
+        return cls(**{name: Counter(counts) for name, counts in entry["parts"].items()})
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return {name: counts.total() for name, counts in vars(self).items()}
+
+    def to_plain(self) -> dict[str, Any]:
+        parts = {name: dict(sorted(counts.items())) for name, counts in vars(self).items()}
+        return {"torch": TORCH, **self.totals, "parts": parts}
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that it sees; `count` has the compound ones taken apart before they come here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.figures = Figures()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0].removeprefix("aten::")
+        if func.is_view or name in FREE or func.namespace == "profiler":
+            return result
+        self.figures.kernels[name] += 1
+        if name in READS or (name.startswith("index") and _picks_by_mask(args)):
+            self.figures.reads[name] += 1
+        if name in COPIES:
+            moved = tree_leaves(args[0] if result is None else result)  # None where a list is written to
+            self.figures.copied_bytes[name] += sum(tensor.numel() * tensor.element_size() for tensor in moved)
+        return result
+
+
+def _picks_by_mask(args: Any) -> bool:
+    """Whether an index is a mask: how many places it picks, only its content says."""
+    return any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(args[1:2]))
+
+
+def count(step: Callable[[], object], weights: Iterable[Tensor] = ()) -> Figures:
+    """What a call of `step` costs. `weights` are there anyway: that backward needs them keeps nothing."""
+    with Calls() as calls:
+        products = record(step)
+    for product in products:
+        calls.figures.flops[product.operation] += product.flops
+    calls.figures.kept_bytes = kept_by(step, weights)
+    return calls.figures
+
+
+def kept_by(step: Callable[[], object], weights: Iterable[Tensor]) -> Counter[str]:
+    """The bytes that a call of `step` keeps for backward, each storage once however often it is kept."""
+    storages = {weight.untyped_storage().data_ptr(): weight for weight in weights}
+    bytes_of: Counter[str] = Counter()
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensor, storage = tensor.detach(), tensor.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = tensor  # alive until the end, so that no other takes its place
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            bytes_of[f"{str(tensor.dtype).removeprefix('torch.')} {shape}"] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step()
+    return bytes_of
+
+
+def problems(entry: dict[str, Any], found: Figures) -> list[str]:
+    """Each count that is not within the budget of `entry`: from what to what, and by which operations."""
+    budget, listed = Figures.from_plain(entry), []
+    for name in budget.totals if entry["torch"] == TORCH else ("flops", "reads"):
+        now, before = getattr(found, name), getattr(budget, name)
+        least = before.total() if name == "flops" else (1 - SLACK) * before.total()
+        if least <= now.total() <= before.total():
+            continue
+        verb = "grew" if now.total() > before.total() else "fell"
+        changed = sorted(
+            ((operation, before[operation], now[operation]) for operation in now | before),
+            key=lambda change: -abs(change[2] - change[1]),
+        )
+        by = ", ".join(f"{operation} {old:,} -> {new:,}" for operation, old, new in changed if old != new)
+        listed.append(f"{name} {verb} from {before.total():,} to {now.total():,}: {by}")
+    return listed
+
+
+def read_budget() -> dict[str, Any]:
+    return json.loads(BUDGET.read_text(encoding="utf-8")) if BUDGET.exists() else {}
+
+
+def renew(name: str, found: Figures) -> None:
+    """Puts the workload's figures into the budget, and takes out those of workloads that are no more."""
+    budget = {**read_budget(), name: found.to_plain()}
+    kept = {each: budget[each] for each in WORKLOADS if each in budget}
+    BUDGET.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def check(name: str, found: Figures) -> None:
+    entry = read_budget().get(name)
+    if listed := problems(entry, found) if entry else ["it has none yet"]:
+        text = "\n  ".join([f"{name!r} left its budget:", *listed])
+        pytest.fail(
+            f"{text}\nIf that is meant (a gain is kept this way, too), renew the budget and commit it:\n"
+            f"  {RENEW}=1 python -m pytest tests/training/test_budget.py",
+            pytrace=False,
+        )
+
+
+@pytest.fixture
+def measure(
+    small: Callable[..., TrainConfig], prepare: Callable[[TrainConfig], tuple[TrainState, Plan]], tmp_path: Path
+) -> Callable[[str], Figures]:
+    """Counts a workload by its name, the second time that it runs: the first one makes what stays."""
+
+    def run(name: str) -> Figures:
+        task, fields = WORKLOADS[name]
+        if fields["precision"] == "bf16" and not ONEDNN:
+            pytest.skip("this build of torch has no dense layer of oneDNN")
+        state, plan = prepare(small(tmp_path / "run", **fields))
+        state.objective.train()
+        if task == "predict":
+            network, images = state.objective.network, plan.preprocess.normalise(next(state.batches).images)
+
+            def step() -> None:
+                with predicting(network, plan.precision):
+                    network(images)
+
+            step()
+            return count(step, network.parameters())
+        loop.train_step(state, plan, next(state.batches))
+        batch = next(state.batches)
+        return count(lambda: loop.train_step(state, plan, batch), state.objective.parameters())
+
+    return run
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_keeps_to_its_budget(measure: Callable[[str], Figures], name: str) -> None:
+    found = measure(name)
+    if os.environ.get(RENEW):
+        renew(name, found)
+    check(name, found)
+
+
+def test_the_budget_is_of_the_workloads() -> None:
+    budget = read_budget()
+    assert list(budget) == list(WORKLOADS)
+    for entry in budget.values():
+        totals = Figures.from_plain(entry).totals
+        assert totals == {name: entry[name] for name in totals}
+        assert totals["flops"] > 0 and totals["reads"] == 0
+
+
+def test_counts_do_not_depend_on_what_ran_before(measure: Callable[[str], Figures]) -> None:
+    names = [name for name in WORKLOADS if ONEDNN or "bf16" not in name]
+    there = {name: measure(name) for name in names}
+    assert {name: measure(name) for name in reversed(names)} == there
+
+
+def test_views_cost_nothing_and_copies_their_bytes() -> None:
+    x = torch.zeros(3, 5)
+
+    def step() -> None:
+        y = x[1:].t().unsqueeze(0).expand(2, -1, -1).permute(2, 0, 1).detach()
+        y.reshape(2, 10)  # a copy of 20 numbers, and a view
+        x.reshape(5, 3).view(-1).unbind(0)  # views
+        torch.cat([x, x]).to(torch.bfloat16)
+        torch.empty(3, 5).copy_(x)
+        x[torch.tensor([2, 0])].add_(1)
+
+    found = count(step)
+    assert found.kernels == {"clone": 1, "cat": 1, "_to_copy": 1, "copy_": 1, "index": 1, "add_": 1}
+    assert found.copied_bytes == {"clone": 80, "cat": 120, "_to_copy": 60, "copy_": 60, "index": 40}
+    assert not found.flops and not found.reads
+
+
+def test_compounds_count_by_their_parts() -> None:
+    x, weight = torch.ones(2, 3, 5), torch.ones(7, 5)
+    with torch.inference_mode():
+        alone = count(lambda: F.linear(x, weight))
+    assert alone.kernels == {"mm": 1} and alone.flops == {"mm": 2 * 6 * 5 * 7}
+
+
+def test_numbers_that_are_waited_for_count_as_reads() -> None:
+    x = torch.ones(3)
+
+    def step() -> None:
+        x.sum().item()
+        bool(x[0])
+        x[x > 0]
+        x.nonzero()
+        torch.equal(x, x + 1)
+
+    assert count(step).reads == {"_local_scalar_dense": 2, "index": 1, "nonzero": 1, "equal": 1}
+
+
+def test_what_backward_needs_counts_once_and_weights_do_not() -> None:
+    x, weight = torch.ones(2, 5), torch.ones(3, 5, requires_grad=True)
+
+    def step() -> None:
+        hidden = x @ weight.t()  # keeps x
+        (hidden.exp() * hidden.sin()).sum().backward()  # exp keeps its result, sin hidden, the product both factors
+
+    assert count(step, [weight]).kept_bytes == {"float32 2x5": 40, "float32 2x3": 3 * 24}
+
+
+def test_what_left_the_budget_is_named() -> None:
+    before = Figures(Counter(mm=90, bmm=10), Counter(add=60, clone=40), Counter(), Counter(clone=4000))
+    entry = before.to_plain()
+    assert problems(entry, before) == []
+    assert problems(entry, Figures(before.flops, Counter(add=60, clone=36), Counter(), Counter(clone=3900))) == []
+    more = Figures(Counter(mm=91, bmm=10), Counter(add=59, clone=42), Counter(item=1), Counter(clone=4000, cat=1))
+    assert problems(entry, more) == [
+        "flops grew from 100 to 101: mm 90 -> 91",
+        "kernels grew from 100 to 101: clone 40 -> 42, add 60 -> 59",
+        "reads grew from 0 to 1: item 0 -> 1",
+        "copied_bytes grew from 4,000 to 4,001: cat 0 -> 1",
+    ]
+    assert problems({**entry, "torch": "1.0"}, more) == [
+        "flops grew from 100 to 101: mm 90 -> 91",
+        "reads grew from 0 to 1: item 0 -> 1",
+    ]
+    less = Figures(Counter(mm=89, bmm=10), Counter(add=60, clone=34), Counter(), Counter(clone=3799))
+    assert problems(entry, less) == [
+        "flops fell from 100 to 99: mm 90 -> 89",
+        "kernels fell from 100 to 94: clone 40 -> 34",
+        "copied_bytes fell from 4,000 to 3,799: clone 4,000 -> 3,799",
+    ]
+
+
+def test_a_copy_more_is_caught(measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, forward = "train class token float32", Block.forward
+    before = measure(name).to_plain()
+    monkeypatch.setattr(Block, "forward", lambda block, z, *rest: forward(block, z.clone(), *rest))
+    calls, copied = before["parts"]["kernels"]["clone"], before["parts"]["copied_bytes"]["clone"]
+    more = 3 * 6 * 13 * 32 * 4  # blocks, images, tokens, width, bytes of a float32
+    in_kernels, in_bytes = problems(before, measure(name))
+    assert in_kernels.startswith("kernels grew") and in_kernels.endswith(f": clone {calls} -> {calls + 3}")
+    assert in_bytes.startswith("copied_bytes grew") and in_bytes.endswith(f": clone {copied:,} -> {copied + more:,}")
+
+
+@pytest.mark.skipif(not ONEDNN, reason="this build of torch has no dense layer of oneDNN")
+def test_a_kept_gelu_is_caught(measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "train class token bf16"
+    before = measure(name)
+    monkeypatch.setattr(layers, "gelu_linear", lambda layer, hidden, approximate: layer(F.gelu(hidden)))
+    (listed,) = problems(before.to_plain(), measure(name))
+    assert listed.startswith("kept_bytes grew from") and "bfloat16 6x13x96" in listed
+
+
+def test_a_last_block_of_all_tokens_is_caught(
+    measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, forward = "train class token float32", Block.forward
+    monkeypatch.setattr(Block, "forward", lambda block, z, guide=None, read=None: forward(block, z, guide))
+    with pytest.raises(pytest.fail.Exception, match=rf"'{name}' left its budget:\n  flops grew from [^|]*{RENEW}=1"):
+        check(name, measure(name))
