@@ -69,6 +69,13 @@ def test_tables_of_inference(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert any(line.split()[:1] == ["normalisation"] for line in lines)
 
 
+def test_fewer_patches_have_fewer_products(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "train", "ViT-Pico/7", *TINY, "--no-profile"
+    whole, half = result_of(capsys, *words), result_of(capsys, *words, "--patch-dropout", "0.5")
+    assert 0.3 < half["product_flops"] / whole["product_flops"] < 0.6
+    assert 0.3 < half["workload"]["flops"] / whole["workload"]["flops"] < 0.6
+
+
 def test_no_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert result_of(capsys, "infer", "ViT-Pico/7", *TINY, "--no-profile")["breakdown"] is None
 
@@ -137,6 +144,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "ViT-Pico"], "unknown variant 'ViT-Pico'"),
         (["train", "ViT-Pico/7", "--image-size", "30", "28"], "the nearest that is: (28, 28)"),
         (["train", "ViT-Pico/7", "--width", "97"], "width=97"),
+        (["train", "ViT-Pico/7", "--patch-dropout", "1"], "patch_dropout=1.0 is not in [0, 1)"),
         (["train", "BiT-R50x1", "--heads", "2"], "unknown field 'heads' of BiT-R50x1"),
         (["train", "ViT-Pico/7", "--num-classes", "0"], "num_classes=0 leaves nothing to train on"),
         (["train", "ViT-Pico/7", "--against", "timn"], "unknown library 'timn' in --against; nearest: timm"),

@@ -55,6 +55,8 @@ class Bench:
     """Attention heads; they divide the width."""
     mlp_width: int | None = None
     """Hidden units of each block's MLP."""
+    patch_dropout: float | None = None
+    """Share of the patches that a training step leaves out."""
     batch_size: int = 32
     """Images a step."""
     precision: Precision = "auto"
@@ -177,7 +179,7 @@ def _peers(options: Bench) -> list[str]:
 
 
 def _config(options: Bench) -> AnyConfig:
-    names = ("width", "depth", "heads", "mlp_width")
+    names = ("width", "depth", "heads", "mlp_width", "patch_dropout")
     fields = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     size = options.image_size or OWN_SIZES.get(options.variant, (224, 224))
     return variant_config(
