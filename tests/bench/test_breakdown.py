@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitrail.bench.breakdown import CATEGORIES, breakdown, category_of
-from vitrail.bench.contenders import OURS, Entry, make_contender
+from vitrail.bench.contenders import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
 
 
@@ -43,7 +43,7 @@ def test_kinds(operation: str, category: str) -> None:
 
 
 def test_shares_make_a_whole(tiny_work: Callable[..., Workload], capfd: pytest.CaptureFixture[str]) -> None:
-    shares = breakdown(make_contender(Entry(OURS), tiny_work(batch=16)).step, torch.device("cpu"))
+    shares = breakdown(make_step(Entry(OURS), tiny_work(batch=16)), torch.device("cpu"))
     assert list(shares) == [*CATEGORIES, "the rest"] and sum(shares.values()) == pytest.approx(1)
     assert all(shares[name] > 0 for name in shares)
     assert capfd.readouterr().err == ""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.bench.contenders import OURS, Entry, entries, make_contender
+from vitrail.bench.contenders import OURS, Entry, entries, make_step
 from vitrail.bench.peers import PEERS
 from vitrail.bench.workload import Workload
 
@@ -42,12 +42,12 @@ def test_every_setting_is_listed_once(tiny_work: Callable[..., Workload]) -> Non
 def test_a_step_trains_in_its_precision(
     tiny_work: Callable[..., Workload], stand_in: list[nn.Module], settings: Any, dtype: torch.dtype
 ) -> None:
-    contender = make_contender(Entry("timm", settings), tiny_work(precision="bf16"))
+    step = make_step(Entry("timm", settings), tiny_work(precision="bf16"))
     (network,) = stand_in
     seen: list[torch.dtype] = []
     network.register_forward_hook(lambda module, args, result: seen.append(result.dtype))
     before = [parameter.detach().clone() for parameter in network.parameters()]
-    contender.step()
+    step()
     assert seen == [dtype] and network.training
     assert all(not torch.equal(old, new) for old, new in zip(before, network.parameters(), strict=True))
     assert all(parameter.grad is None and parameter.dtype == torch.float32 for parameter in network.parameters())
@@ -56,7 +56,7 @@ def test_a_step_trains_in_its_precision(
 def test_a_prediction_keeps_nothing(tiny_work: Callable[..., Workload], stand_in: list[nn.Module]) -> None:
     work = tiny_work(task="infer", precision="bf16")
     for library in (OURS, "timm"):
-        logits = make_contender(Entry(library), work).step()
+        logits = make_step(Entry(library), work)()
         assert isinstance(logits, torch.Tensor) and logits.shape == (3, 5)
         assert logits.is_inference() and logits.dtype == torch.bfloat16
     assert not stand_in[0].training

@@ -12,6 +12,7 @@ from vitrail.bench.contenders import OURS, Entry
 from vitrail.bench.memory import available_memory, bytes_of, find_largest, largest_batch, measure_memory
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
+from vitrail.models.variants import variant_config
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 BIG = {"image_size": (224, 224), "width": 64}
@@ -60,6 +61,14 @@ def test_more_images_need_more_memory(tiny_work: Callable[..., Workload]) -> Non
     kept = (many.activation_bytes or 0) - (few.activation_bytes or 0)
     assert kept > 40e6
     assert 0.8 * kept < measured[1] - measured[0] < 3 * kept
+
+
+@linux
+@pytest.mark.slow
+def test_a_base_network_trains_within_six_gigabytes() -> None:
+    work = Workload(name="ViT-B/16", config=variant_config("ViT-B/16"), batch=32, precision="bf16")
+    measured = measure_memory(Entry(OURS), work)
+    assert measured < 6e9 and measured == pytest.approx(work.predicted_bytes, rel=0.1)
 
 
 @linux

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.bench.contenders import OURS, Entry, make_contender
+from vitrail.bench.contenders import OURS, Entry, make_step
 from vitrail.bench.products import Operand, Product, Products, record
 from vitrail.bench.workload import Workload
 
@@ -18,7 +18,7 @@ Precision = Literal["float32", "bf16"]
 
 
 def recorded(work: Workload) -> list[Product]:
-    return record(make_contender(Entry(OURS), work).step)
+    return record(make_step(Entry(OURS), work))
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

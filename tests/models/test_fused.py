@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,13 +80,13 @@ def test_a_dense_layer_agrees_with_the_plain_one(
 @needs_onednn
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
 @pytest.mark.parametrize("shape", [(5, 17, 48), (1, 1, 48), (3, 48), (0, 4, 48)])
-def test_gelu_in_front_of_a_dense_layer(gelu: str, shape: tuple[int, ...]) -> None:
+def test_gelu_in_front_of_a_dense_layer(gelu: Literal["none", "tanh"], shape: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     layer = Linear(48, 20)
     hidden = (2 * torch.randn(shape)).bfloat16().float().requires_grad_()
     upstream = torch.randn(*shape[:-1], 20).bfloat16()
     with autocast():
-        found = gelu_linear(layer, hidden, gelu)  # type: ignore[arg-type]
+        found = gelu_linear(layer, hidden, gelu)
     plain = layer(F.gelu(hidden, approximate=gelu))
     torch.testing.assert_close(found.float(), plain, rtol=0.02, atol=0.03)
     targets = [hidden, layer.weight, layer.bias]

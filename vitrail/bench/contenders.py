@@ -22,7 +22,7 @@ from vitrail.models.variants import build
 from vitrail.training.config import OptimizerConfig
 from vitrail.training.optimizer import make_optimizer
 
-__all__ = ["OURS", "PRODUCTS", "Contender", "Entry", "Runner", "Settings", "entries", "make_contender"]
+__all__ = ["OURS", "PRODUCTS", "Entry", "Runner", "Settings", "entries", "make_step"]
 
 OURS = "vitrail"
 PRODUCTS = "products alone"
@@ -43,15 +43,6 @@ class Entry:
         """In the reader's words: "bf16 compiled"."""
         precision = "float32" if self.settings == "default" else workload.precision
         return precision + (" compiled" if self.settings == "best" else "")
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An entry that is ready to run."""
-
-    entry: Entry
-    step: Callable[[], object]
-    """One training step, or one batch of logits."""
 
 
 def entries(workload: Workload, peers: tuple[str, ...] = (), *, best: bool = False) -> list[Entry]:
@@ -75,7 +66,7 @@ class Runner:
             keep_freed_memory()  # as our commands do; others run as their users run them
         self.device = workload.device
         self.product_flops = 0
-        self.step = make_contender(Entry(OURS) if entry.library == PRODUCTS else entry, workload).step
+        self.step = make_step(Entry(OURS) if entry.library == PRODUCTS else entry, workload)
         if entry.library == PRODUCTS:
             self.step()
             products = Products(record(self.step), workload.device)
@@ -95,8 +86,11 @@ class Runner:
         return breakdown(self.step, self.device)
 
 
-def make_contender(entry: Entry, workload: Workload) -> Contender:
-    """Builds the network on the workload's device. Raises `ConfigError` where a peer cannot be built."""
+def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
+    """One training step, or one batch of logits, of a network that is built on the workload's device.
+
+    Raises `ConfigError` where a peer cannot be built.
+    """
     if entry.settings == "default":
         workload = replace(workload, precision="float32")
     ours = entry.library == OURS
@@ -104,25 +98,26 @@ def make_contender(entry: Entry, workload: Workload) -> Contender:
     run: Callable[[torch.Tensor], torch.Tensor] = torch.compile(network) if entry.settings == "best" else network
     if workload.task == "infer":
         network.eval()
-        return Contender(entry, _prediction(run, frozen_weights(network) if ours else nullcontext(), workload))
+        return _Prediction(run, frozen_weights(network) if ours else nullcontext(), workload)
     network.train()
     optimizer = make_optimizer(network, OptimizerConfig()) if ours else AdamW(network.parameters(), fused=True)
-    return Contender(entry, _training_step(run, optimizer, workload))
+    return _training_step(run, optimizer, workload)
 
 
-def _prediction(
-    run: Callable[[torch.Tensor], torch.Tensor], frozen: AbstractContextManager[None], workload: Workload
-) -> Callable[[], object]:
-    images = workload.images()
-    with autocast(workload.precision, workload.device):
-        frozen.__enter__()  # and is left when the step is dropped
+class _Prediction:
+    """Logits of one batch, again and again; `frozen` lasts as long as this does."""
+
+    def __init__(
+        self, run: Callable[[torch.Tensor], torch.Tensor], frozen: AbstractContextManager[None], workload: Workload
+    ) -> None:
+        self.run, self.frozen, self.workload, self.images = run, frozen, workload, workload.images()
+        with autocast(workload.precision, workload.device):
+            frozen.__enter__()
 
     @torch.inference_mode()
-    def step(until: object = frozen) -> torch.Tensor:
-        with autocast(workload.precision, workload.device):
-            return run(images)
-
-    return step
+    def __call__(self) -> torch.Tensor:
+        with autocast(self.workload.precision, self.workload.device):
+            return self.run(self.images)
 
 
 def _training_step(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vitrail.bench.contenders import OURS, Entry, make_contender
+from vitrail.bench.contenders import OURS, Entry, make_step
 from vitrail.bench.processes import ProcessKilled, Worker
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
@@ -170,9 +170,9 @@ def _settle(entry: Entry, workload: Workload, threads: int) -> None:
 
 
 def _run(entry: Entry, workload: Workload, steps: int) -> None:
-    contender = make_contender(entry, workload)
+    step = make_step(entry, workload)
     for _ in range(steps):
-        contender.step()
+        step()
 
 
 def _status(field: str) -> int:

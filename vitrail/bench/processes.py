@@ -65,13 +65,12 @@ class Worker:
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries print when they die for want of memory is expected
-    made: Any = None
-    call: Callable[[], Any] = lambda: None  # noqa: E731
     try:
         made = make(*arguments)
+        connection.send((None, None))
         while True:
-            connection.send((None, call()))
-            call = getattr(made, connection.recv())
+            value = getattr(made, connection.recv())()
+            connection.send((None, value))
     except EOFError:  # the other side has closed
         return
     except Exception as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vitrail.bench.contenders import OURS, Entry, make_contender
+from vitrail.bench.contenders import OURS, Entry, make_step
 from vitrail.bench.measure import Spread, interleave, timed, waits_for
 from vitrail.bench.memory import measure_memory
 from vitrail.bench.workload import Workload
@@ -57,7 +57,7 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
     values = sweep(workload, axis)
     keep_freed_memory()
     wait = waits_for(workload.device)
-    timers = {value: timed(make_contender(Entry(OURS), point).step, wait) for value, point in values.items()}
+    timers = {value: timed(make_step(Entry(OURS), point), wait) for value, point in values.items()}
     times = interleave(timers, repetitions=repetitions, warmup=warmup)
     del timers
     points = tuple(

