@@ -162,11 +162,11 @@ def _own_memory(workload: Workload, threads: int) -> int:
 def _settle(entry: Entry, workload: Workload, threads: int) -> None:
     """Runs one step of one image and one block, for which libraries are imported and threads are started once."""
     torch.set_num_threads(threads)
-    if entry.library == OURS:
-        keep_freed_memory()
     config = workload.config
     small = replace(config, depth=1) if isinstance(config, ViTConfig) else config
     _run(entry, replace(workload, batch=1, config=small), steps=1)
+    if entry.library == OURS:
+        keep_freed_memory()  # not before, or what this step freed would be missing from what the next ones take
 
 
 def _run(entry: Entry, workload: Workload, steps: int) -> None:
