@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from vitrail.bench.contenders import OURS, Entry
 from vitrail.bench.memory import available_memory, bytes_of, find_largest, largest_batch, measure_memory
-from vitrail.bench.workload import Workload
+from vitrail.bench.workload import Format, Workload
 from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 
@@ -69,6 +70,28 @@ def test_a_base_network_trains_within_six_gigabytes() -> None:
     work = Workload(name="ViT-B/16", config=variant_config("ViT-B/16"), batch=32, precision="bf16")
     measured = measure_memory(Entry(OURS), work)
     assert measured < 6e9 and measured == pytest.approx(work.predicted_bytes, rel=0.1)
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "batch", "fields"),
+    [
+        ("ViT-S/32", 32, {}),
+        ("ViT-S/16", 16, {"pool": "gap"}),
+        ("ViT-S/16", 16, {"patch_dropout": 0.5}),
+        ("ViT-Ti/16", 32, {}),
+        ("ViT-Ti/16", 64, {"depth": 6}),
+        ("BiT-R50x1", 8, {}),
+        ("R26+ViT-S/32", 8, {}),
+    ],
+)
+def test_a_process_needs_what_the_closed_form_says(
+    name: str, batch: int, fields: dict[str, Any], precision: Format
+) -> None:
+    work = Workload(name=name, config=variant_config(name, **fields), batch=batch, precision=precision)
+    assert measure_memory(Entry(OURS), work) == pytest.approx(work.predicted_bytes, rel=0.1)
 
 
 @linux

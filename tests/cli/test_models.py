@@ -44,7 +44,7 @@ def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     lines = {line.split()[0]: line.split()[1:] for line in lines_of(capsys) if "/" in line or "BiT" in line}
     assert set(PUBLISHED) <= set(lines)
     memory = {
-        name: f"{cost.training_bytes(variant_config(name), 32, precision='bf16') / 1e9:.{int(name != 'ViT-e/14')}f}"
+        name: f"{cost.training_bytes(variant_config(name), 32, precision='bf16') / 1e9:.1f}"
         for name in ("ViT-B/16", "R50+ViT-B/16", "BiT-R50x1", "ViT-e/14")
     }
     expected = {

@@ -23,9 +23,17 @@ __all__ = [
     "layer_costs",
     "macs",
     "parameters",
+    "tensor_bytes",
     "training_bytes",
     "training_flops",
 ]
+
+GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
+"""Of a batch's activations, what glibc's heap leaves unused between tensors, beside as much as one block keeps. It
+often does not put an aligned tensor where one of its size was freed. Measured (glibc 2.36, 3 to 24 blocks, 2026-11)."""
+
+ROOT_GAPS = 0.45
+"""The same for a ResNet or a hybrid, oneDNN's own copies of maps and filters among it."""
 
 
 def parameters(config: AnyConfig) -> int:
@@ -117,9 +125,41 @@ def activation_bytes(
     if config.root:
         # patches of one cell are the map itself, which its last ReLU keeps as well, unless some are picked from it
         shared = stem if config.patch_size == (1, 1) and not config.patch_dropout else 0
-        kept += each * (_root_kept(config.root, config.channels, size) - shared)
-        kept += 8 * config.root.width * math.prod(_cells(size, 4)) * (config.root.stem == "7x7+pool")
+        kept += _root_bytes(config, size, precision) - each * shared
     return kept
+
+
+def tensor_bytes(
+    config: AnyConfig,
+    batch: int,
+    image_size: tuple[int, int] | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+) -> int:
+    """Bytes of all tensors that a training step with AdamW holds at once, at most, on a CPU.
+
+    What is there all the time: weights and two moments in float32, and the images. Beside it, either when the backward
+    pass begins: the activations, the copies of weights that products take, and what passes in the last whole block. Or
+    when it ends: all gradients, and what the first block, or a hybrid's root, still keeps.
+    """
+    size = image_size or config.image_size
+    count, copies = parameters(config), 2 * (precision == "bf16")
+    standardised = 4 + (2 if precision == "bf16" else 4)  # less their mean, and as the convolution takes them
+    kept, image = activation_bytes(config, size, precision), 4 * config.channels * math.prod(size)
+    if isinstance(config, ResNetConfig):
+        shape: ResNetConfig | RootConfig | None = config
+        begin = standardised * count + batch * kept
+        end = 4 * count
+    else:
+        shape = config.root
+        passing = _passing_bytes(config, size, precision)
+        root = _root_parameters(config.root, config.channels) if config.root else 0
+        still = _root_bytes(config, size, precision, backward=True) if config.root else kept // config.depth + passing
+        begin = copies * (count - root) + standardised * root + batch * (kept + passing)
+        end = 4 * (count - root) + standardised * root + batch * still
+    through = 0
+    if shape and shape.depths:  # gradients of the largest filters go back through standardisation in five tensors
+        through = 4 * 5 * 9 * (shape.width * 2 ** (len(shape.depths) - 1)) ** 2
+    return 12 * count + batch * image + through + max(begin, end)
 
 
 def training_bytes(
@@ -128,10 +168,13 @@ def training_bytes(
     image_size: tuple[int, int] | None = None,
     precision: Literal["float32", "bf16"] = "float32",
 ) -> int:
-    """Bytes that a training step with AdamW needs: weights, gradients and two moments in float32, the weights once more
-    in bfloat16 where products run in it, and the activations of a batch."""
-    weights = parameters(config) * (16 if precision == "float32" else 18)
-    return weights + batch * activation_bytes(config, image_size, precision)
+    """Bytes that a process needs for a training step with AdamW on a CPU, without Python and torch: `tensor_bytes`, and
+    the heap's gaps between them. Within 10 % of what was measured (docs/performance.md)."""
+    kept = batch * activation_bytes(config, image_size, precision)
+    gaps = ROOT_GAPS * kept
+    if isinstance(config, ViTConfig) and not config.root:
+        gaps = (GAPS[precision] + 1 / config.depth) * kept
+    return tensor_bytes(config, batch, image_size, precision) + int(gaps)
 
 
 class LayerCost(NamedTuple):
@@ -320,12 +363,46 @@ def _block_bytes(config: ViTConfig, n: int, read: int, precision: str) -> int:
     return 4 * exact + (2 if bf16 else 4) * kept
 
 
+def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: str) -> int:
+    """What the backward pass of an image holds at most beside what the forward pass kept, less what it has let go.
+
+    The most is held in the last block that computes all tokens: while gradients go back through its MLP (GELU made
+    again, GELU's gradient and that of its input) or, of long sequences, through its softmax (two n x n matrices).
+    """
+    bf16 = precision == "bf16"
+    n, width = config.kept_of(math.prod(config.grid_of(*size))) + config.prefix, config.width
+    each = 2 if bf16 else 4
+    stream = n * width * (4 + 2 * bf16)  # the gradient, and as products take it
+    hidden = 4 if config.activation == "swiglu" else 3 if bf16 and not config.dropout else 1
+    mlp = each * hidden * n * config.mlp_width
+    softmax = 0
+    if bf16 or config.positions == "relative-bias":  # by then, what the MLP kept is gone
+        softmax = each * (2 * config.heads * n * n + 4 * n * width - n * config.mlp_width) - 6 * n * width
+    whole = stream + max(mlp, softmax)
+    if config.pool != "cls":
+        return whole
+    keys_and_values = each * 2 * n * width
+    return max(keys_and_values, whole - _block_bytes(config, n, 1, precision))
+
+
 def _resnet_kept(config: ResNetConfig, size: tuple[int, int]) -> int:
     half = _cells(size, 2)
     kept = config.channels * math.prod(size) + config.width * (half[0] + 2) * (half[1] + 2)
     for unit in _units(config, size):  # each norm its input, each convolution the activated map
         kept += 2 * unit.before * unit.cells_in + 2 * unit.middle * (unit.cells_in + unit.cells_out)
     return kept + 2 * math.prod(config.grid_of(*size)) * config.embed_width
+
+
+def _root_bytes(config: ViTConfig, size: tuple[int, int], precision: str, *, backward: bool = False) -> int:
+    """Bytes that a hybrid's root keeps of an image; `backward`: and the gradient of its first map."""
+    root = config.root
+    assert root is not None
+    as_published = root.stem == "7x7+pool"
+    kept = _root_kept(root, config.channels, size)
+    if backward:
+        kept += root.width * math.prod(_cells(size, 2)) if as_published else root.width // 2 * math.prod(size)
+    pooled = 8 * root.width * math.prod(_cells(size, 4)) * as_published
+    return (4 if precision == "float32" else 2) * kept + pooled
 
 
 def _root_kept(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
