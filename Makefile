@@ -26,7 +26,7 @@ demo: setup
 	$(BIN)/vitrail train
 
 test: setup check
-	$(BIN)/python -m pytest -m "not slow and not gpu and not network"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not network"
 
 test-slow: $(REFERENCE)
 	$(BIN)/python -m pytest -m "slow and not gpu and not network"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViTConfig
-from vitrail.plain import from_plain, to_plain
+from vitrail.plain import byte_count, from_plain, to_plain
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 
@@ -162,3 +163,17 @@ def test_values_that_do_not_fit(values: Any, message: str) -> None:
 def test_rules_of_the_dataclass_itself_hold() -> None:
     with pytest.raises(ConfigError, match="width=10 is not divisible by heads=3"):
         from_plain(ViTConfig, {"width": 10, "heads": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1500", 1500), ("256MB", 256_000_000), ("1.5 GB", 1_500_000_000), ("2GiB", 2**31), ("1kB", 1000), ("3B", 3)],
+)
+def test_sizes_in_words(text: str, expected: int) -> None:
+    assert byte_count(text, "shard_size") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "1 XB", "1.5.2GB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"shard_size={re.escape(repr(text))} is not a number of bytes, like 4GB"):
+        byte_count(text, "shard_size")

@@ -16,6 +16,7 @@ from vitrail.errors import ConfigError
 
 __all__ = [
     "Precision",
+    "TrainingPrecision",
     "autocast",
     "cpu_name",
     "describe",
@@ -29,6 +30,8 @@ __all__ = [
 
 Precision = Literal["auto", "bf16", "float32"]
 """Number format of matrix products; "auto" is bf16 where the processor has matrix units for it, else float32."""
+TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
+"""The same for training, where "float8" is of the dense layers in blocks (`models/float8.py`), and bf16 of the rest."""
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -61,17 +64,36 @@ def has_bf16_matrix_units(device: torch.device) -> bool:
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
-def resolve_precision(precision: Precision, device: torch.device) -> Precision:
-    """What "auto" stands for on this device: "bf16" where the processor has matrix units for it, else "float32"."""
+def resolve_precision(precision: TrainingPrecision, device: torch.device) -> TrainingPrecision:
+    """What "auto" stands for on this device: "bf16" where the processor has matrix units for it, else "float32".
+
+    Raises `ConfigError` for "float8" on a device that cannot multiply such numbers.
+    """
+    if precision == "float8":
+        _check_float8(device)
     if precision != "auto":
         return precision
     return "bf16" if has_bf16_matrix_units(device) else "float32"
 
 
-def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+def _check_float8(device: torch.device) -> None:
+    """Raises `ConfigError` unless the device multiplies 8-bit floating-point numbers: CUDA does from capability 8.9."""
+    try:
+        one = torch.ones((), device=device)
+        square = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
+        torch._scaled_mm(square, square.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"precision='float8' needs CUDA of compute capability 8.9 or more, and {device.type!r} here cannot do it "
+            f"({reason}); choices: 'auto', 'bf16', 'float32'"
+        ) from None
+
+
+def autocast(precision: TrainingPrecision, device: torch.device) -> torch.autocast:
     """A context in which products run in bfloat16 (or nothing changes). Weights, their gradients and the optimiser's
     state stay in float32: the master copy is the weights themselves."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "float8"))
 
 
 def keep_freed_memory() -> bool:

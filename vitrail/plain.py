@@ -1,15 +1,16 @@
-"""Frozen dataclasses to plain JSON values and back, strictly: unknown keys and wrong types are errors."""
+"""Frozen dataclasses to plain JSON values and back, strictly; and sizes in words, like 4GB, to bytes."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, TypeVar, get_type_hints
 
 import dacite
 
 from vitrail.errors import ConfigError, nearest
 
-__all__ = ["from_plain", "to_plain"]
+__all__ = ["byte_count", "from_plain", "to_plain"]
 
 T = TypeVar("T")
 
@@ -30,6 +31,15 @@ def from_plain(cls: type[T], values: Any) -> T:
         raise ConfigError(f"unknown field {unknown!r}; {nearest(unknown, _field_names(cls))}") from None
     except (dacite.DaciteError, AttributeError, TypeError) as error:
         raise ConfigError(f"{cls.__name__}: {error}") from None
+
+
+def byte_count(text: str, field: str) -> int:
+    """The number of bytes that "1500000000", "1.5GB" or "2GiB" stands for. Raises `ConfigError`, naming the field."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
+    if match is None:
+        raise ConfigError(f"{field}={text!r} is not a number of bytes, like 4GB, 1.5GiB, 800MB or 1500000000")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
 
 
 def _tuples(value: Any) -> Any:

@@ -1,23 +1,29 @@
 """Checks that an extension keeps the contracts of the package. They need no test framework, only `AssertionError`.
 
-from vitrail.testing import check_network
+from vitrail.testing import check_network, check_source
 check_network(lambda num_classes: MyNetwork(num_classes), image_sizes=[(32, 48), (48, 32)])
+check_source(MySource("a/small/folder"))
 """
 
 from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.decode import decode
+from vitrail.data.source import Source
 from vitrail.errors import ConfigError
 from vitrail.models.network import Features
 
-__all__ = ["check_network"]
+__all__ = ["check_network", "check_source"]
 
 
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
@@ -131,3 +137,58 @@ def _check_state(network: Any, other: Any, images: Tensor) -> None:
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(network(images), other.eval()(images)), "a network loaded from the state gives other logits"
+
+
+def check_source(source: Any, *, decodes: bool = True) -> None:
+    """Holds a source to the contract of `vitrail.data.source.Source`: random access, the same answers always, from any
+    thread and in any process.
+
+    `decodes` says that every image is expected to be readable. Reads each sample a few times: give it a small one.
+    Raises `AssertionError`, which names what does not hold.
+    """
+    assert isinstance(source, Source), f"{type(source).__name__} lacks a method or the classes of a Source"
+    count, classes = len(source), source.classes
+    assert count > 0, "give a source of at least one sample"
+    assert isinstance(classes, tuple) and all(isinstance(name, str) for name in classes), "classes are a tuple of names"
+    assert len(set(classes)) == len(classes), f"a class is there twice: {classes}"
+    keys, labels = [source.key(index) for index in range(count)], [source.label(index) for index in range(count)]
+    assert len(set(keys)) == count, "two samples have the same key"
+    for key, label in zip(keys, labels, strict=True):
+        _check_label(key, label, len(classes))
+    assert len({type(label) is tuple for label in labels}) == 1, "some samples have one label and others several"
+    first = [source[index] for index in range(count)]
+    for sample, key, label in zip(first, keys, labels, strict=True):
+        assert (sample.key, sample.label) == (key, label), f"source[...] and key/label disagree on {key!r}"
+        assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} is neither bytes nor an array"
+        if decodes:
+            decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
+    for past in (count, count + 7):
+        try:
+            source[past]
+        except IndexError:
+            continue
+        raise AssertionError(f"source[{past}] of {count} samples does not raise IndexError")
+    backwards = [source[index] for index in reversed(range(count))][::-1]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(source.__getitem__, [*range(count)] * 2))
+    elsewhere = pickle.loads(pickle.dumps(source))
+    assert [elsewhere.key(index) for index in range(count)] == keys, "pickled, as for another process, it has others"
+    for how, again in (
+        ("backwards", backwards), ("by several threads", together[:count]), ("by several threads", together[count:]),
+        ("after pickling", [elsewhere[index] for index in range(count)]),
+    ):  # fmt: skip
+        for one, other in zip(first, again, strict=True):
+            assert one.key == other.key and one.label == other.label, f"{one.key!r} differs when read {how}"
+            assert np.array_equal(_comparable(one.image), _comparable(other.image)), f"{one.key!r} differs, read {how}"
+
+
+def _check_label(key: str, label: Any, classes: int) -> None:
+    assert isinstance(key, str) and key, f"a key is a name, not {key!r}"
+    several = label if isinstance(label, tuple) else () if label is None else (label,)
+    assert all(type(one) is int for one in several), f"the label of {key!r} is {label!r}: an int, a tuple of them, None"
+    assert all(0 <= one < classes for one in several), f"the label of {key!r} is {label!r}, of {classes} classes"
+    assert list(several) == sorted(set(several)), f"the labels of {key!r} are not in rising order: {label!r}"
+
+
+def _comparable(image: bytes | np.ndarray) -> np.ndarray:
+    return np.frombuffer(image, np.uint8) if isinstance(image, bytes) else image

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.bench.compare import ALONE, _ready, compare
+from vitrail.bench.compare import ALONE, _ready, _row, compare
 from vitrail.bench.contenders import OURS, Entry
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
@@ -53,7 +53,19 @@ def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workloa
     assert speed.median == pytest.approx(work.batch / sorted(ours.seconds)[1])
     assert ours.gflops == pytest.approx(work.flops / sorted(ours.seconds)[1] / 1e9)
     assert result.breakdown is None and result.skipped == {} and ours.memory is None
-    assert result.product_flops > 0.5 * work.flops
+    assert result.product_flops > 0.5 * work.flops and result.large_gflops > 0.1
+
+
+def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> None:
+    seconds = {(OURS, "matched"): 4.0, (OURS, "best"): 2.0, ("timm", "matched"): 8.0, ("timm", "best"): 3.0}
+    times = {Entry(library, settings): [each] for (library, settings), each in seconds.items()}  # type: ignore[arg-type]
+    times |= {ALONE: [1.0], Entry("timm", "default"): [12.0]}
+    ratios = {entry: _row(entry, tiny_work(), times, None).ratio for entry in times}
+    assert ratios[Entry("timm", "best")] == 1.5 and ratios[Entry("timm")] == 2
+    assert ratios[Entry("timm", "default")] == 3, "float32, not compiled, beside ours as it was asked for"
+    assert ratios[Entry(OURS, "best")] == 0.5 and ratios[ALONE] == 0.25
+    del times[Entry(OURS, "best")]
+    assert _row(Entry("timm", "best"), tiny_work(), times, None).ratio == 0.75
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.bench.contenders import OURS, Entry, entries, make_step
+from vitrail.bench.contenders import OURS, PRODUCTS, Entry, Runner, entries, make_step
 from vitrail.bench.peers import PEERS
 from vitrail.bench.workload import Workload
+
+SETTINGS = ("matched", "best", "graphs")
+GRAPHS = "reduce-overhead"
 
 
 @pytest.fixture
@@ -36,6 +39,13 @@ def test_every_setting_is_listed_once(tiny_work: Callable[..., Workload]) -> Non
         (OURS, "bf16"), (OURS, "bf16 compiled"), ("timm", "float32"), ("timm", "bf16"), ("timm", "bf16 compiled"),
     ]  # fmt: skip
     assert entries(tiny_work(), ("timm",)) == [Entry(OURS), Entry("timm")]
+    assert entries(tiny_work(), compile="on") == [Entry(OURS), Entry(OURS, "best")]
+    assert entries(tiny_work(), best=True, compile="graphs") == [Entry(OURS, name) for name in SETTINGS]
+    float8 = tiny_work(precision="bf16", float8=True)
+    described = [
+        entry.describe(float8) for entry in (Entry(OURS, "graphs"), Entry(OURS), Entry("timm"), Entry(PRODUCTS))
+    ]
+    assert described == ["float8 graphs", "float8", "bf16", "bf16"], "8 bits are ours alone"
 
 
 @pytest.mark.parametrize(("settings", "dtype"), [("default", torch.float32), ("matched", torch.bfloat16)])
@@ -60,3 +70,24 @@ def test_a_prediction_keeps_nothing(tiny_work: Callable[..., Workload], stand_in
         assert isinstance(logits, torch.Tensor) and logits.shape == (3, 5)
         assert logits.is_inference() and logits.dtype == torch.bfloat16
     assert not stand_in[0].training
+
+
+@pytest.mark.parametrize(("settings", "compiles"), [("matched", []), ("best", [{}]), ("graphs", [{"mode": GRAPHS}])])
+def test_ours_is_compiled_block_by_block(
+    tiny_work: Callable[..., Workload],
+    settings: Any,
+    compiles: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(options))
+    make_step(Entry(OURS, settings), tiny_work())()
+    assert compiled == 2 * [{"backend": "inductor", **options} for options in compiles]
+
+
+def test_products_are_in_bf16_where_ours_are_in_float8(tiny_work: Callable[..., Workload]) -> None:
+    plain, float8 = tiny_work(precision="bf16"), tiny_work(precision="bf16", float8=True)
+    runners = [Runner(Entry(PRODUCTS), work, 1) for work in (plain, float8)]
+    assert runners[0].flops() == runners[1].flops() > 0.5 * plain.flops
+    assert runners[0].large_flops() > 1e8

@@ -23,6 +23,9 @@ def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> Non
     assert infer.flops == 4 * cost.inference_flops(infer.config) < infer.whole_flops == 8 * cost.macs(infer.config)
     assert work.flops < work.whole_flops == 4 * cost.training_flops(replace(work.config, pool="gap", class_token=True))
     assert infer.predicted_bytes is None and infer.activation_bytes is None
+    float8 = tiny_work(precision="bf16", float8=True)
+    assert float8.predicted_bytes is None and float8.activation_bytes is None
+    assert float8.plain()["precision"] == "float8"
 
 
 def test_the_batch_is_the_same_in_every_call(tiny_work: Callable[..., Workload]) -> None:
@@ -48,4 +51,6 @@ def test_as_plain_values(tiny_work: Callable[..., Workload]) -> None:
 def test_what_cannot_run_is_refused(tiny_work: Callable[..., Workload], fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_work(**fields)
+    with pytest.raises(ConfigError, match="precision='float8' is of training; choices of bench infer"):
+        tiny_work(task="infer", float8=True)
     assert tiny_work(task="infer", num_classes=0).flops > 0

@@ -38,7 +38,8 @@ def test_json_of_training(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         monkeypatch.setitem(sys.modules, name, None)
     result = result_of(capsys, "train", "ViT-Pico/7", *TINY, "--against", "timm, torchvision", "--precision", "bf16")
     assert list(result) == [
-        "machine", "workload", "repetitions", "warmup", "rows", "product_flops", "breakdown", "skipped",
+        "machine", "workload", "repetitions", "warmup", "rows", "product_flops", "large_gflops", "breakdown",
+        "skipped",
     ]  # fmt: skip
     assert result["workload"]["image_size"] == [28, 21] and result["workload"]["precision"] == "bf16"
     assert [row["contender"] for row in result["rows"]] == ["vitrail", "products alone"]
@@ -120,7 +121,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     speed = Spread(12_345.0, 11_111.0, 13_456.0)
     entries = Entry("vitrail"), ALONE, Entry("vit-pytorch", "best")
     rows = tuple(Row(entry, "bf16 compiled", (0.01,), speed, 412_345.0, 1.0, 10.25, 10**11) for entry in entries)
-    compared = Comparison(rows, 1, None, {"timm": "is not installed", "torchvision": "is not installed"})
+    compared = Comparison(rows, 1, 512_345.0, None, {"timm": "is not installed", "torchvision": "is not installed"})
     seconds = {name: [12.345, 12.456] for name in LOADS}
     loaded = Loading(10**10, dict.fromkeys(LOADS, 12.3), seconds, {name: [1.5, 12.5] for name in PROCESSES})
     work = Workload(name="ViT-S/16", config=variant_config("ViT-S/16"))
@@ -130,6 +131,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "…" not in text and "vitrail predict" in text and "safetensors.torch.load_file" in text
     assert "left out: timm: is not installed\nleft out: torchvision: is not installed" in text
+    assert "One large product achieves 512,345 GFLOP/s; of that, vitrail: 80% (bf16 compiled)" in " ".join(text.split())
     assert "fits into 4.00 GB: 1,234 images" in text and "100.00 GB" in text and "10.25x" in text
 
 
@@ -155,6 +157,14 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "memory_limit='1GB' goes with --largest-batch alone"),
         (["train", "ViT-Pico/7", "--largest-batch", "--memory-limit", "lots"], "memory_limit='lots' is not a number"),
         (["train", "ViT-Pico/7", "--batch-size", "1", "--scaling", "batch"], "needs two values or more"),
+        (["train", "ViT-Pico/7", "--compile", "graphs", "--device", "cpu"], "compile='graphs' needs CUDA, and this is"),
+        (
+            ["train", "ViT-Pico/7", "--compile", "on", "--scaling", "batch"],
+            "--scaling and --compile do not go together",
+        ),
+        (["train", "BiT-R50x1", "--compile", "on"], "compile='on' is of a transformer's blocks"),
+        (["infer", "ViT-Pico/7", "--precision", "float8", "--device", "cpu"], "precision='float8'"),
+        (["train", "BiT-R50x1", "--precision", "float8", "--device", "cpu"], "precision='float8'"),
         (["load", "ViT-Pico/7", "--channels", "4"], "channels=4 is not one of 1 (grey), 3 (RGB)"),
     ],
 )

@@ -9,15 +9,16 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageCms
 
 from vitrail.data import decode as decode_module
-from vitrail.data.decode import FORMATS, MAX_PIXELS, decode, to_pil
+from vitrail.data.decode import FORMATS, MAX_PIXELS, decode, image_size_of, open_image, to_pil
 from vitrail.errors import UndecodableImage
 
 Encode = Callable[..., bytes]
@@ -260,13 +261,11 @@ def test_exif_counts_in_opened_pictures_too(encode: Encode, number: int) -> None
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])
 def test_senseless_exif_is_no_reason_to_refuse(encode: Encode, exif: bytes) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, of the EXIF
-        found = decode(encode(blocks(), "JPEG", exif=exif), 3)
+    found = decode(encode(blocks(), "JPEG", exif=exif), 3)
     np.testing.assert_array_equal(found, decode(encode(blocks(), "JPEG"), 3))
 
 
-@pytest.mark.parametrize("data", [b"<!DOCTYPE html><html><body>404</body></html>", b"x", b"\0" * 100, b"\xff\xd8"])
+@pytest.mark.parametrize("data", [b"x", b"\0" * 100, b"\xff\xd8", b"plain text of <html> and <svg>"])
 def test_what_is_no_image_is_refused_with_the_formats(data: bytes) -> None:
     with pytest.raises(UndecodableImage, match=r"^is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF$"):
         decode(data, 3)
@@ -410,7 +409,9 @@ def test_other_arrays_are_refused_with_their_type_and_shape(array: np.ndarray, c
     )
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "I;16", "RGBa"])
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I;16B", "RGBa"]
+)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pillow_images_of_any_mode_give_pixels(mode: str, channels: int) -> None:
     found = to_pil(Image.new(mode, (4, 3)), channels)
@@ -423,3 +424,176 @@ def test_a_pillow_image_is_left_as_it_is(encode: Encode) -> None:
     decode(image, 1)
     assert image.mode == "RGBA" and image.getexif()[0x0112] == 6
     np.testing.assert_array_equal(np.asarray(image), np.asarray(before))
+
+
+def tiff(width: int, height: int, tags: dict[int, int], data: bytes, *, tiles: bool = False) -> bytes:
+    """A TIFF file put together by hand, of one strip or tile."""
+    places = {324: 8, 325: len(data)} if tiles else {273: 8, 278: height, 279: len(data)}
+    entries = sorted({256: width, 257: height, 277: 1, 258: 8, 262: 1, 259: 1, **tags, **places}.items())
+    data += b"\0" * (len(data) % 2)
+    listed = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(entries)) + listed + b"\0" * 4
+
+
+@pytest.mark.parametrize(("black", "expected"), [(1, [0, 0, 128, 255]), (0, [255, 255, 127, 0])])
+def test_16_bits_of_grey_whose_white_is_zero_are_turned_round(black: int, expected: list[int]) -> None:
+    data = tiff(4, 1, {258: 16, 262: black}, struct.pack("<4H", 0, 255, 0x8000, 0xFFFF))
+    assert decode(data, 1).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("mode", ["YCbCr", "LAB"])
+def test_other_colour_spaces_of_tiff_become_rgb(encode: Encode, mode: str) -> None:
+    soft = Image.fromarray(blocks() // 2 + 64)
+    if mode == "LAB":
+        spaces = [ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")]
+        stored = ImageCms.applyTransform(soft, ImageCms.buildTransform(*spaces, "RGB", "LAB"))
+    else:
+        stored = soft.convert(mode)
+    data = encode(stored, "TIFF")
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.mode == mode
+    assert np.abs(decode(data, 3).astype(int) - np.asarray(soft)).max() <= 4
+    assert np.abs(decode(data, 1).astype(int) - grey_of(np.asarray(soft))).max() <= 4
+
+
+def test_colour_profiles_are_ignored(encode: Encode) -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    np.testing.assert_array_equal(decode(encode(picture(), "PNG", icc_profile=profile), 3), picture())
+
+
+@pytest.mark.parametrize("compression", [1, 5, 8])
+def test_a_tile_that_claims_too_much_is_refused_before_memory_is_taken(compression: int) -> None:
+    data = tiff(2, 2, {259: compression, 322: 1 << 15, 323: 60_000}, zlib.compress(bytes(100)), tiles=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels; at most 89,478,485 are allowed$"
+    ):
+        decode(data, 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [(b"zTXt", b"k\0\0"), (b"iTXt", b"k\0\1\0\0\0"), (b"iCCP", b"k\0\0"), (b"IDAT", b"")]
+)
+def test_chunks_that_unpack_to_128_megabytes_are_not_unpacked(name: bytes, head: bytes) -> None:
+    body = head + zlib.compress(bytes(1 << 27), 1)
+    chunk = struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+    whole = png(2, 2, rows=b"\0\1\2\0\3\4")
+    place = whole.index(b"IDAT") - 4
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    check_pixels_or_refusal(whole[:place] + chunk + whole[place:], 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"<!DOCTYPE html><html><body>404</body></html>", "an HTML page"), (b" \n<HTML lang=en>", "an HTML page"),
+        (b"<?xml version='1.0'?>\n<svg xmlns='x'>", "SVG"), (b"\0\0\0\x1cftypheic\0", "HEIC"),
+        (b"\0\0\0\x1cftypavif\0", "AVIF"), (b"%PDF-1.7", "PDF"), (b"\xff\x0a\0", "JPEG XL"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, whose file was not fetched"),
+    ],
+)  # fmt: skip
+def test_other_formats_are_named(data: bytes, name: str) -> None:
+    with pytest.raises(UndecodableImage) as caught:
+        decode(data, 3)
+    assert str(caught.value) == f"is not an image in a format of {', '.join(FORMATS)}: it looks like {name}"
+
+
+def test_avif_is_named(encode: Encode) -> None:
+    with pytest.raises(UndecodableImage, match=r"it looks like AVIF$"):
+        decode(encode(picture(), "AVIF"), 3)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
+def test_a_header_cut_short_is_said_to_be_one(encode: Encode, file_format: str) -> None:
+    data = encode(picture(), file_format)[:12]
+    with pytest.raises(UndecodableImage, match=f"^begins as {file_format}, but its header is damaged or cut short$"):
+        decode(data, 3)
+
+
+def test_no_pixels_at_all_are_refused() -> None:
+    with pytest.raises(UndecodableImage):
+        decode(png(0, 5), 3)
+    with pytest.raises(UndecodableImage, match=r"^claims 0 x 3 pixels, which is none$"):
+        decode(Image.new("RGB", (0, 3)), 3)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF"])
+def test_the_size_is_that_of_the_pixels(encode: Encode, number: int, file_format: str) -> None:
+    options = {} if file_format in ("BMP", "GIF") else {"exif": orientation(number)}
+    data = encode(picture(13, 21), file_format, **options)
+    expected = (21, 13) if options and number > 4 else (13, 21)
+    assert image_size_of(data) == decode(data, 3).shape[:2] == expected
+    with Image.open(io.BytesIO(data)) as opened:
+        assert image_size_of(opened) == expected
+        opened.load()
+        assert image_size_of(opened) == expected
+    assert image_size_of(picture(13, 21)) == (13, 21)
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "BMP", "TIFF", "GIF"])
+def test_the_size_needs_the_header_alone(encode: Encode, file_format: str) -> None:
+    data = encode(picture(70, 90), file_format)
+    with pytest.raises(UndecodableImage):
+        decode(data[: len(data) * 3 // 4], 3)
+    if file_format == "TIFF":  # whose header is at the end in some files, and counts the bytes that follow
+        data = data[:200] + bytes(len(data) - 200)
+    assert image_size_of(data if file_format == "TIFF" else data[: len(data) * 3 // 4]) == (70, 90)
+
+
+def test_the_size_of_what_is_no_image_is_refused() -> None:
+    for data in (b"", b"<html>", png(65_000, 65_000)):
+        with pytest.raises(UndecodableImage):
+            image_size_of(data)
+
+
+@pytest.mark.parametrize("shrink", [2, 4, 8])
+@pytest.mark.parametrize("size", [(80, 96), (81, 97), (87, 103), (8, 9)])
+def test_jpeg_files_shrink_to_the_size_rounded_up(encode: Encode, shrink: int, size: tuple[int, int]) -> None:
+    opened = open_image(encode(picture(*size), "JPEG", exif=orientation(6)))
+    assert opened.shrink_for(shrink + 0.9) == shrink and opened.size == size[::-1]
+    assert opened.load(3, shrink).size == (-(-size[0] // shrink), -(-size[1] // shrink))
+
+
+def test_only_jpeg_files_shrink(encode: Encode) -> None:
+    jpeg = encode(picture(64, 64), "JPEG")
+    assert open_image(jpeg).shrink_for(100.0) == 8 and open_image(jpeg).shrink_for(1.9) == 1
+    assert open_image(encode(picture(3, 64), "JPEG")).shrink_for(100.0) == 2
+    with Image.open(io.BytesIO(jpeg)) as opened:
+        assert open_image(opened).shrink_for(100.0) == 1
+    for other in (encode(picture(64, 64), "PNG"), picture(64, 64)):
+        assert open_image(other).shrink_for(100.0) == 1
+
+
+def test_shrunk_jpeg_files_cut_short_are_refused(encode: Encode) -> None:
+    data = encode(picture(64, 64), "JPEG")
+    for length in range(700, len(data) - 2, 97):
+        with pytest.raises(UndecodableImage, match="truncated"):
+            open_image(data[:length]).load(3, 4)
+
+
+def test_broken_tiff_files_write_nothing(capfd: pytest.CaptureFixture[str], encode: Encode) -> None:
+    data = encode(picture(), "TIFF", compression="tiff_lzw")
+    for length in range(0, len(data), 41):
+        check_pixels_or_refusal(data[:length], 3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_pillow_warns_of_is_no_warning_here(encode: Encode) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Image.open(io.BytesIO(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"))).getexif()
+        assert caught
+        caught.clear()
+        decode(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"), 3)
+        warnings.warn("of somebody else", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["of somebody else"]
+
+
+def test_threads_decode_the_same(encode: Encode) -> None:
+    files = [encode(picture(64, 64), name) for name in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")] * 20
+    with ThreadPoolExecutor(8) as threads:
+        for found, data in zip(threads.map(lambda data: decode(data, 3), files), files, strict=True):
+            np.testing.assert_array_equal(found, decode(data, 3))

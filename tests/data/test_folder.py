@@ -13,6 +13,7 @@ from vitrail.data.decode import SUFFIXES
 from vitrail.data.source import Source
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import DataError
+from vitrail.testing import check_source
 
 Trees = Callable[..., Path]
 
@@ -124,3 +125,24 @@ def test_a_class_folder_without_images_is_named_with_the_suffixes(tree: Trees) -
 def test_a_folder_without_class_folders_is_refused(tree: Trees) -> None:
     with pytest.raises(DataError, match=r"pictures has no class folders; it needs one folder of images for each class"):
         FolderSource(tree("1.png", ".hidden/2.png"))
+
+
+def test_links_are_followed_and_no_folder_is_entered_twice(tree: Trees) -> None:
+    root = tree("a/1.png", "a/deep/2.png", "b/3.png")
+    (root / "a" / "again").symlink_to(root / "a" / "deep")
+    (root / "a" / "deep" / "up").symlink_to(root / "a")
+    (root / "b" / "linked.png").symlink_to(root / "a" / "1.png")
+    (root / "c").symlink_to(tree("x/4.png", name="elsewhere") / "x")
+    source = FolderSource(root)
+    assert keys_of(source) == ["a/1.png", "a/again/2.png", "b/3.png", "b/linked.png", "c/4.png"]
+    assert source.classes == ("a", "b", "c")
+    check_source(source, decodes=False)
+
+
+def test_a_link_that_leads_nowhere_is_an_image_that_cannot_be_read(tree: Trees) -> None:
+    root = tree("a/1.png")
+    (root / "a" / "gone.png").symlink_to(root / "nowhere.png")
+    source = FolderSource(root)
+    assert keys_of(source) == ["a/1.png", "a/gone.png"]
+    with pytest.raises(DataError, match=r"cannot read .*a/gone\.png: No such file"):
+        source[1]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data import pipeline
-from vitrail.data.pipeline import Batch, TrainingBatches, evaluation_batches
+from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import Source
-from vitrail.errors import DataError
+from vitrail.data.source import Mixture, Source
+from vitrail.data.sources.folder import FolderSource
+from vitrail.errors import ConfigError, DataError
 
 Sources = Callable[..., Source]
 
@@ -35,8 +39,10 @@ def numbered(memory_source: Sources) -> Callable[[int], Source]:
     return make
 
 
-def training(source: Source, *, batch_size: int = 4, seed: int = 0, threads: int = 0) -> TrainingBatches:
-    return TrainingBatches(source, SMALL, batch_size=batch_size, seed=seed, threads=threads)
+def training(
+    source: Source, *, batch_size: int = 4, seed: int = 0, threads: int = 0, **options: Any
+) -> TrainingBatches:
+    return TrainingBatches(source, SMALL, batch_size=batch_size, seed=seed, readers=Readers(threads), **options)
 
 
 def samples_of(batches: Iterator[Batch], count: int) -> list[int]:
@@ -225,7 +231,7 @@ def test_other_errors_of_a_source_are_not_swallowed(memory_source: Sources, thre
 def test_evaluation_sees_every_sample_once_in_order(
     numbered: Callable[[int], Source], threads: int | None, count: int, sizes: list[int]
 ) -> None:
-    batches = list(evaluation_batches(numbered(count), SMALL, batch_size=4, threads=threads))
+    batches = list(evaluation_batches(numbered(count), SMALL, batch_size=4, readers=Readers(threads)))
     assert [len(batch) for batch in batches] == sizes
     assert torch.cat([batch.samples for batch in batches]).tolist() == list(range(count))
     assert torch.cat([batch.images[:, 0, 0, 0] for batch in batches]).tolist() == list(range(count))
@@ -234,14 +240,14 @@ def test_evaluation_sees_every_sample_once_in_order(
 
 def test_evaluation_marks_samples_without_a_label(memory_source: Sources) -> None:
     source = memory_source([np.zeros((2, 2), np.uint8)[..., None]] * 3, labels=[2, None, 0])
-    (batch,) = evaluation_batches(source, SMALL, batch_size=8, threads=0)
+    (batch,) = evaluation_batches(source, SMALL, batch_size=8, readers=Readers(0))
     assert batch.labels.tolist() == [2, -1, 0] and batch.labels.dtype == torch.int64
     assert batch.valid.all()
 
 
 @given(size=st.integers(1, 20), count=st.integers(1, 25))
 def test_chunks_are_nearly_equal_parts_in_order(numbered: Callable[[int], Source], size: int, count: int) -> None:
-    (batch,) = evaluation_batches(numbered(size), SMALL, batch_size=size, threads=0)
+    (batch,) = evaluation_batches(numbered(size), SMALL, batch_size=size, readers=Readers(0))
     chunks = batch.chunks(count)
     sizes = [len(chunk) for chunk in chunks]
     assert len(chunks) == min(count, size) and sum(sizes) == size
@@ -252,9 +258,12 @@ def test_chunks_are_nearly_equal_parts_in_order(numbered: Callable[[int], Source
 
 def test_a_batch_moves_to_a_device_whole(memory_source: Sources) -> None:
     source = memory_source([b"", np.ones((2, 3, 1), np.uint8)], labels=[1, 0])
-    (batch,) = evaluation_batches(source, SMALL, batch_size=2, threads=0)
+    (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
     moved = batch.to(torch.device("meta"))
-    assert all(getattr(moved, name).device.type == "meta" for name in FIELDS)
+    kept = ("samples", "epochs")
+    assert {name: getattr(moved, name).device.type for name in FIELDS} == {
+        name: "cpu" if name in kept else "meta" for name in FIELDS
+    }
     assert all(getattr(moved, name).shape == getattr(batch, name).shape for name in FIELDS)
     assert moved.skipped == batch.skipped and len(moved.skipped) == 1
     assert batch.images.device.type == "cpu"
@@ -264,3 +273,106 @@ def test_a_batch_moves_to_a_device_whole(memory_source: Sources) -> None:
 def test_threads_are_one_a_core_up_to_16(monkeypatch: pytest.MonkeyPatch, cores: int | None, threads: int) -> None:
     monkeypatch.setattr(pipeline.os, "cpu_count", lambda: cores)
     assert pipeline.default_threads() == threads
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_ranks_together_see_what_one_sees(numbered: Callable[[int], Source], world: int, threads: int) -> None:
+    source = numbered(23)
+    whole = list(islice(training(source, batch_size=8), 9))
+    ranks = [training(source, batch_size=8, threads=threads, ranks=Ranks(rank, world)) for rank in range(world)]
+    for expected in whole:
+        parts = [next(rank) for rank in ranks]
+        assert [len(part) for part in parts] == [8 // world] * world
+        found = torch.stack([torch.stack([part.epochs, part.samples]) for part in parts], dim=-1).flatten(1)
+        assert torch.equal(found, torch.stack([expected.epochs, expected.samples]))
+
+
+def test_resuming_may_change_the_number_of_ranks(numbered: Callable[[int], Source]) -> None:
+    source = numbered(10)
+    whole = training(source, batch_size=4)
+    list(islice(whole, 7))
+    state = whole.state()
+    ranks = [training(source, batch_size=4, ranks=Ranks(rank, 2)) for rank in range(2)]
+    for rank in ranks:
+        rank.restore(state)
+    found = torch.cat([next(rank).samples for rank in ranks])
+    assert sorted(found.tolist()) == sorted(next(whole).samples.tolist())
+
+
+def test_ranks_must_divide_the_batch(numbered: Callable[[int], Source]) -> None:
+    with pytest.raises(ConfigError, match="batch_size=10 cannot be shared evenly by 4 processes"):
+        training(numbered(5), batch_size=10, ranks=Ranks(0, 4))
+
+
+@given(count=st.integers(1, 30), world=st.integers(1, 5), batch_size=st.integers(1, 7))
+@settings(max_examples=12)
+def test_evaluation_reads_every_sample_once_on_any_number_of_ranks(
+    numbered: Callable[[int], Source], count: int, world: int, batch_size: int
+) -> None:
+    found = [
+        sample
+        for rank in range(world)
+        for batch in evaluation_batches(
+            numbered(count), SMALL, batch_size=batch_size, readers=Readers(0), ranks=Ranks(rank, world)
+        )
+        for sample in batch.samples.tolist()
+    ]
+    assert sorted(found) == list(range(count))
+
+
+def test_a_mixture_is_drawn_in_its_shares_each_part_in_epochs_of_its_own(numbered: Callable[[int], Source]) -> None:
+    both = Mixture([numbered(10), numbered(100)], [0.75, 0.25])
+    batches = training(both, batch_size=40)
+    samples, epochs = (
+        torch.cat(parts) for parts in zip(*((b.samples, b.epochs) for b in islice(batches, 5)), strict=True)
+    )
+    first = samples < 10
+    assert int(first.sum()) == 150 and sorted(set(epochs[first].tolist())) == list(range(15))
+    for epoch in range(15):
+        assert sorted(samples[first & (epochs == epoch)].tolist()) == list(range(10))
+    assert set(epochs[~first].tolist()) == {0} and len(set(samples[~first].tolist())) == 50
+    resumed = training(both, batch_size=40)
+    resumed.restore({"batches": 4})
+    assert torch.equal(next(resumed).samples, samples[160:])
+
+
+def test_several_labels_become_targets(memory_source: Sources) -> None:
+    images = [np.zeros((2, 3, 1), np.uint8)] * 3
+    (batch,) = evaluation_batches(
+        memory_source(images, labels=[(0, 2), (), (3,)]), SMALL, batch_size=4, readers=Readers(0)
+    )
+    assert batch.targets is not None and batch.targets.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
+    assert batch.labels.tolist() == [-1, -1, -1] and batch.counted.tolist() == [True, True, True]
+    chunks = batch.chunks(2)
+    assert [chunk.targets.shape for chunk in chunks if chunk.targets is not None] == [(2, 4), (1, 4)]
+    assert batch.to(torch.device("meta")).targets.device.type == "meta"
+
+
+def test_what_has_no_image_or_no_label_does_not_count(memory_source: Sources) -> None:
+    images = [np.zeros((2, 3, 1), np.uint8), b"", np.zeros((2, 3, 1), np.uint8)]
+    (batch,) = evaluation_batches(memory_source(images, labels=[1, 0, None]), SMALL, batch_size=3, readers=Readers(0))
+    assert batch.targets is None and batch.counted.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_have_no_say_in_the_order(colour_folder: Path, processes: int) -> None:
+    """Also not in what is resumed, and they end with the iterator."""
+    source, preprocess = FolderSource(colour_folder), Preprocess(image_size=(5, 7))
+
+    def start(readers: Readers) -> TrainingBatches:
+        return TrainingBatches(source, preprocess, batch_size=7, seed=3, readers=readers)
+
+    expected = list(islice(start(Readers(0)), 8))
+    batches = start(Readers(1, processes))
+    assert_same(list(islice(batches, 3)), expected[:3])
+    state = batches.state()
+    batches.close()
+    assert not multiprocessing.active_children()
+    other = start(Readers(2, 3 - processes))
+    other.restore(state)
+    assert_same(list(islice(other, 5)), expected[3:])
+    other.close()
+    measured = list(evaluation_batches(source, preprocess, batch_size=7, readers=Readers(1, processes)))
+    assert_same(measured, list(evaluation_batches(source, preprocess, batch_size=7, readers=Readers(0))))
+    assert not multiprocessing.active_children()

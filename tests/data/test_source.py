@@ -8,10 +8,21 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.source import Sample, Source, Subset, cut, fingerprint
+from vitrail.data.source import (
+    Mixture,
+    Sample,
+    Source,
+    Subset,
+    cut,
+    fingerprint,
+    is_multi_label,
+    take,
+    take_per_class,
+)
+from vitrail.testing import check_source
 
 Sources = Callable[..., Source]
 
@@ -134,3 +145,69 @@ def test_names_that_are_not_text_can_be_hashed(memory_source: Callable[..., Sour
     source = memory_source(labels=[0, 0, 0], keys=["a/\udcff.png", "a/1.png", "a/2.png"])
     rest, held_out = cut(source, 0.5)
     assert len(rest) + len(held_out) == 3 and len(fingerprint(source)) == 64
+
+
+@settings(max_examples=30)
+@given(
+    labels=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    counts=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+    seed=st.integers(0, 99),
+)
+def test_what_a_smaller_count_takes_a_larger_one_takes_too(
+    memory_source: Sources, labels: list[int], counts: tuple[int, int], seed: int
+) -> None:
+    source = memory_source(labels=labels)
+    few, many = (set(keys_of(take(source, min(count, len(labels)), seed=seed))) for count in sorted(counts))
+    assert few <= many and len(many) == min(max(counts), len(labels))
+    few, many = (set(keys_of(take_per_class(source, count, seed=seed))) for count in sorted(counts))
+    assert few <= many
+
+
+@settings(max_examples=30)
+@given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=90), share=st.floats(0, 1))
+def test_every_class_has_its_share_of_what_is_taken(memory_source: Sources, labels: list[int], share: float) -> None:
+    taken = take(memory_source(labels=labels), round(share * len(labels)))
+    for label in set(labels):
+        expected = labels.count(label) * len(taken) / len(labels)
+        assert abs(sum(taken.label(index) == label for index in range(len(taken))) - expected) <= 2
+
+
+def test_taking_is_by_keys_and_seed_and_keeps_the_order(memory_source: Sources) -> None:
+    keys = [f"{number}.png" for number in range(200)]
+    source = memory_source(labels=[number % 4 for number in range(200)], keys=keys)
+    first, again, other = (keys_of(take(source, 40, seed=seed)) for seed in (0, 0, 1))
+    assert first == again != other and first == sorted(first, key=keys.index)
+    backwards = memory_source(labels=[number % 4 for number in range(200)][::-1], keys=keys[::-1])
+    assert sorted(keys_of(take(backwards, 40))) == sorted(first)
+    _, held_out = cut(source, 0.2)
+    assert 2 < len(set(first) & set(keys_of(held_out))) < 20, "a subset is drawn apart from the cut"
+
+
+def test_a_class_that_has_fewer_gives_all_it_has(memory_source: Sources) -> None:
+    source = memory_source(labels=[0, 0, 0, 0, 0, 1, 1, 2])
+    taken = take_per_class(source, 2)
+    assert sorted(str(taken.label(index)) for index in range(len(taken))) == ["0", "0", "1", "1", "2"]
+
+
+def test_sources_of_several_labels_are_known(memory_source: Sources) -> None:
+    assert is_multi_label(memory_source(labels=[(), (0, 2)]))
+    assert not is_multi_label(memory_source(labels=[1])) and not is_multi_label(memory_source(labels=[None]))
+    assert not is_multi_label(memory_source(labels=[]))
+
+
+def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first(memory_source: Sources) -> None:
+    images = [np.full((1, 1, 1), value, np.uint8) for value in range(5)]
+    first = memory_source(images[:2], labels=[1, None], classes=("rose", "daisy"))
+    second = memory_source(images[2:], labels=[0, 1, 2], classes=("lily", "rose", "fern"))
+    both = Mixture([first, second], [0.75, 0.25])
+    check_source(both)
+    assert both.classes == ("rose", "daisy", "lily", "fern") and isinstance(both, Source)
+    assert [both.label(index) for index in range(5)] == [1, None, 2, 0, 3]
+    assert keys_of(both) == ["1:0", "1:1", "2:0", "2:1", "2:2"]
+    assert [int(both[index].image.item()) for index in range(5)] == [0, 1, 2, 3, 4]
+    assert both.parts == ((0, 2, 0.75), (2, 3, 0.25))
+    several = Mixture(
+        [memory_source(labels=[(0, 1)], classes=("x", "y")), memory_source(labels=[(0, 1)], classes=("y", "x"))],
+        [0.5, 0.5],
+    )
+    assert [several.label(index) for index in range(2)] == [(0, 1), (0, 1)]

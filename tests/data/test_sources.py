@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from vitrail.data.source import Source
-from vitrail.data.sources import Splits, fashion_mnist, open_data
+from vitrail.data.sources import fashion_mnist, mix_in, open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import DataError
 
 Trees = Callable[..., Path]
@@ -152,7 +153,10 @@ def test_a_class_without_images_is_refused(tree: Trees) -> None:
     [
         ("bundeld", ", and no data set of that name (nearest: bundled)"),
         ("Fashion-MNIST", ", and no data set of that name (nearest: fashion-mnist)"),
-        ("zzz", ", and no data set of that name (choices: bundled, fashion-mnist)"),
+        (
+            "zzz",
+            ", and no data set of that name (choices: bundled, fashion-mnist, fractals:CLASSES:SAMPLES, hf:ORG/NAME)",
+        ),
         ("flowers/bundeld", ""),
         ("./bundeld", ""),
     ],
@@ -163,12 +167,12 @@ def test_a_path_that_does_not_exist_is_named_with_the_nearest_names(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError) as caught:
         open_data(spec, validation_share=0.1)
-    assert str(caught.value) == f"data {spec!r} does not exist: there is no such folder{hint}"
+    assert str(caught.value) == f"data {spec!r} does not exist: there is no such file or folder{hint}"
 
 
 def test_a_path_that_is_a_file_is_refused(tree: Trees) -> None:
     path = tree("rose.png") / "rose.png"
-    with pytest.raises(DataError, match=r"rose\.png' is a file; it must be a folder of class folders, or one of "):
+    with pytest.raises(DataError, match=r"rose\.png' is a file of no known kind \(\.csv, "):
         open_data(str(path), validation_share=0.1)
 
 
@@ -252,3 +256,96 @@ def test_a_class_whose_name_cannot_be_written_down_is_refused(tree: Trees) -> No
     root = tree("a/1.png", "b\udcff/1.png")
     with pytest.raises(DataError, match="names cannot be written down"):
         open_data(str(root), validation_share=0.1)
+
+
+def test_part_of_the_training_images_is_taken_after_the_cut(tree: Trees) -> None:
+    root = str(tree(*many("a", "b", count=100)))
+    whole = open_data(root, validation_share=0.2)
+    count, tenth = (open_data(f"{root}{part}", validation_share=0.2) for part in ("[:50]", "[:10%]"))
+    assert keys_of(count.validation) == keys_of(tenth.validation) == keys_of(whole.validation)
+    assert len(count.train) == 50 and len(tenth.train) == round(0.1 * len(whole.train))
+    assert set(keys_of(tenth.train)) < set(keys_of(count.train)) < set(keys_of(whole.train))
+    assert count.notes[-1] == (
+        f"50 of {len(whole.train)} training images are taken, the same ones in every run with this seed"
+    )
+    other = open_data(f"{root}[:50]", validation_share=0.2, subset_seed=1)
+    assert keys_of(other.train) != keys_of(count.train) and keys_of(other.validation) == keys_of(whole.validation)
+
+
+def test_so_many_of_each_class_are_taken(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"), *many("c", count=3))), validation_share=0.0, per_class=5)
+    names = names_of(splits.train)
+    assert [names.count(name) for name in "abc"] == [5, 5, 3] and splits.notes[-1].startswith(
+        "13 of 83 training images"
+    )
+    both = open_data(str(tree(*many("a", "b"), name="both")) + "[:20]", validation_share=0.0, per_class=2)
+    assert len(both.train) == 4
+
+
+def test_classes_that_a_part_lacks_are_counted(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", count=60), "b/1.png", "c/1.png")) + "[:3]", validation_share=0.0)
+    assert splits.classes == ("a", "b", "c")
+    assert splits.notes[-1].endswith("; 2 of the 3 classes have none among them")
+
+
+def test_a_path_in_brackets_that_exists_is_a_path(tree: Trees) -> None:
+    root = tree("a/1.png", "b/1.png", name="set[:10%]")
+    assert len(open_data(str(root), validation_share=0.0).train) == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("[100:200]", r"ends in \[100:200\], which is not an amount; \[:1000\] takes 1,000 of the training images"),
+        ("[:]", r"ends in \[:\], which is not an amount"), ("[:-1]", r"ends in \[:-1\], which is not an amount"),
+        ("[:101%]", r"takes 101% of its images; 100% are all"),
+        ("[:81]", r"takes 81 of its training images, which are 80"),
+        ("[:2.5]", r"takes 2\.5 of its training images, which are 80; give a whole number"),
+        ("[:0]", r"leaves no image to train on, of 80"), ("[:0.1%]", r"leaves no image to train on, of 80"),
+    ],
+)  # fmt: skip
+def test_amounts_that_make_no_sense_are_refused(tree: Trees, part: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_data(str(tree(*many("a", "b"))) + part, validation_share=0.0)
+
+
+def test_a_class_that_only_the_test_split_has_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"pictures/test has classes that are not known: c; known are: a, b$"):
+        open_data(str(tree("train/a/1.png", "train/b/1.png", "test/c/1.png")), validation_share=0.0)
+
+
+@pytest.mark.parametrize("how", ["symlink", "hard link"])
+def test_a_file_that_two_splits_share_is_refused(tree: Trees, how: str) -> None:
+    root = tree("train/a/1.png", "train/b/2.png", "val/a/3.png", "test/a/4.png")
+    assert open_data(str(root), validation_share=0.0).test is not None
+    target, link = root / "train/b/2.png", root / "test/a/5.png"
+    link.symlink_to(target) if how == "symlink" else link.hardlink_to(target)
+    message = r"1 files are in the training split and in the test split, like .*train/b/2\.png and .*test/a/5\.png; a "
+    with pytest.raises(DataError, match=message):
+        open_data(str(root), validation_share=0.0)
+
+
+def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:
+    root, more = tree(*many("rose", "daisy"), name="flowers"), tree(*many("rose", "oak", count=7), name="more")
+    splits = open_data(str(root), validation_share=0.2)
+    mixed = mix_in(splits, (f"0.25:{more}[:10]", "0.05:bundled[:100]"))
+    assert mixed.classes[:3] == ("daisy", "rose", "oak") and len(mixed.classes) == 13
+    assert [(length, weight) for _, length, weight in mixed.train.parts] == [
+        (len(splits.train), pytest.approx(0.7)), (10, 0.25), (100, 0.05),
+    ]  # fmt: skip
+    assert mixed.validation is splits.validation and mix_in(splits, ()) is splits
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("0.3",), r"mix '0\.3' is not a share between 0 and 1, a colon and a data set, like 0\.3:more/images"),
+        (("bundled",), r"mix 'bundled' is not a share"), (("1:bundled",), r"mix '1:bundled' is not a share"),
+        (("0.0:bundled",), r"mix '0\.0:bundled' is not a share"), (("0.5:",), r"mix '0\.5:' is not a share"),
+        (("0.5:bundled", "0.5:bundled"), r"leave nothing of the data itself; keep their sum below 1"),
+        (("0.5:bundeld",), r"data 'bundeld' does not exist: .*nearest: bundled"),
+    ],
+)  # fmt: skip
+def test_mixtures_that_make_no_sense_are_refused(tree: Trees, more: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        mix_in(open_data(str(tree(*many("a", "b"))), validation_share=0.0), more)

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Skipped, evaluation_batches
+from vitrail.data.pipeline import Readers, Skipped, evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.sources.folder import FolderSource
-from vitrail.evaluation.accuracy import Accuracy
+from vitrail.evaluation.accuracy import Accuracy, mean_average_precision
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.objectives.classification import Classification
@@ -81,7 +81,7 @@ def count_directly(network: VisionTransformer, source: Pictures) -> tuple[float,
 def test_it_is_the_direct_count(count: int, threads: int) -> None:
     network, source = make_network(), Pictures(count)
     right, loss, _ = count_directly(network, source)
-    result = Accuracy(PREPROCESS, batch_size=8, threads=threads)(network, source)
+    result = Accuracy(PREPROCESS, batch_size=8, readers=Readers(threads))(network, source)
     assert result["accuracy"] == right / count
     assert result["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
     assert result["images"] == count and result["skipped"] == 0
@@ -91,7 +91,7 @@ def test_undecodable_images_are_left_out_counted_and_named() -> None:
     network, source = make_network(), Pictures(21, broken=(0, 7, 8, 20))
     right, loss, count = count_directly(network, source)
     named: list[Skipped] = []
-    result = Accuracy(PREPROCESS, batch_size=8, threads=2, on_skip=named.append)(network, source)
+    result = Accuracy(PREPROCESS, batch_size=8, readers=Readers(2), on_skip=named.append)(network, source)
     assert count == 17
     assert result["accuracy"] == right / count
     assert result["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
@@ -163,3 +163,39 @@ def test_it_says_the_cross_entropy_that_training_minimises() -> None:
     result = Accuracy(PREPROCESS)(network, source)
     assert result["cross_entropy"] == pytest.approx(output.loss.item(), rel=1e-6)
     assert result["accuracy"] == pytest.approx(output.metrics["accuracy"].item())
+
+
+class Tagged(Pictures):
+    """The same pictures with any number of labels each."""
+
+    def label(self, index: int) -> tuple[int, ...]:
+        return tuple(number for number in range(3) if (int(self.labels[index]) + index) >> number & 1)
+
+
+@pytest.mark.parametrize("broken", [(), (2, 11)])
+def test_several_labels_equal_a_direct_count(broken: tuple[int, ...]) -> None:
+    network, source = make_network(), Tagged(13, broken)
+    result = Accuracy(PREPROCESS, batch_size=5, readers=Readers(0))(network, source)
+    measured = [index for index in range(13) if index not in broken]
+    images = PREPROCESS.normalise(torch.from_numpy(source.images[measured].transpose(0, 3, 1, 2).copy()))
+    with torch.no_grad():
+        logits = network.eval()(images).double()
+    truth = np.array([[number in source.label(index) for number in range(3)] for index in measured])
+    hits = [truth[row, int(logits[row].argmax())] for row in range(len(measured))]
+    probabilities = torch.sigmoid(logits).numpy()
+    losses = -(truth * np.log(probabilities) + ~truth * np.log(1 - probabilities)).sum(axis=1)
+    precisions = []
+    for number in range(3):
+        ranked = [truth[row, number] for row in sorted(range(len(measured)), key=lambda row: -logits[row, number])]
+        found = [sum(ranked[: place + 1]) / (place + 1) for place, is_true in enumerate(ranked) if is_true]
+        precisions += [np.mean(found)] if found else []
+    assert result["accuracy"] == pytest.approx(np.mean(hits)) and result["images"] == len(measured)
+    assert result["cross_entropy"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert result["mean_average_precision"] == pytest.approx(np.mean(precisions))
+
+
+def test_mean_average_precision_of_known_rankings() -> None:
+    scores = torch.tensor([[3.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 3.0, 0.0]])
+    truth = torch.tensor([[True, False, False], [False, True, False], [True, False, False]])
+    assert mean_average_precision(scores, truth) == pytest.approx(((1 + 2 / 3) / 2 + 1 / 2) / 2)
+    assert mean_average_precision(scores, torch.zeros(3, 3, dtype=torch.bool)) == 0

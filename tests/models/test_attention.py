@@ -154,3 +154,23 @@ def test_each_image_can_have_a_guide_of_its_own() -> None:
 def test_attend_on_the_gpu() -> None:
     q, k, v = (tensor.detach() for tensor in inputs(2, 3, 17, 8))
     torch.testing.assert_close(attend(q.cuda(), k.cuda(), v.cuda()).cpu(), by_hand(q, k, v), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{}, {"qk_norm_eps": 1e-6}], ids=str)
+def test_the_fused_kernel_is_given_heads_without_copies(
+    fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels on GPUs want the last dimension without gaps, and in one number format; a mask they do not all take."""
+    layer, seen, real = SelfAttention(24, 3, **fields), [], F.scaled_dot_product_attention
+
+    def spy(*tensors: Tensor, attn_mask: Tensor | None) -> Tensor:
+        seen.append((tensors, attn_mask))
+        return real(*tensors, attn_mask=attn_mask)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    layer(torch.randn(2, 7, 24))
+    (tensors, mask) = seen[0]
+    assert mask is None and len({tensor.dtype for tensor in tensors}) == 1
+    assert all(tensor.shape == (2, 3, 7, 8) and tensor.stride(-1) == 1 for tensor in tensors)
+    if not fields:
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1, "all are views of one product"

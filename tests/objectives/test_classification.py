@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,6 +123,41 @@ def test_the_loss_of_bf16_logits_is_computed_in_float32() -> None:
         [softmax_loss(row, label, 0.0) for row, label in zip(logits.double().numpy(), [0, 1, 2, 0], strict=True)]
     )
     assert output.loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str, smoothing: float) -> None:
+    """Both losses are linear in their targets, and smoothing is too."""
+    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) * 3
+    labels, others, shares = [0, 4, 2, 2], [4, 1, 2, 0], [1.0, 0.75, 0.4, 0.5]
+    targets = torch.zeros(4, 5)
+    for row, (label, other, share) in enumerate(zip(labels, others, shares, strict=True)):
+        targets[row, label] += share
+        targets[row, other] += 1 - share
+    objective = Classification(Fixed(logits), loss=loss, label_smoothing=smoothing)  # type: ignore[arg-type]
+    found = objective(replace(make_batch(labels), targets=targets))
+    rows = logits.double().numpy()
+    expected = np.mean([
+        share * FORMULAS[loss](row, label, smoothing) + (1 - share) * FORMULAS[loss](row, other, smoothing)
+        for row, label, other, share in zip(rows, labels, others, shares, strict=True)
+    ])  # fmt: skip
+    assert found.loss.item() == pytest.approx(expected, rel=1e-5)
+    plain = objective(make_batch(labels))
+    assert torch.equal(found.metrics["accuracy"], plain.metrics["accuracy"]), "measured against the labels"
+    sure = replace(make_batch(labels), targets=torch.nn.functional.one_hot(torch.tensor(labels), 5).float())
+    torch.testing.assert_close(objective(sure).loss, plain.loss)
+
+
+def test_several_labels_an_image_are_questions_of_their_own() -> None:
+    logits = torch.tensor([[2.0, -1, 0.5], [0, 3, -2], [1, 1, 1]])
+    targets = torch.tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 0]])
+    batch = replace(make_batch([-1, -1, -1], [True, True, False]), targets=targets)
+    output = Classification(Fixed(logits), loss="sigmoid")(batch)
+    p = 1 / (1 + np.exp(-logits.double().numpy()))
+    each = -np.log(np.where(targets.numpy() == 1, p, 1 - p)).sum(1)
+    assert output.loss.item() == pytest.approx(each[:2].mean(), rel=1e-5)
+    assert output.metrics["accuracy"].item() == 0.5, "the likeliest class of the first is one of its labels"
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])

@@ -97,7 +97,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
         torch.nn.init.normal_(network.head.weight, std=0.1)
         objective = Classification(network, loss=config.loss, label_smoothing=config.label_smoothing)
         batches = TrainingBatches(
-            splits.train, preprocess, batch_size=config.batch_size, seed=config.seed, threads=config.threads
+            splits.train, preprocess, batch_size=config.batch_size, seed=config.seed, readers=config.readers
         )
         steps = config.total_steps(len(splits.train))
         rates = config.optimization
@@ -111,6 +111,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
             preprocess=preprocess,
             precision=config.precision,
             device=torch.device("cpu"),
+            classes=len(splits.classes),
         )
         return TrainState(objective, make_optimizer(objective, rates), batches), plan
 

@@ -45,7 +45,8 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"accumulation": 9, "batch_size": 8}, "accumulation=9 is more than batch_size=8"),
     ({"optimizer": "adam"}, "optimizer='adam' is not one of 'adamw', 'sgd'"),
     ({"schedule": "step"}, "schedule='step' is not one of 'cosine', 'linear', 'constant'"),
-    ({"precision": "fp16"}, "precision='fp16' is not one of 'auto', 'bf16', 'float32'"),
+    ({"precision": "fp16"}, "precision='fp16' is not one of 'auto', 'float8', 'bf16', 'float32'"),
+    ({"compile": "yes"}, "compile='yes' is not one of 'auto', 'on', 'off', 'graphs'"),
     ({"keep": "all"}, "keep='all' is not one of 'best', 'last'"),
     ({"loss": "hinge"}, "loss='hinge' is not one of 'softmax', 'sigmoid'"),
 ]

@@ -1,16 +1,23 @@
-"""Training on a GPU: the same config, the same order, bf16 by itself, and an exact resume of what can be exact."""
+"""Training on a GPU: the same config, the same order, bf16 by itself, compiled blocks, 8 bits, and no waiting."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import vitrail
+from vitrail.cli import main
+from vitrail.errors import ConfigError
 from vitrail.machine import has_bf16_matrix_units, pick_device
 from vitrail.training.config import TrainConfig
 from vitrail.training.journal import read_journal
+from vitrail.training.loop import train_step
 from vitrail.training.run import train
 from vitrail.weights.load import load
 
@@ -40,3 +47,92 @@ def test_a_model_from_the_gpu_predicts_alike_on_the_cpu(tiny: Callable[..., Trai
     for ours, theirs in zip(here, there, strict=True):
         assert dict(ours.ranking) == pytest.approx(dict(theirs.ranking), abs=1e-4)
     assert result.summary["peak_memory_bytes"] == torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("compile", ["on", "graphs"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.filterwarnings("default")
+def test_compiled_training_follows_the_plain_one(
+    tiny: Callable[..., TrainConfig],
+    tmp_path: Path,
+    compile: str,  # noqa: A002
+    accumulation: int,
+    types_unchecked: None,
+) -> None:
+    """Evaluations come in between, as in every run; without dropout, which draws other numbers when compiled."""
+    fields = {"device": "cuda", "steps": 12, "accumulation": accumulation, "dropout": 0.0, "stochastic_depth": 0.0}
+    for name in ("off", compile):
+        train(tiny(compile=name, run=str(tmp_path / name), **fields))
+    assert losses(tmp_path / compile) == pytest.approx(losses(tmp_path / "off"), rel=1e-3)
+    found, expected = (load(tmp_path / name).network.state_dict() for name in (compile, "off"))
+    assert found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+@pytest.mark.filterwarnings("default")
+def test_float8_trains_or_is_refused(
+    tiny: Callable[..., TrainConfig],
+    tmp_path: Path,
+    compile: str,  # noqa: A002
+    types_unchecked: None,
+) -> None:
+    fields = {"device": "cuda", "steps": 40, "compile": compile, "dropout": 0.0, "stochastic_depth": 0.0}
+    if torch.cuda.get_device_capability() < (8, 9):
+        with pytest.raises(ConfigError, match=r"^precision='float8' needs CUDA of compute capability 8\.9 or more"):
+            train(tiny(precision="float8", **fields))
+        return
+    for precision in ("bf16", "float8"):
+        train(tiny(precision=precision, run=str(tmp_path / precision), **fields))
+    ends = {precision: sum(losses(tmp_path / precision)[-10:]) / 10 for precision in ("bf16", "float8")}
+    assert ends["float8"] < losses(tmp_path / "float8")[0]
+    assert ends["float8"] == pytest.approx(ends["bf16"], rel=0.1)
+
+
+class Attention(TorchDispatchMode):
+    """Names of the attention kernels that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "scaled_dot_product" in func.name():
+            self.kernels.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="needs Ampere")
+@pytest.mark.parametrize("variant", ["ViT-B/16", "ViT-L/16", "ViT-H/14"])
+def test_attention_in_bf16_is_one_fused_kernel_without_a_matrix_of_weights(variant: str) -> None:
+    network = vitrail.create(variant, depth=2, pool="gap").cuda()
+    with Attention() as seen:
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = network(torch.randn(2, 3, 224, 224, device="cuda"))
+        logits.float().sum().backward()
+    assert len(seen.kernels) == 4
+    assert all("flash" in name or "cudnn" in name for name in seen.kernels), seen.kernels
+
+
+def test_a_step_waits_for_nothing_on_the_gpu(tiny: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changing the learning rate included. CUDA itself names every wait."""
+
+    def strictly(state: Any, plan: Any, batch: Any) -> Any:
+        if state.step < 2:
+            return train_step(state, plan, batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return train_step(state, plan, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr("vitrail.training.loop.train_step", strictly)
+    train(tiny(device="cuda", precision="bf16", steps=6))
+
+
+def test_bench_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["ViT-S/16", "--batch-size", "8", "--device", "cuda", "--compile", "graphs", "--memory", "--json"]
+    assert main(["bench", "train", *words, "--repetitions", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["ran_with"] for row in result["rows"]] == ["bf16", "bf16", "bf16 graphs"] and not result["skipped"]
+    assert all(row["share_of_limit"] > 0.05 for row in result["rows"])
+    assert result["large_gflops"] > max(row["gflops"] for row in result["rows"])

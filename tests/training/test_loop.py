@@ -67,6 +67,22 @@ def test_accumulation_changes_nothing(make: Callable[..., Any], invalid: list[in
             torch.testing.assert_close(figures[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_accumulation_changes_no_image_and_no_target_of_a_mixture(make: Callable[..., Any], loss: str) -> None:
+    seen: dict[int, list[Batch]] = {}
+    for accumulation in (1, 4):
+        state, plan = make(
+            loss=loss, accumulation=accumulation, preset="strong1", cutmix=1.0, colour_jitter=(0.4, 0.4, 0.4, 0.1)
+        )
+        parts = seen.setdefault(accumulation, [])
+        state.objective.register_forward_pre_hook(lambda module, inputs, parts=parts: parts.append(inputs[0]))
+        train_step(state, plan, without(next(state.batches), [3, 11]))
+    (whole,), parts = seen[1], seen[4]
+    assert len(parts) == 4 and whole.targets is not None and whole.targets.max(dim=1).values.min() < 1
+    for name in ("images", "targets", "labels", "valid"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
+
+
 def test_parameters_stay_together_over_steps(make: Callable[..., Any]) -> None:
     still = {**SGD, "learning_rate": 0.05, "momentum": 0.9, "clip": 1.0}
     (whole, plan), (parts, plan_of_parts) = make(**still), make(**still, accumulation=3)
@@ -132,7 +148,7 @@ def test_the_batch_is_augmented_by_epoch_and_sample(make: Callable[..., Any]) ->
     state.objective.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].images))
     batch = next(state.batches)
     train_step(state, plan, batch)
-    expected = plan.augment(batch.images, seed=plan.seed, epochs=batch.epochs, samples=batch.samples)
+    expected = plan.augment(batch, seed=plan.seed).images
     assert not torch.equal(expected, batch.images)
     assert torch.equal(seen[0], plan.preprocess.normalise(expected))
 
@@ -187,6 +203,7 @@ def test_the_counter_counts() -> None:
 
 @pytest.mark.parametrize("fields", [
     {}, {"accumulation": 3}, {"precision": "bf16"}, {"optimizer": "sgd"}, {"clip": 0.0}, {"shift": 2},
+    {"preset": "bp", "cutmix": 1.0, "colour_jitter": (0.4, 0.4, 0.4, 0.1)},
     {"label_smoothing": 0.0},
 ], ids=str)  # fmt: skip
 def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:

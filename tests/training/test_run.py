@@ -7,6 +7,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch import Tensor
 
 import vitrail.training.run as run_module
 from vitrail.data.pipeline import Batch
-from vitrail.data.sources import Splits, open_data
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
+from vitrail.models.compiled import compile_blocks
 from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
@@ -356,3 +359,52 @@ def test_a_network_learns_the_colours(folder_config: Tiny, tmp_path: Path, colou
     result = train(folder_config(colour_folder, steps=60, learning_rate=1e-2, evaluations=2, checkpoints=1))
     assert result.metrics["validation_accuracy"] == 1.0
     assert all(example.prediction.label == example.label for example in result.examples)
+
+
+def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Tiny) -> None:
+    result = train(tiny(precision="float8", steps=60, flip=False, shift=0, learning_rate=0.01))
+    record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
+    assert record["config"]["precision"] == "float8" and record["config"]["compile"] == "auto"
+    losses = [event["loss"] for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "step"]
+    assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
+    assert result.metrics["test_accuracy"] > 0.3
+    assert all(tensor.dtype == torch.float32 for tensor in load(result.folder).network.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": "float8", "width": 24, "mlp_width": 40}, "precision='float8' is of dense layers"),
+        ({"compile": "graphs"}, "compile='graphs' needs CUDA, and this is 'cpu'"),
+        ({"compile": "on", "variant": "BiT-R26x1", **dict.fromkeys(("width", "depth", "heads", "mlp_width"))},
+         "compile='on' is of a transformer's blocks"),
+    ],
+)  # fmt: skip
+def test_what_this_network_or_machine_cannot_do_is_said_before_anything_is_written(
+    fields: dict[str, Any], message: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(tiny(**fields))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_run_follows_a_plain_one_and_resumes_exactly(
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop_at: Callable[[int], Display],
+    types_unchecked: None,
+) -> None:
+    monkeypatch.setattr(run_module, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    fields = {"steps": 12, "stochastic_depth": 0.0, "dropout": 0.0}
+    folders = [train(tiny(compile=name, run=str(tmp_path / name), **fields)).folder for name in ("on", "off")]
+    with pytest.raises(Stopped):
+        train(tiny(compile="on", **fields), display=stop_at(5))
+    folders.append(resume(tmp_path / "run").folder)
+    compiled, plain, resumed = (load(folder).network.state_dict() for folder in folders)
+    assert compiled.keys() == plain.keys()
+    for name, tensor in plain.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-2, atol=1e-4)
+        assert torch.equal(compiled[name], resumed[name])

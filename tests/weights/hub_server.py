@@ -1,16 +1,63 @@
-"""A hub on this machine, small enough to break at will: what huggingface_hub asks for when it downloads a model."""
+"""A hub on this machine, small enough to break at will: what huggingface_hub asks for when it downloads files.
+
+Data sets are repositories whose names begin with "datasets/", here as in the addresses of the real hub.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
+import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
-from typing import Self
-from urllib.parse import unquote, urlsplit
+from typing import Any, Self
+from urllib.parse import quote, unquote, urlsplit
+
+import pytest
+
+from vitrail.hub import client
+
+
+@contextmanager
+def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The server, and an environment in which the client knows no other; waits between attempts take no time."""
+    for name in list(os.environ):
+        if name.startswith(("HF_", "HUGGING")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")  # which asks the hub for more than the files
+    look_up = socket.getaddrinfo
+
+    def local_only(host: Any, *arguments: Any, **options: Any) -> Any:
+        assert host in ("127.0.0.1", "localhost"), f"a test asks for {host}"
+        return look_up(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", local_only)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with Hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        restart_client()
+        yield server
+    restart_client()
+
+
+def restart_client() -> None:
+    """The client reads its environment when it is imported: the next use imports it anew."""
+    loaded = [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]
+    if loaded:
+        getattr(sys.modules["huggingface_hub"], "close_session", lambda: None)()
+    for name in loaded:
+        del sys.modules[name]
+    client.cache_clear()
 
 
 @dataclass
@@ -46,6 +93,9 @@ class Hub:
         """By file: after how many bytes its next answers break off; an answer of which nothing is said is whole."""
         self.shrunk: dict[str, int] = {}
         """By file: how many of its bytes are served, as though they were all."""
+        self.stalled: dict[str, int] = {}
+        """By file: after how many bytes its answers go silent."""
+        self.closing = threading.Event()
         hub = self
 
         class Handler(_Handler):
@@ -67,6 +117,7 @@ class Hub:
 
     def close(self) -> None:
         """From here on connections are refused."""
+        self.closing.set()
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -101,22 +152,28 @@ class _Handler(BaseHTTPRequestHandler):
         if self.state.status is not None:
             return self._send(self.state.status, b"out of order")
         parts = [unquote(part) for part in path.strip("/").split("/")]  # a revision may have slashes of its own
-        if parts[0] == "stored":
-            return self._stored("/".join(parts[1:3]), parts[3], "/".join(parts[4:]))
-        if parts[:2] == ["api", "models"]:
-            parts = parts[2:]
-        repository = self.state.repositories.get("/".join(parts[:2]))
+        is_stored = parts[0] == "stored"
+        if is_stored or parts[:2] == ["api", "models"]:
+            parts = parts[1 if is_stored else 2 :]
+        elif parts[0] == "api":
+            parts = parts[1:]
+        length = 3 if parts[0] == "datasets" else 2
+        name, parts = "/".join(parts[:length]), parts[length:]
+        if is_stored:
+            return self._stored(name, parts[0], "/".join(parts[1:]))
+        repository = self.state.repositories.get(name)
         if repository is None:  # which is what it says of one that is private, too
             return self._fail(401, "RepoNotFound", "Invalid username or password.")
-        if parts[2:] == ["refs"]:
+        if parts == ["refs"]:
             return self._refs(repository)
-        if parts[2] == "resolve":
-            return self._resolve(repository, parts)
-        commit = repository.resolve(parts[3])
+        if parts[0] == "resolve":
+            return self._resolve(repository, name, parts)
+        commit = repository.resolve(parts[1])
         if commit is None:
-            return self._fail(404, "RevisionNotFound", f"Invalid rev id: {parts[3]}")
+            return self._fail(404, "RevisionNotFound", f"Invalid rev id: {parts[1]}")
         files = [{"rfilename": file} for file in repository.commits[commit]]
-        return self._json({"id": "/".join(parts[:2]), "sha": commit, "siblings": files, "tags": [], "private": False})
+        listed = {"id": name.removeprefix("datasets/"), "sha": commit, "siblings": files, "tags": [], "private": False}
+        return self._json(listed)
 
     def _refs(self, repository: Repository) -> None:
         refs = [
@@ -125,11 +182,11 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         self._json({"branches": refs, "converts": [], "tags": []})
 
-    def _resolve(self, repository: Repository, parts: list[str]) -> None:
+    def _resolve(self, repository: Repository, name: str, parts: list[str]) -> None:
         """Says what the file is, and sends on to another host, where the bytes are."""
-        commit, file = repository.resolve(parts[3]), "/".join(parts[4:])
+        commit, file = repository.resolve(parts[1]), "/".join(parts[2:])
         if commit is None:
-            return self._fail(404, "RevisionNotFound", f"Invalid rev id: {parts[3]}")
+            return self._fail(404, "RevisionNotFound", f"Invalid rev id: {parts[1]}")
         if repository.token is not None and self.headers["Authorization"] != f"Bearer {repository.token}":
             return self._fail(401, "GatedRepo", "Access to this model is restricted.")
         content = repository.commits[commit].get(file)
@@ -142,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "X-Repo-Commit": commit,
                 "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
                 "X-Linked-Size": str(len(content)),
-                "Location": f"http://localhost:{self.state.port}/stored/{parts[0]}/{parts[1]}/{commit}/{file}",
+                "Location": f"http://localhost:{self.state.port}/stored/{name}/{commit}/{quote(file)}",
             },
         )
 
@@ -155,7 +212,11 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(self.headers["Range"].removeprefix("bytes=").partition("-")[0])
             status, headers["Content-Range"] = 206, f"bytes {start}-{len(content) - 1}/{len(content)}"
         cut = self.state.cut.get(file)
-        self._send(status, content[start:], headers, cut.pop(0) if cut else None)
+        stalled = self.state.stalled.get(file)
+        self._send(status, content[start:], headers, cut.pop(0) if cut else stalled)
+        if stalled is not None and self.command == "GET":
+            self.wfile.flush()
+            self.state.closing.wait()
 
     def _json(self, content: object) -> None:
         self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})

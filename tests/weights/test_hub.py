@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.weights.hub_server import Hub
+from tests.weights.hub_server import Hub, restart_client, serving
 from vitrail.errors import BundleError, SaveError
-from vitrail.weights import hub as module
 from vitrail.weights.bundle import Bundle, load_bundle
 from vitrail.weights.hub import download, looks_like_hub_name
 
@@ -31,36 +26,9 @@ OTHERS = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The server, and an environment in which the client knows no other; waits between attempts take no time."""
-    for name in list(os.environ):
-        if name.startswith(("HF_", "HUGGING")) or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")  # which asks the hub for more than the model
-    look_up = socket.getaddrinfo
-
-    def local_only(host: Any, *arguments: Any, **options: Any) -> Any:
-        assert host in ("127.0.0.1", "localhost"), f"a test asks for {host}"
-        return look_up(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", local_only)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    with Hub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        restart_client()
+    """The server, the only one that the client knows."""
+    with serving(tmp_path / "home", monkeypatch) as server:
         yield server
-    restart_client()
-
-
-def restart_client() -> None:
-    """The client reads its environment when it is imported: the next use imports it anew."""
-    loaded = [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]
-    if loaded:
-        getattr(sys.modules["huggingface_hub"], "close_session", lambda: None)()
-    for name in loaded:
-        del sys.modules[name]
-    module._client.cache_clear()
 
 
 def files_in(folder: Path) -> set[str]:

@@ -346,6 +346,12 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
             "cuts a rectangle of images scaled by their short side: here they are scaled to cover it",
         ),
         (
+            {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
+            {"resize": "squash", "crop_share": 0.8},
+            "",
+        ),
+        ({"resample": 4}, {"interpolation": "area"}, ""),
+        (
             {"size": {"height": 64, "width": 64}, "crop_size": {"height": 32, "width": 48}},
             {"resize": "crop", "crop_share": 0.5},
             "squashes images to (64, 64) and cuts (32, 48) of them: here they keep their proportions",
@@ -391,6 +397,7 @@ def test_preprocessing_that_is_not_there(tmp_path: Path) -> None:
         ({"resize": "crop", "crop_share": 0.875, "interpolation": "bicubic", "mean": (0.1, 0.2, 0.3)}, []),
         ({"resize": "crop", "crop_share": 0.9}, ["crop_share=0.9 (written as 28 of 31 pixels)"]),
         ({"interpolation": "nearest", "std": (0.5, 0.25, 1.0)}, []),
+        ({"crop_share": 0.875, "interpolation": "area"}, []),
     ],
 )
 def test_preprocessing_is_written(tmp_path: Path, make_bundle: Make, fields: dict[str, Any], lost: list[str]) -> None:
@@ -400,6 +407,16 @@ def test_preprocessing_is_written(tmp_path: Path, make_bundle: Make, fields: dic
     read = load(tmp_path / "model", device="cpu").preprocess
     assert read == replace(bundle.preprocess, crop_share=read.crop_share)
     assert abs(read.crop_share - bundle.preprocess.crop_share) < 0.01 and (lost or read == bundle.preprocess)
+
+
+def test_preprocessing_that_cannot_be_written(tmp_path: Path, make_bundle: Make) -> None:
+    bundle = make_bundle(**DINOV2)
+    bundle.preprocess = Preprocess(image_size=(28, 28), resize="pad", antialias=False)
+    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == [
+        "resize='pad' (written as squashing)", "antialias=False",
+    ]  # fmt: skip
+    bundle.preprocess = Preprocess(image_size=(28, 28), scaled_decode=True)
+    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["scaled_decode=True"]
 
 
 # --- writing

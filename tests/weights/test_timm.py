@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from vitrail.data.geometry import scaled_side
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.resnet import RootConfig
 from vitrail.models.vit import ViTConfig
@@ -18,6 +22,7 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 from vitrail.weights.tensors import open_tensors
 from vitrail.weights.timm import TIMM
+from vitrail.weights.timm_config import written_config
 
 Write = Callable[..., Path]
 
@@ -67,6 +72,56 @@ def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, fold
     bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
     assert bundle.preprocess.crop_share == share
     assert ("a crop share of 1.1 cannot be: 1 is taken" in bundle.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("stated", "fields", "note"),
+    [
+        ({"crop_mode": "center", "crop_pct": 1.0}, {"resize": "crop", "crop_share": 1.0}, ""),
+        ({"crop_mode": "squash", "crop_pct": 0.95}, {"resize": "squash", "crop_share": 0.95}, ""),
+        ({"crop_mode": "border"}, {"resize": "pad", "crop_share": 0.9, "pad_value": (128,)}, ""),
+        (
+            {"crop_mode": "border", "mean": [0.485, 0.456, 0.406]},
+            {"resize": "pad", "pad_value": (124, 116, 104), "mean": (0.485, 0.456, 0.406)}, "",
+        ),
+        ({"interpolation": "box"}, {"interpolation": "area"}, ""),
+        ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not here"),
+    ],
+)  # fmt: skip
+def test_geometry(
+    stated: dict[str, Any], fields: dict[str, Any], note: str, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
+    assert {name: getattr(bundle.preprocess, name) for name in fields} == fields
+    assert any(note in item for item in bundle.notes) if note else not any("not here" in item for item in bundle.notes)
+    lost = TIMM.write(bundle, tmp_path / "again")
+    assert not any("pad_value" in item for item in lost)
+    again = load(tmp_path / "again", device="cpu").preprocess
+    for name in fields:  # a number for all channels is written as one for each
+        old, new = (getattr(preprocess, name) for preprocess in (bundle.preprocess, again))
+        assert new == old or (isinstance(old, tuple) and new == old * 3)
+
+
+def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48]}), device="cpu")
+    bundle.preprocess = replace(bundle.preprocess, resize="pad", antialias=False)
+    assert TIMM.write(bundle, tmp_path / "out")[-2:] == (
+        "pad_value=(255,) (its code takes the mean's (128,))",
+        "antialias=False",
+    )
+    bundle.preprocess = replace(bundle.preprocess, resize="crop", antialias=True, scaled_decode=True)
+    assert TIMM.write(bundle, tmp_path / "out")[-1] == "scaled_decode=True"
+
+
+@pytest.mark.parametrize(("side", "edge"), [(32, 37), (48, 186), (16, 93), (224, 232)])
+def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int, random_bundle: Callable[..., Bundle]) -> None:
+    config = ViTConfig(
+        image_size=(side, side), patch_size=(side, side), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
+    )
+    bundle = random_bundle(config)
+    bundle.preprocess = Preprocess(image_size=(side, side), resize="crop", crop_share=side / edge)
+    written = written_config(bundle)["pretrained_cfg"]["crop_pct"]
+    assert math.floor(side / written) == scaled_side(side, written) == edge
 
 
 @pytest.mark.parametrize("names", [["a", "b"], "abcdefg", None])

@@ -31,6 +31,25 @@ def test_what_the_library_computes(golden: Callable[..., Any], write_file: Write
     assert preprocess.mean == (0.485, 0.456, 0.406) and preprocess.std == (0.229, 0.224, 0.225)
 
 
+@pytest.mark.parametrize(
+    ("size", "patch", "width", "share", "interpolation"),
+    [
+        (384, 32, 12, 1.0, "bicubic"), (512, 64, 12, 1.0, "bicubic"), (224, 16, 12, 0.875, "bilinear"),
+        (224, 32, 1024, 0.875, "bilinear"), (224, 16, 1024, 224 / 242, "bilinear"),
+    ],
+)  # fmt: skip
+def test_images_are_scaled_as_each_published_file_was_measured(
+    size: int, patch: int, width: int, share: float, interpolation: str,
+    random_bundle: Callable[..., Bundle], tmp_path: Path,
+) -> None:  # fmt: skip
+    config = ViTConfig(
+        image_size=(size, size), patch_size=(patch, patch), width=width, depth=1, heads=4, mlp_width=8, num_classes=2
+    )
+    TORCHVISION.write(random_bundle(config), tmp_path / "x.pth")
+    preprocess = load(tmp_path / "x.pth", device="cpu", heads=4).preprocess
+    assert (preprocess.crop_share, preprocess.interpolation) == (share, interpolation)
+
+
 def test_names_of_older_files(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
     reference = golden("torchvision_vit")
     assert any(".mlp.0." in name or ".mlp.linear_1." in name for name in reference.tensors)

@@ -10,13 +10,14 @@ from functools import partial
 
 import torch
 
-from vitrail.bench.contenders import OURS, PRODUCTS, Entry, Runner, entries
+from vitrail.bench.contenders import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
 from vitrail.bench.measure import Spread, interleave
 from vitrail.bench.memory import measure_memory
 from vitrail.bench.peers import check_peers
 from vitrail.bench.processes import Worker
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
+from vitrail.models.compiled import Compiled
 
 __all__ = ["ALONE", "Comparison", "Row", "compare"]
 
@@ -36,7 +37,8 @@ class Row:
     share: float
     """The time of the products alone, divided by this one's; the median of all rounds."""
     ratio: float
-    """How many times as fast as this one our network is; the median of all rounds."""
+    """How many times as fast as this one our network is: compiled where another library is compiled, else not. The
+    median of all rounds."""
     memory: int | None = None
     """Bytes that a step needs at most, where that was measured; of compiled networks it is not."""
 
@@ -48,6 +50,8 @@ class Comparison:
     rows: tuple[Row, ...]
     product_flops: int
     """Of the products that were replayed; a fused attention kernel computes one of them twice."""
+    large_gflops: float
+    """What one large square product in the workload's format achieves, as `Row.gflops`."""
     breakdown: dict[str, float] | None
     """Where the time of our step goes, as shares."""
     skipped: dict[str, str]
@@ -59,27 +63,32 @@ def compare(
     *,
     peers: Sequence[str] = (),
     best: bool = False,
+    compile: Compiled = "off",  # noqa: A002
     repetitions: int = 7,
     warmup: int = 2,
     profile: bool = True,
     memory: bool = False,
 ) -> Comparison:
-    """Times all contenders in interleaved rounds, one at a time. Raises `ConfigError` for peers that do not exist."""
+    """Times all contenders in interleaved rounds, one at a time. Raises `ConfigError` for peers that do not exist.
+
+    With `best` all libraries also take part compiled; with `compile` "on" or "graphs", ours does.
+    """
     check_peers(peers, workload.config)
-    wanted = entries(workload, tuple(dict.fromkeys(peers)), best=best)
+    wanted = entries(workload, tuple(dict.fromkeys(peers)), best=best, compile=compile)
     with ExitStack() as stack:
         workers, skipped = _ready([wanted[0], ALONE, *wanted[1:]], workload, stack)
         timers = {entry: partial(worker.call, "seconds") for entry, worker in workers.items()}
         times = interleave(timers, repetitions=repetitions, warmup=warmup)
         shares = workers[wanted[0]].call("breakdown") if profile else None
         product_flops = workers[ALONE].call("flops")
+        large_gflops = workers[ALONE].call("large_flops") / 1e9
     needed: dict[Entry, int] = {}
     if memory:
         # a compiler needs far more memory than a step does, so a process that compiles says nothing of the step
-        measured = [entry for entry in times if entry.settings != "best" and entry != ALONE]
+        measured = [entry for entry in times if entry.settings not in COMPILED and entry != ALONE]
         needed = {entry: measure_memory(entry, workload) for entry in measured}
     rows = tuple(_row(entry, workload, times, needed.get(entry)) for entry in times)
-    return Comparison(rows, product_flops, shares, skipped)
+    return Comparison(rows, product_flops, large_gflops, shares, skipped)
 
 
 ALONE = Entry(PRODUCTS)
@@ -98,10 +107,10 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
             skipped[entry.library] = str(error)
             continue
         except Exception as error:
-            if entry.settings != "best":
+            if entry.settings not in COMPILED:
                 raise
             # a compiler may be missing, or may not know this network: nothing of ours is wrong then
-            skipped[f"{entry.library} compiled"] = (str(error).splitlines() or [""])[0]
+            skipped[entry.library + COMPILED[entry.settings]] = (str(error).splitlines() or [""])[0]
             continue
         stack.callback(worker.close)
         found[entry] = worker
@@ -109,7 +118,7 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
 
 
 def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memory: int | None) -> Row:
-    seconds = times[entry]
+    seconds, alike = times[entry], Entry(OURS, entry.settings)
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
 
     def beside(other: Entry) -> float:
@@ -123,6 +132,6 @@ def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memo
         images_per_second=Spread.of([workload.batch / each for each in seconds]),
         gflops=flops / statistics.median(seconds) / 1e9,
         share=beside(ALONE),
-        ratio=1 / beside(Entry(OURS)),
+        ratio=1 / beside(alike if entry.library != OURS and alike in times else Entry(OURS)),
         memory=memory,
     )

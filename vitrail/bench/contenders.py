@@ -17,19 +17,27 @@ from vitrail.bench.peers import build_peer
 from vitrail.bench.products import Products, record
 from vitrail.bench.workload import Workload
 from vitrail.machine import autocast, keep_freed_memory
+from vitrail.models.compiled import Compiled, compile_blocks
+from vitrail.models.float8 import use_float8
 from vitrail.models.fused import frozen_weights
 from vitrail.models.variants import build
 from vitrail.training.config import OptimizerConfig
 from vitrail.training.optimizer import make_optimizer
 
-__all__ = ["OURS", "PRODUCTS", "Entry", "Runner", "Settings", "entries", "make_step"]
+__all__ = ["COMPILED", "OURS", "PRODUCTS", "Entry", "Runner", "Settings", "entries", "make_step"]
 
 OURS = "vitrail"
 PRODUCTS = "products alone"
 
-Settings = Literal["matched", "default", "best"]
+Settings = Literal["matched", "default", "best", "graphs"]
 """matched: the precision asked for, by autocast. default: as the library's users build it, float32. best: the precision
-asked for, and torch.compile."""
+asked for, and compiled: ours block by block, others as a whole. graphs: ours, compiled into CUDA graphs."""
+
+COMPILED = {"best": " compiled", "graphs": " graphs"}
+"""Settings that need a compiler, and what they are called beside the precision."""
+
+LARGE = 8192
+"""Rows and columns of a product that keeps a GPU busy; on a CPU an eighth is enough."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,23 @@ class Entry:
 
     def describe(self, workload: Workload) -> str:
         """In the reader's words: "bf16 compiled"."""
-        precision = "float32" if self.settings == "default" else workload.precision
-        return precision + (" compiled" if self.settings == "best" else "")
+        precision = "float8" if workload.float8 and self.library == OURS else workload.precision
+        return ("float32" if self.settings == "default" else precision) + COMPILED.get(self.settings, "")
 
 
-def entries(workload: Workload, peers: tuple[str, ...] = (), *, best: bool = False) -> list[Entry]:
+def entries(
+    workload: Workload,
+    peers: tuple[str, ...] = (),
+    *,
+    best: bool = False,
+    compile: Compiled = "off",  # noqa: A002
+) -> list[Entry]:
     """Ours first, then each peer in its settings; those that would be the same twice are listed once."""
-    found = [Entry(OURS), *([Entry(OURS, "best")] if best else [])]
+    found = [Entry(OURS)]
+    if best or compile == "on":
+        found.append(Entry(OURS, "best"))
+    if compile == "graphs":
+        found.append(Entry(OURS, "graphs"))
     for peer in peers:
         if workload.precision != "float32":
             found.append(Entry(peer, "default"))
@@ -62,16 +80,20 @@ class Runner:
 
     def __init__(self, entry: Entry, workload: Workload, threads: int) -> None:
         torch.set_num_threads(threads)
-        if entry.library in (OURS, PRODUCTS):
+        is_products = entry.library == PRODUCTS
+        if is_products or entry.library == OURS:
             keep_freed_memory()  # as our commands do; others run as their users run them
-        self.device = workload.device
+        self.device, self.precision = workload.device, workload.precision
         self.product_flops = 0
-        self.step = make_step(Entry(OURS) if entry.library == PRODUCTS else entry, workload)
         if entry.library == PRODUCTS:
+            entry, workload = Entry(OURS), replace(workload, float8=False)
+        self.step = make_step(entry, workload)
+        if is_products:
             self.step()
             products = Products(record(self.step), workload.device)
             self.product_flops, self.step = products.flops, products
-        self.step()
+        for _ in range(3 if entry.settings == "graphs" else 1):  # a CUDA graph is recorded in the second step
+            self.step()
 
     def seconds(self) -> float:
         """Of one step."""
@@ -80,6 +102,15 @@ class Runner:
     def flops(self) -> int:
         """Of the products that were recorded; where a fused kernel computes one twice, it counts twice."""
         return self.product_flops
+
+    def large_flops(self) -> float:
+        """What one large product in the workload's format achieves in a second: the most that this machine does."""
+        side = LARGE if self.device.type == "cuda" else LARGE // 8
+        dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
+        factor = torch.randn(side, side, device=self.device).to(dtype)
+        timer = timed(lambda: factor @ factor, waits_for(self.device))
+        timer()
+        return 2 * side**3 / min(timer() for _ in range(5))
 
     def breakdown(self) -> dict[str, float]:
         """Where the time of a step goes, as shares."""
@@ -95,7 +126,13 @@ def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
         workload = replace(workload, precision="float32")
     ours = entry.library == OURS
     network = (build(workload.config) if ours else build_peer(entry.library, workload.config)).to(workload.device)
-    run: Callable[[torch.Tensor], torch.Tensor] = torch.compile(network) if entry.settings == "best" else network
+    run: Callable[[torch.Tensor], torch.Tensor] = network
+    if ours:
+        if workload.float8:
+            use_float8(network)
+        compile_blocks(network, "graphs" if entry.settings == "graphs" else "on" if entry.settings == "best" else "off")
+    elif entry.settings == "best":
+        run = torch.compile(network)
     if workload.task == "infer":
         network.eval()
         return _Prediction(run, frozen_weights(network) if ours else nullcontext(), workload)

@@ -34,6 +34,8 @@ class Workload:
     """Images a step."""
     precision: Format = "float32"
     """The format of matrix products; weights are float32 in both."""
+    float8: bool = False
+    """Whether the dense layers of our blocks train in 8 bits; all others, and other libraries, stay in `precision`."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class Workload:
             raise ConfigError(f"batch_size={self.batch} is less than 1")
         if self.task == "train" and not self.config.num_classes:
             raise ConfigError("num_classes=0 leaves nothing to train on; give 1 or more, or bench infer")
+        if self.float8 and self.task == "infer":
+            raise ConfigError("precision='float8' is of training; choices of bench infer: 'auto', 'bf16', 'float32'")
 
     @property
     def flops(self) -> int:
@@ -64,15 +68,15 @@ class Workload:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Memory of a training step by closed form; there is no such form of a prediction."""
-        if self.task == "infer":
+        """Memory of a training step by closed form; there is no such form of a prediction, nor of float8."""
+        if self.task == "infer" or self.float8:
             return None
         return training_bytes(self.config, self.batch, precision=self.precision)
 
     @property
     def activation_bytes(self) -> int | None:
         """The part of `predicted_bytes` that grows with the batch."""
-        if self.task == "infer":
+        if self.task == "infer" or self.float8:
             return None
         return self.batch * activation_bytes(self.config, precision=self.precision)
 
@@ -96,7 +100,7 @@ class Workload:
             "num_classes": self.config.num_classes,
             "tokens": self.tokens,
             "batch_size": self.batch,
-            "precision": self.precision,
+            "precision": "float8" if self.float8 else self.precision,
             "device": str(self.device),
             "flops": self.flops,
         }

@@ -18,6 +18,7 @@ VERBS = {
     "evaluate": "measure a model on a data set",
     "predict": "name what is on images",
     "convert": "write a model in another library's layout, or another's in ours",
+    "data": "check a data set before training, or pack it into shards",
     "models": "list the sizes of networks, with parameters and cost",
     "bench": "measure speed and memory on this machine, against its limits",
 }

@@ -16,16 +16,19 @@ from vitrail.bench.loading import measure_loading
 from vitrail.bench.memory import bytes_of, largest_batch
 from vitrail.bench.scaling import Axis, scaling
 from vitrail.bench.workload import Workload
+from vitrail.cli import bench_data
 from vitrail.cli import bench_tables as tables
 from vitrail.cli.models import OWN_SIZES
 from vitrail.cli.options import parse
 from vitrail.errors import ConfigError, nearest
-from vitrail.machine import Precision, describe, pick_device, resolve_precision
+from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
+from vitrail.models.compiled import Compile, resolve_compile
+from vitrail.models.float8 import check_float8
 from vitrail.models.variants import AnyConfig, variant_config
 
 __all__ = ["main"]
 
-TASKS = ("train", "infer", "load")
+TASKS = ("train", "infer", "load", "data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,8 @@ class Bench:
     """Measure a network on this machine, against the machine's own limits and against other libraries.
 
     vitrail bench train: steps of training. vitrail bench infer: batches of logits. vitrail bench load: reading a model,
-    importing, the first prediction. Contenders are timed in turns, round by round; "products alone" are the matrix
-    products of our own step, replayed without the rest.
+    importing, the first prediction. vitrail bench data: reading images (it has options of its own). Contenders are
+    timed in turns, round by round; "products alone" are the matrix products of our own step, replayed without the rest.
     """
 
     task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="{train,infer,load}")]
@@ -59,8 +62,12 @@ class Bench:
     """Share of the patches that a training step leaves out."""
     batch_size: int = 32
     """Images a step."""
-    precision: Precision = "auto"
-    """auto: bf16 where the processor has bf16 matrix units, else float32."""
+    precision: TrainingPrecision = "auto"
+    """auto: bf16 where the processor has bf16 matrix units, else float32. float8: the dense layers of our blocks in 8
+    bits, in bench train."""
+    compile: Compile = "auto"
+    """Also run ours compiled, block by block: on, or graphs for CUDA graphs as well. auto: on for CUDA, off
+    elsewhere."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is the GPU where there is one."""
     threads: int | None = None
@@ -73,7 +80,7 @@ class Bench:
     """Other libraries, with commas between: timm, transformers, vit-pytorch, torchvision. One that is not
     installed is left out. Each runs in float32, as its users build it, and in the same precision as ours."""
     best: bool = False
-    """Also run every library, ours too, through torch.compile."""
+    """Also run every library compiled: ours block by block, others as a whole."""
     profile: bool = True
     """Say where the time of our step goes."""
     memory: bool = False
@@ -89,6 +96,8 @@ class Bench:
 
 
 def main(words: Sequence[str], started: float) -> int:
+    if words[:1] == ["data"]:
+        return bench_data.main(words[1:], started)
     options = parse(Bench, words, usage="vitrail bench", description=Bench.__doc__ or "")
     _check(options)
     device = pick_device(options.device)
@@ -122,12 +131,16 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
             {"machine": machine, **rounds, "variant": options.variant, **asdict(loading)},
             tables.load(loading),
         )
+    precision, compiled = resolve_precision(options.precision, device), resolve_compile(options.compile, device, config)
+    if precision == "float8":
+        check_float8(config)
     workload = Workload(
         name=options.variant,
         config=config,
         task="train" if options.task == "train" else "infer",
         batch=options.batch_size,
-        precision="bf16" if resolve_precision(options.precision, device) == "bf16" else "float32",
+        precision="float32" if precision == "float32" else "bf16",
+        float8=precision == "float8",
         device=device,
     )
     title = tables.header(machine, tables.describe_workload(workload), rounds)
@@ -141,7 +154,13 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         grown = scaling(workload, options.scaling, **rounds)
         return title, {**plain, "scaling": tables.plain_scaling(grown)}, tables.scale(grown)
     result = compare(
-        workload, peers=_peers(options), best=options.best, profile=options.profile, memory=options.memory, **rounds
+        workload,
+        peers=_peers(options),
+        best=options.best,
+        compile=compiled,
+        profile=options.profile,
+        memory=options.memory,
+        **rounds,
     )
     return title, {**plain, **tables.plain_comparison(result)}, tables.comparison(result, workload)
 
@@ -161,6 +180,7 @@ def _check(options: Bench) -> None:
         "--largest-batch": options.largest_batch,
         "--against": bool(options.against),
         "--best": options.best,
+        "--compile": options.compile in ("on", "graphs"),
         "--memory": options.memory,
     }
     given = [name for name, is_given in modes.items() if is_given]

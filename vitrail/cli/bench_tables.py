@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.bench.compare import Comparison
+from vitrail.bench.contenders import OURS
 from vitrail.bench.loading import Loading
 from vitrail.bench.measure import Spread
 from vitrail.bench.memory import LargestBatch
@@ -25,6 +26,7 @@ __all__ = [
     "load",
     "plain_comparison",
     "plain_scaling",
+    "plain_table",
     "scale",
 ]
 
@@ -44,7 +46,8 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     task = "training" if workload.task == "train" else "inference"
     return (
         f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} a step, "
-        f"{workload.tokens} tokens each, {workload.config.num_classes} classes, {workload.precision}"
+        f"{workload.tokens} tokens each, {workload.config.num_classes} classes, "
+        f"{'float8' if workload.float8 else workload.precision}"
     )
 
 
@@ -52,9 +55,10 @@ def comparison(result: Comparison, workload: Workload) -> list[Any]:
     """The main table, what was left out, the memory, and where the time goes."""
     caption = (
         "Every round ran each contender once, in turn; images/s is the median. share: time of the products alone, "
-        "divided by this one's. vitrail: times as fast as this one. Both are medians over rounds."
+        "divided by this one's. vitrail: how many times as fast as this one ours is, compiled beside compiled. "
+        "Both are medians over rounds."
     )
-    table = _table(("contender", "settings", "images/s", "low..high", "GFLOP/s", "share", "vitrail"), caption)
+    table = plain_table(("contender", "settings", "images/s", "low..high", "GFLOP/s", "share", "vitrail"), caption)
     for row in result.rows:
         speed = row.images_per_second
         table.add_row(
@@ -66,14 +70,18 @@ def comparison(result: Comparison, workload: Workload) -> list[Any]:
             f"{row.share:.0%}",
             f"{row.ratio:.2f}x",
         )
+    ours = [
+        f"{row.gflops / result.large_gflops:.0%} ({row.settings})" for row in result.rows if row.entry.library == OURS
+    ]
+    large = f"One large product achieves {_number(result.large_gflops)} GFLOP/s; of that, vitrail: {', '.join(ours)}"
     notes = "\n".join(escape(f"left out: {name}: {reason}") for name, reason in result.skipped.items())
-    return [table, *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
+    return [table, large, *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
 
 
 def _memory(result: Comparison, workload: Workload) -> list[Table]:
     if all(row.memory is None for row in result.rows):
         return []
-    table = _table(("memory of a step", "settings", "measured", "by closed form"))
+    table = plain_table(("memory of a step", "settings", "measured", "by closed form"))
     for place, row in enumerate(result.rows):
         if row.memory is not None:
             predicted = workload.predicted_bytes if place == 0 else None
@@ -84,7 +92,7 @@ def _memory(result: Comparison, workload: Workload) -> list[Table]:
 def _breakdown(result: Comparison) -> list[Table]:
     if result.breakdown is None:
         return []
-    table = _table(("where our step's time goes", "share"))
+    table = plain_table(("where our step's time goes", "share"))
     for name, share in result.breakdown.items():
         table.add_row(name, f"{share:.1%}")
     return [table]
@@ -109,6 +117,7 @@ def plain_comparison(result: Comparison) -> dict[str, Any]:
     return {
         "rows": rows,
         "product_flops": result.product_flops,
+        "large_gflops": result.large_gflops,
         "breakdown": result.breakdown,
         "skipped": result.skipped,
     }
@@ -117,7 +126,7 @@ def plain_comparison(result: Comparison) -> dict[str, Any]:
 def scale(grown: Scaling) -> list[Any]:
     """A row for each value, and the exponents."""
     caption = "memory: the most that a step needs, in a process of its own. powers: least squares of the logarithms."
-    table = _table((grown.axis, "ms a step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
+    table = plain_table((grown.axis, "ms a step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
     for point in grown.points:
         spread = Spread.of([1000 * second for second in point.seconds])
         table.add_row(
@@ -128,7 +137,7 @@ def scale(grown: Scaling) -> list[Any]:
             _bytes(point.memory),
             _bytes(point.workload.predicted_bytes),
         )
-    powers = _table((f"grows as {grown.axis} to the power of", "measured", "by closed form"))
+    powers = plain_table((f"grows as {grown.axis} to the power of", "measured", "by closed form"))
     for what, measured, formula in (
         ("time, and FLOPs", "seconds", "flops"),
         ("memory of a step", "memory", "predicted_bytes"),
@@ -166,7 +175,7 @@ def largest(found: LargestBatch) -> list[Any]:
 def load(loading: Loading) -> list[Any]:
     """Reading the file, and what fresh processes take."""
     caption = "first: once, after the system was asked to drop the file from its memory; the rest: with the file in it."
-    table = _table(("reading a model", "ms", "low..high", "GB/s", "first, ms"), caption)
+    table = plain_table(("reading a model", "ms", "low..high", "GB/s", "first, ms"), caption)
     for name, seconds in loading.loads.items():
         spread = Spread.of(seconds)
         table.add_row(
@@ -174,7 +183,7 @@ def load(loading: Loading) -> list[Any]:
             _number(1000 * loading.first[name]),
         )  # fmt: skip
     torch_alone = Spread.of(loading.processes["import torch"]).median
-    processes = _table(("a fresh process", "ms", "low..high", "beyond torch", "of torch"))
+    processes = plain_table(("a fresh process", "ms", "low..high", "beyond torch", "of torch"))
     for name, seconds in loading.processes.items():
         median = Spread.of(seconds).median
         beyond = _number(1000 * (median - torch_alone)) if median > torch_alone else ""
@@ -187,7 +196,7 @@ def _milliseconds(seconds: Sequence[float]) -> tuple[str, str]:
     return _number(spread.median), f"{_number(spread.low)}..{_number(spread.high)}"
 
 
-def _table(headings: Sequence[str], caption: str | None = None) -> Table:
+def plain_table(headings: Sequence[str], caption: str | None = None) -> Table:
     table = Table(
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
     )

@@ -15,7 +15,8 @@ from rich.table import Table
 from vitrail.cli.options import parse
 from vitrail.data.pipeline import Skipped
 from vitrail.data.source import Source
-from vitrail.data.sources import Splits, open_data
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import DataError
 from vitrail.evaluation.accuracy import Accuracy
 from vitrail.machine import Precision, keep_freed_memory
@@ -32,8 +33,7 @@ class Evaluate:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
     data: str
-    """A folder of class folders (with or without train/, val/, test/), a folder of IDX files, fashion-mnist or
-    bundled."""
+    """A data set, as for vitrail train."""
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """held-out is the test split, or else the validation split; where the data has neither, the images that training
     on it would hold out. all measures every image, whether it was trained on or not."""
@@ -67,15 +67,13 @@ def main(words: Sequence[str], started: float) -> int:
     if options.json:
         print(json.dumps(rows))
         return 0
-    table = Table("split", "accuracy", "cross entropy", "images", "skipped", box=SIMPLE_HEAD, pad_edge=False)
-    for name, row in rows.items():
-        figures = (
-            f"{row['accuracy']:.2%}",
-            f"{row['cross_entropy']:.4f}",
-            f"{row['images']:,.0f}",
-            f"{row['skipped']:,.0f}",
-        )
-        table.add_row(name, *figures)
+    formats = {
+        "accuracy": ".2%", "mean_average_precision": ".2%", "cross_entropy": ".4f", "images": ",.0f", "skipped": ",.0f",
+    }  # fmt: skip
+    there = [name for name in formats if any(name in row for row in rows.values())]
+    table = Table("split", *(name.replace("_", " ") for name in there), box=SIMPLE_HEAD, pad_edge=False)
+    for split, row in rows.items():
+        table.add_row(split, *(format(row[name], formats[name]) for name in there))
     console.print(table)
     return 0
 

@@ -77,8 +77,7 @@ def _report(console: Console, result: RunResult) -> None:
     table.add_column("")
     for example in result.examples:
         guess = example.prediction
-        right = guess.label == example.label
-        mark = "[green]right[/]" if right else "[red]wrong[/]"
+        mark = "[green]right[/]" if example.right else "[red]wrong[/]"
         table.add_row(
             escape(example.path.name), escape(example.label), escape(guess.label), f"{guess.probability:.1%}", mark
         )

@@ -1,4 +1,4 @@
-"""From a source to batches of pixels: a fixed order, threads that read ahead, and a place to resume from (Grain)."""
+"""From a source to batches of pixels: a fixed order, readers ahead of it, and a place to resume from (Grain)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,47 @@ import hashlib
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from vitrail.data.decode import image_size_of
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import Source
-from vitrail.errors import UndecodableImage
+from vitrail.data.source import Mixture, Source
+from vitrail.errors import ConfigError, UndecodableImage
 
 if TYPE_CHECKING:
     import grain
 
-__all__ = ["Batch", "Skipped", "TrainingBatches", "default_threads", "evaluation_batches"]
+__all__ = ["Batch", "Crop", "Ranks", "Readers", "Skipped", "TrainingBatches", "default_threads", "evaluation_batches"]
+
+Crop = Callable[[int, int, int, int], tuple[int, int, int, int]]
+"""(epoch, sample, height, width) of an image -> top, left, height and width of the box of it to train on."""
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Who reads and decodes. None of it has a say in which samples a batch holds."""
+
+    threads: int | None = None
+    """In each process; by default one a core, at most 16. 0 reads when asked."""
+    processes: int = 0
+    """Further processes that share the batches; 0 reads in this one, whose threads decode side by side as well."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which part of every batch is read here, where several processes train or measure one network."""
+
+    rank: int = 0
+    world: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,27 +65,43 @@ class Batch:
     images: Shaped[Tensor, "b c h w"]
     """uint8 as they leave the pipeline, float once normalised."""
     labels: Int64[Tensor, " b"]
-    """Class indices; -1 where there is no label."""
+    """Class indices; -1 where there is no label, or where `targets` say more."""
     valid: Bool[Tensor, " b"]
     samples: Int64[Tensor, " b"]
-    """Each image's index in its source."""
+    """Each image's index in its source. It stays on the CPU, as `epochs` does: what follows from it is drawn there."""
     epochs: Int64[Tensor, " b"]
     """The pass over the data that each image belongs to; a batch may end one and begin the next."""
+    targets: Float[Tensor, "b classes"] | None = None
+    """How much of each class, where an image can have several or is mixed of others; None: the labels say all."""
     skipped: tuple[Skipped, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def counted(self) -> Bool[Tensor, " b"]:
+        """Which samples have an image and a label."""
+        return self.valid & (self.labels >= 0) if self.targets is None else self.valid
+
     def to(self, device: torch.device) -> Batch:
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in TENSORS})
+        """What the network and its loss see goes to the device. `samples` and `epochs` stay: augmentation draws its
+        numbers from them here, where looking at the result makes no device wait."""
+        moved = {}
+        for name in ON_DEVICE:
+            if (tensor := getattr(self, name)) is not None:
+                if device.type == "cuda":
+                    tensor = tensor.pin_memory()  # from where a copy takes place while the GPU computes
+                moved[name] = tensor.to(device, non_blocking=True)
+        return replace(self, **moved)
 
     def chunks(self, count: int) -> list[Batch]:
         """The batch in `count` parts of nearly equal size, in order (fewer when it has fewer samples)."""
-        parts = zip(*(getattr(self, name).tensor_split(min(count, len(self))) for name in TENSORS), strict=True)
-        return [Batch(*part) for part in parts]
+        names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), Tensor)]
+        parts = zip(*(getattr(self, name).tensor_split(min(count, len(self))) for name in names), strict=True)
+        return [Batch(**dict(zip(names, part, strict=True))) for part in parts]
 
 
-TENSORS = ("images", "labels", "valid", "samples", "epochs")
+ON_DEVICE = ("images", "labels", "valid", "targets")
 
 
 @dataclass(frozen=True)
@@ -71,34 +110,52 @@ class _Loader:
 
     source: Source
     preprocess: Preprocess
+    crop: Crop | None = None
+    first: int = 0
+    """Of a mixture: where the part that the positions count begins, and its length."""
+    length: int | None = None
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
-        sample = self.source[index]
-        size = (self.preprocess.channels, *self.preprocess.image_size)
+        epoch = position // (self.length or len(self.source))
+        sample = self.source[self.first + index]
         skipped = None
         try:
-            pixels = self.preprocess.pixels(sample.image)
+            if self.crop is None:
+                pixels = self.preprocess.pixels(sample.image)
+            else:
+                box = self.crop(epoch, self.first + index, *image_size_of(sample.image))
+                pixels = self.preprocess.pixels(sample.image, box)
         except UndecodableImage as error:
-            pixels = np.zeros(size, np.uint8)
+            pixels = np.zeros((self.preprocess.channels, *self.preprocess.image_size), np.uint8)
             skipped = Skipped(sample.key, str(error))
-        label = -1 if sample.label is None else sample.label
+        one = sample.label if isinstance(sample.label, int) else -1
         return {
-            "pixels": pixels, "label": label, "index": index, "epoch": position // len(self.source), "skipped": skipped,
+            "images": pixels, "valid": skipped is None, "samples": self.first + index, "epochs": epoch,
+            "labels": one, "targets": self._target(sample.label) if isinstance(sample.label, tuple) else None,
+            "skipped": skipped,
         }  # fmt: skip
 
+    def _target(self, labels: tuple[int, ...]) -> np.ndarray:
+        target = np.zeros(len(self.source.classes), np.float32)
+        target[list(labels)] = 1
+        return target
 
-def _collate(parts: Sequence[dict[str, Any]]) -> Batch:
-    def column(name: str) -> Tensor:
-        return torch.tensor([part[name] for part in parts], dtype=torch.int64)
 
-    return Batch(
-        images=torch.from_numpy(np.stack([part["pixels"] for part in parts])),
-        labels=column("label"),
-        valid=torch.tensor([part["skipped"] is None for part in parts]),
-        samples=column("index"),
-        epochs=column("epoch"),
-        skipped=tuple(part["skipped"] for part in parts if part["skipped"] is not None),
-    )
+def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Arrays rather than tensors: these pass between processes through shared memory."""
+    columns = {
+        name: np.array([part[name] for part in parts], dtype)
+        for name, dtype in (("labels", np.int64), ("valid", np.bool_), ("samples", np.int64), ("epochs", np.int64))
+    }
+    columns["images"] = np.stack([part["images"] for part in parts])
+    if parts[0]["targets"] is not None:
+        columns["targets"] = np.stack([part["targets"] for part in parts])
+    return {**columns, "skipped": tuple(part["skipped"] for part in parts if part["skipped"] is not None)}
+
+
+def _batch(columns: dict[str, Any]) -> Batch:
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in columns.items() if name != "skipped"}
+    return Batch(**tensors, skipped=columns["skipped"])
 
 
 def default_threads() -> int:
@@ -109,51 +166,104 @@ def default_threads() -> int:
 class TrainingBatches(Iterator[Batch]):
     """Batches without end, every epoch in an order of its own.
 
-    Which sample stands at a position of the run is a pure function of (seed, epoch, position): neither threads nor
-    batch size have a say in it. `state` and `restore` stop and go on at any batch.
+    Which sample stands at a position of the run is a pure function of (seed, epoch, position): neither readers nor
+    batch size have a say in it. Of every batch, each of `ranks.world` processes gets an equal part, so that together
+    they see at each step what one would. `state` and `restore` stop and go on at any batch, with other readers and
+    ranks if need be. Raises `ConfigError` where the ranks do not divide the batch.
     """
 
     def __init__(
-        self, source: Source, preprocess: Preprocess, *, batch_size: int, seed: int, threads: int | None = None
+        self,
+        source: Source,
+        preprocess: Preprocess,
+        *,
+        batch_size: int,
+        seed: int,
+        readers: Readers = Readers(),
+        ranks: Ranks = Ranks(),
+        crop: Crop | None = None,
     ) -> None:
-        threads = default_threads() if threads is None else threads
-        # Grain seeds epoch e with seed + e, so runs whose seeds are neighbours would share orders: hash the seed first.
-        order_seed = int.from_bytes(hashlib.blake2b(f"order {seed}".encode(), digest_size=4).digest(), "big")
-        dataset = (
+        if batch_size % ranks.world:
+            raise ConfigError(f"batch_size={batch_size} cannot be shared evenly by {ranks.world} processes")
+        parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
+        orders = [
             _grain()
-            .MapDataset.range(len(source))
-            .shuffle(seed=order_seed)
+            .MapDataset.range(length)
+            .shuffle(seed=_order_seed(seed, number))
             .repeat()
-            .map_with_index(_Loader(source, preprocess))
-            .batch(batch_size, batch_fn=_collate, drop_remainder=True)  # there is none, but Grain counts to infinity
-        )
-        self._batches = iter(dataset.to_iter_dataset(_read_ahead(threads)))
+            .map_with_index(_Loader(source, preprocess, crop, first, length))
+            for number, (first, length, _) in enumerate(parts)
+        ]
+        order = orders[0] if len(orders) == 1 else _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])
+        mine = order[ranks.rank :: ranks.world] if ranks.world > 1 else order
+        # There is no remainder to drop, but Grain counts to infinity.
+        self._batches = mine.batch(batch_size // ranks.world, batch_fn=_collate, drop_remainder=True)
+        self._readers = readers
+        self._taken = 0
+        self._iterator: Any = None
 
     def __next__(self) -> Batch:
-        batch: Batch = next(self._batches)
-        return batch
+        if self._iterator is None:
+            ahead = self._batches[self._taken :] if self._taken else self._batches
+            self._iterator = _read(ahead, self._readers)
+            weakref.finalize(self, self._iterator.close)  # at the latest before Python takes its modules apart
+        columns = next(self._iterator)
+        self._taken += 1
+        return _batch(columns)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, int]:
         """Where the iterator stands, as plain JSON values."""
-        return dict(self._batches.get_state())
+        return {"batches": self._taken}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, int]) -> None:
         """Goes on after the batch at which `state` was taken."""
-        self._batches.set_state(state)
+        self.close()
+        self._taken = state["batches"]
+
+    def close(self) -> None:
+        """Ends the readers; the next batch starts them anew."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
 
 
 def evaluation_batches(
-    source: Source, preprocess: Preprocess, *, batch_size: int, threads: int | None = None
+    source: Source,
+    preprocess: Preprocess,
+    *,
+    batch_size: int,
+    readers: Readers = Readers(),
+    ranks: Ranks = Ranks(),
 ) -> Iterator[Batch]:
-    """Every sample once, in the source's order; the last batch may be smaller."""
-    threads = default_threads() if threads is None else threads
-    dataset = (
-        _grain()
-        .MapDataset.range(len(source))
-        .map_with_index(_Loader(source, preprocess))
-        .batch(batch_size, batch_fn=_collate)
-    )
-    return iter(dataset.to_iter_dataset(_read_ahead(threads)))
+    """Every sample once, in the source's order; the last batch may be smaller.
+
+    Of several ranks each gets its share of the samples and none is read twice: one may get a sample, or a batch, less.
+    """
+    order = _grain().MapDataset.range(len(source)).map_with_index(_Loader(source, preprocess))
+    mine = order[ranks.rank :: ranks.world] if ranks.world > 1 else order
+    batches = _read(mine.batch(batch_size, batch_fn=_collate), readers)
+    try:
+        for columns in batches:
+            yield _batch(columns)
+    finally:
+        batches.close()
+
+
+def _order_seed(seed: int, part: int) -> int:
+    """Grain seeds epoch e with seed + e, so runs whose seeds are neighbours would share orders: hash the seed first."""
+    text = f"order {seed}" + (f" of part {part}" if part else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+def _read(batches: grain.MapDataset, readers: Readers) -> Any:
+    """An iterator over the batches, read ahead. An element is a whole batch, so a buffer a little longer than the
+    readers is plenty, and bounds the memory."""
+    threads = default_threads() if readers.threads is None else readers.threads
+    options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 2 if threads else 0)
+    dataset = batches.to_iter_dataset(options)
+    if readers.processes:
+        dataset = dataset.mp_prefetch(_grain().MultiprocessingOptions(num_workers=readers.processes))
+    return iter(dataset)
 
 
 @functools.cache
@@ -165,8 +275,3 @@ def _grain() -> ModuleType:
         return importlib.import_module("grain")
     finally:
         logger.disabled = was_disabled
-
-
-def _read_ahead(threads: int) -> grain.ReadOptions:
-    # An element here is a whole batch, so a buffer a little longer than the threads is plenty and bounds memory.
-    return _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 2 if threads else 0)

@@ -11,7 +11,21 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import UInt8
 
-__all__ = ["Sample", "Source", "Subset", "cut", "fingerprint"]
+__all__ = [
+    "Label",
+    "Mixture",
+    "Sample",
+    "Source",
+    "Subset",
+    "cut",
+    "fingerprint",
+    "is_multi_label",
+    "take",
+    "take_per_class",
+]
+
+Label = int | tuple[int, ...] | None
+"""Index into a source's classes; all that hold, in rising order, where an image can have several; None for none."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +36,19 @@ class Sample:
     """Names the sample within its source, the same on every machine: a relative path, or a number."""
     image: bytes | UInt8[np.ndarray, "h w c"]
     """An encoded file, or pixels with 1 (grey) or 3 (RGB) channels."""
-    label: int | None
-    """Index into the source's classes; None where the sample has none."""
+    label: Label
 
 
 @runtime_checkable
 class Source(Protocol):
     """Random access to samples. `key` and `label` read no image, so that splitting and counting are cheap."""
 
-    classes: tuple[str, ...]
-
+    @property
+    def classes(self) -> tuple[str, ...]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Sample: ...
     def key(self, index: int) -> str: ...
-    def label(self, index: int) -> int | None: ...
+    def label(self, index: int) -> Label: ...
 
 
 class Subset:
@@ -55,8 +68,63 @@ class Subset:
     def key(self, index: int) -> str:
         return self.source.key(int(self.indices[index]))
 
-    def label(self, index: int) -> int | None:
+    def label(self, index: int) -> Label:
         return self.source.label(int(self.indices[index]))
+
+
+class Mixture:
+    """Several sources, one after the other, of which training draws in given shares.
+
+    Classes of the first keep their numbers; further names of the others follow. Keys say which source they are of.
+    """
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
+        self.sources = tuple(sources)
+        self.weights = tuple(weights)
+        names = [name for source in self.sources for name in source.classes]
+        self.classes = tuple(dict.fromkeys(names))
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        self._renumbered = [[numbers[name] for name in source.classes] for source in self.sources]
+        self._firsts = np.cumsum([0, *(len(source) for source in self.sources)])
+
+    @property
+    def parts(self) -> tuple[tuple[int, int, float], ...]:
+        """Each source's first index, length and share of the samples that are drawn."""
+        return tuple(
+            (int(first), len(source), weight)
+            for first, source, weight in zip(self._firsts, self.sources, self.weights, strict=False)
+        )
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        number, inner = self._place(index)
+        sample = self.sources[number][inner]
+        return Sample(self._named(number, sample.key), sample.image, self._label(number, sample.label))
+
+    def key(self, index: int) -> str:
+        number, inner = self._place(index)
+        return self._named(number, self.sources[number].key(inner))
+
+    def label(self, index: int) -> Label:
+        number, inner = self._place(index)
+        return self._label(number, self.sources[number].label(inner))
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return number, index - int(self._firsts[number])
+
+    def _named(self, number: int, key: str) -> str:
+        return f"{number + 1}:{key}"
+
+    def _label(self, number: int, label: Label) -> Label:
+        new = self._renumbered[number]
+        if isinstance(label, tuple):
+            return tuple(sorted(new[one] for one in label))
+        return None if label is None else new[label]
 
 
 def cut(source: Source, share: float) -> tuple[Subset, Subset]:
@@ -65,14 +133,8 @@ def cut(source: Source, share: float) -> tuple[Subset, Subset]:
     A sample's side depends on its key alone, so adding or renaming other files moves nothing. A class of two or
     more has at least one sample on either side; one of one is never held out.
     """
-    by_class: dict[int | None, list[tuple[float, int]]] = {}
-    for index in range(len(source)):
-        digest = hashlib.blake2b(os.fsencode(source.key(index)), digest_size=8).digest()
-        place = int.from_bytes(digest, "big") / 2**64  # uniform in [0, 1)
-        by_class.setdefault(source.label(index), []).append((place, index))
     held_out: list[int] = []
-    for members in by_class.values():
-        members.sort()
+    for members in _by_class(source, b""):
         wanted = sum(place < share for place, _ in members)
         count = min(max(wanted, 1), len(members) - 1)  # so the only image of a class is one to learn from
         held_out += [index for _, index in members[:count]]
@@ -81,13 +143,55 @@ def cut(source: Source, share: float) -> tuple[Subset, Subset]:
     return Subset(source, rest), Subset(source, sorted(held_out))
 
 
+def take(source: Source, count: int, *, seed: int = 0) -> Subset:
+    """`count` samples, every class with its share of them, chosen by a hash of seed and key.
+
+    What a smaller count takes, a larger one takes as well. A class whose share is less than half a sample has none.
+    """
+    ranked = []
+    for members in _by_class(source, _salt(seed)):
+        ranked += [((rank + 0.5) / len(members), place, index) for rank, (place, index) in enumerate(members)]
+    return Subset(source, sorted(index for _, _, index in sorted(ranked)[:count]))
+
+
+def take_per_class(source: Source, count: int, *, seed: int = 0) -> Subset:
+    """The first `count` samples of every class in an order by a hash of seed and key; all where it has fewer."""
+    groups = _by_class(source, _salt(seed))
+    return Subset(source, sorted(index for members in groups for _, index in members[:count]))
+
+
+def is_multi_label(source: Source) -> bool:
+    """Whether its images can have several labels. All samples of a source are labelled in the same way."""
+    return len(source) > 0 and isinstance(source.label(0), tuple)
+
+
+def _salt(seed: int) -> bytes:
+    return f"subset {seed} ".encode()
+
+
+def _by_class(source: Source, salt: bytes) -> list[list[tuple[float, int]]]:
+    """The samples of each label: a place in [0, 1) by a hash of the key, and the index, in rising order."""
+    groups: dict[Label, list[tuple[float, int]]] = {}
+    for index in range(len(source)):
+        digest = hashlib.blake2b(salt + os.fsencode(source.key(index)), digest_size=8).digest()
+        groups.setdefault(source.label(index), []).append((int.from_bytes(digest, "big") / 2**64, index))
+    return [sorted(members) for members in groups.values()]
+
+
 def fingerprint(*sources: Source | None) -> str:
     """A hash of all keys and labels in order: sources that share it serve the same samples by the same numbers.
 
-    It does not read the images, so it cannot tell a file from another of the same name.
+    It does not read the images, so it cannot tell a file from another of the same name. Where all samples follow from
+    a few numbers, the source's `identity` says which, and is hashed instead.
     """
     digest = hashlib.sha256()
-    for source in filter(None, sources):
+    for source in sources:
+        if source is None:
+            continue
+        identity = getattr(source, "identity", None)
+        if isinstance(identity, str):
+            digest.update(identity.encode())
+            continue
         for index in range(len(source)):
             digest.update(os.fsencode(f"{source.key(index)}\0{source.label(index)}\n"))
     return digest.hexdigest()

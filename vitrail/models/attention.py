@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.fused import Linear, attention, fuses, linear
+from vitrail.models.fused import Linear, attention, fuses
 
 __all__ = ["Guide", "SelfAttention", "attend"]
 
@@ -69,8 +69,8 @@ class SelfAttention(nn.Module):
         for_q, for_kv = torch.split(self.qkv.operand, rows)
         bias_q, bias_kv = (None, None) if self.qkv.bias is None else torch.split(self.qkv.bias, rows)
         readers = tokens[:, :read]
-        q = linear(readers, for_q, bias_q).view(b, readers.shape[1], *each_head).transpose(1, 2)
-        k, v = linear(tokens, for_kv, bias_kv).view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
+        q = self.qkv.product(readers, for_q, bias_q).view(b, readers.shape[1], *each_head).transpose(1, 2)
+        k, v = self.qkv.product(tokens, for_kv, bias_kv).view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
     @torch.no_grad()

@@ -91,16 +91,22 @@ class LayerScale(nn.Module):
 class StochasticDepth(nn.Module):
     """In training, drops a branch for some images of a batch and scales the others to keep the mean (1603.09382)."""
 
+    keep: Float[Tensor, ""]
+    """The chance that a branch stays. Were it a number, a compiler would make each block a graph of its own."""
+
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
+        self.draws = rate > 0
+        # In memory even where a network is built without (on "meta"): no file has this number.
+        keep = torch.tensor(1 - rate, dtype=torch.float32, device="cpu")
+        self.register_buffer("keep", keep, persistent=False)
 
     def forward(self, branch: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
-        if not self.training or self.rate == 0:
+        if not (self.training and self.draws):
             return branch
-        keep = 1 - self.rate
-        mask = torch.empty(branch.shape[0], 1, 1, dtype=branch.dtype, device=branch.device).bernoulli_(keep)
-        return branch * mask.div_(keep)
+        kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) < self.keep
+        return branch * (kept / self.keep).to(branch.dtype)
 
 
 def lecun_normal_(weight: Tensor) -> None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from vitrail.data.augment import Augment
+from vitrail.data.pipeline import Readers
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
-from vitrail.machine import Precision
+from vitrail.machine import TrainingPrecision
+from vitrail.models.compiled import Compile
 from vitrail.models.layers import Activation
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import PositionKind, Where
@@ -105,8 +107,16 @@ class TrainConfig:
     """A whole run. Raises `ConfigError`, naming every field that does not fit, when it is made."""
 
     data: str = "bundled"
-    """What to learn from: a folder of class folders (with or without train/, val/, test/), a folder of IDX files,
-    fashion-mnist, or bundled."""
+    """What to learn from: a folder of class folders (with or without train/, val/, test/), a table (.csv, .tsv,
+    .jsonl), tar shards, Parquet, hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or
+    bundled. With [:1000] or [:10%] behind it, only so much of it is trained on."""
+    mix: tuple[str, ...] = ()
+    """More to learn from, each with its share of the images: 0.3:fractals:1000:100. Their held-out splits are not
+    used."""
+    per_class: int | None = None
+    """Train on so many images of each class."""
+    subset_seed: int = 0
+    """Decides which images a part of the data, or of each class, has."""
     validation_share: float = 0.1
     """Share of the training images that is held out where the data has no validation split; 0 for none."""
     max_skipped: float = 0.01
@@ -127,12 +137,18 @@ class TrainConfig:
     images: Preprocess = field(default_factory=lambda: Preprocess(image_size=(224, 224)))
     augment: Augment = field(default_factory=Augment)
     optimization: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: Precision = "auto"
-    """auto: bf16 with float32 master weights where the processor has bf16 matrix units, else float32."""
+    precision: TrainingPrecision = "auto"
+    """auto: bf16 with float32 master weights where the processor has bf16 matrix units, else float32. float8: the dense
+    layers of blocks in 8 bits, the rest as in bf16, for large models on CUDA from compute capability 8.9."""
+    compile: Compile = "auto"
+    """Compile each block before the first step, which takes a minute or so. auto: on for CUDA, off elsewhere. graphs:
+    also replay blocks as CUDA graphs, for small models or batches."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:1."""
     threads: int | None = None
     """Threads that read and decode images; by default one a core."""
+    processes: int = 0
+    """Further processes for that, each with so many threads; worth it where decoding holds Python's lock."""
     seed: int = 0
     """Decides initial weights, order, augmentation and dropout."""
     evaluations: int = 10
@@ -151,6 +167,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if problems := self._problems():
             raise ConfigError("\n".join(problems))
+
+    @property
+    def readers(self) -> Readers:
+        return Readers(self.threads, self.processes)
 
     def total_steps(self, images: int) -> int:
         """Optimiser steps of the run over this many training images."""
@@ -176,6 +196,7 @@ class TrainConfig:
         for name, value, low in (
             ("batch_size", self.batch_size, 1), ("accumulation", self.accumulation, 1), ("steps", self.steps, 1),
             ("evaluations", self.evaluations, 0), ("checkpoints", self.checkpoints, 1), ("threads", self.threads, 0),
+            ("processes", self.processes, 0), ("per_class", self.per_class, 1), ("subset_seed", self.subset_seed, 0),
             ("seed", self.seed, 0), ("clip", optimization.clip, 0), ("weight_decay", optimization.weight_decay, 0),
         ):  # fmt: skip
             if value is not None and not value >= low:
@@ -198,7 +219,8 @@ class TrainConfig:
             found.append(f"accumulation={self.accumulation} is more than batch_size={self.batch_size}")
         for name, choice, choices in (
             ("optimizer", optimization.optimizer, OptimizerName), ("schedule", optimization.schedule, ScheduleName),
-            ("precision", self.precision, Precision), ("keep", self.keep, Keep), ("loss", self.loss, Scores),
+            ("precision", self.precision, TrainingPrecision), ("compile", self.compile, Compile),
+            ("keep", self.keep, Keep), ("loss", self.loss, Scores),
         ):  # fmt: skip
             if choice not in get_args(choices):
                 found.append(f"{name}={choice!r} is not one of {', '.join(map(repr, get_args(choices)))}")

@@ -18,14 +18,27 @@ __all__ = ["Example", "write_examples"]
 PUNCTUATION = re.compile(r"\W+")
 """What a class name may have that a file name should not; letters of any language stay."""
 
+LONGEST = 60
+"""Characters of a file's name that its labels may take."""
+
 
 @dataclass(frozen=True)
 class Example:
     """An image, what it is, and what the model takes it for."""
 
     path: Path
-    label: str
+    labels: tuple[str, ...]
+    """One, but where an image can have several."""
     prediction: Prediction
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.labels) or "none"
+
+    @property
+    def right(self) -> bool:
+        """Whether the prediction is one of the labels."""
+        return self.prediction.label in self.labels
 
 
 def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[Example, ...]:
@@ -35,17 +48,23 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
         sample = source[number * len(source) // min(count, len(source))]
         if sample.label is None:
             continue
+        numbers = sample.label if isinstance(sample.label, tuple) else (sample.label,)
         try:
-            picked.append((to_pil(sample.image, bundle.preprocess.channels), source.classes[sample.label]))
+            picture = to_pil(sample.image, bundle.preprocess.channels)
         except UndecodableImage:
             continue
-    names = [f"{number:02}-{PUNCTUATION.sub('-', label)}.png" for number, (_, label) in enumerate(picked)]
+        picked.append((picture, tuple(source.classes[one] for one in numbers)))
+    names = [f"{number:02}-{_word(labels)}.png" for number, (_, labels) in enumerate(picked)]
     with replacing_folder("example images", folder) as partial:
         for (picture, _), name in zip(picked, names, strict=True):
             picture.save(partial / name)
     paths = [folder / name for name in names]
     predictions = bundle.predict(paths)
     return tuple(
-        Example(path, label, prediction)
-        for path, (_, label), prediction in zip(paths, picked, predictions, strict=True)
+        Example(path, labels, prediction)
+        for path, (_, labels), prediction in zip(paths, picked, predictions, strict=True)
     )
+
+
+def _word(labels: tuple[str, ...]) -> str:
+    return PUNCTUATION.sub("-", "-".join(labels) or "none")[:LONGEST]

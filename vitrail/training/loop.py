@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitrail.data.augment import Augment
 from vitrail.data.pipeline import Batch
 from vitrail.data.preprocess import Preprocess
-from vitrail.machine import Precision, autocast
+from vitrail.machine import TrainingPrecision, autocast
 from vitrail.training.schedule import Schedule
 from vitrail.training.state import TrainState
 from vitrail.training.watch import Watch
@@ -29,8 +29,10 @@ class Plan:
     seed: int
     augment: Augment
     preprocess: Preprocess
-    precision: Precision
+    precision: TrainingPrecision
     device: torch.device
+    classes: int = 0
+    """Of the data: columns of the targets that mixup and CutMix make."""
 
 
 def fit(state: TrainState, plan: Plan, watch: Watch) -> None:
@@ -51,19 +53,20 @@ def fit(state: TrainState, plan: Plan, watch: Watch) -> None:
 def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]:
     """One optimiser step; returns the batch's loss, metrics and gradient norm, still on the device.
 
-    With accumulation the batch is worked off in parts, each weighted by its share of the valid samples, so that the sum
-    of their gradients is the gradient of the whole.
+    The batch is augmented as a whole: mixing takes place between its samples. With accumulation it is then worked off
+    in parts, each weighted by its share of the valid samples, so that the sum of their gradients is the gradient of the
+    whole.
     """
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate
+    batch = plan.augment(batch, seed=plan.seed, classes=plan.classes)
     valid = batch.valid.sum().clamp(min=1)
     figures: dict[str, Tensor] = {}
     for part in batch.chunks(plan.accumulation):
         share = part.valid.sum() / valid
-        images = plan.augment(part.images, seed=plan.seed, epochs=part.epochs, samples=part.samples)
         with autocast(plan.precision, plan.device):
-            output = state.objective(replace(part, images=plan.preprocess.normalise(images)))
+            output = state.objective(replace(part, images=plan.preprocess.normalise(part.images)))
         (output.loss * share).backward()
         for name, value in {"loss": output.loss, **output.metrics}.items():
             figures[name] = figures.get(name, 0) + value.detach() * share

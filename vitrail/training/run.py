@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import time
@@ -11,14 +12,19 @@ from typing import Any
 
 import torch
 
+from vitrail.data.check import quick_check
+from vitrail.data.crop import crop_box
 from vitrail.data.pipeline import Skipped, TrainingBatches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.source import fingerprint
-from vitrail.data.sources import Splits, open_data
+from vitrail.data.source import fingerprint, is_multi_label
+from vitrail.data.sources import mix_in, open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError
 from vitrail.evaluation.accuracy import Accuracy
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import describe, keep_freed_memory, pick_device, resolve_precision
+from vitrail.models.compiled import compile_blocks, resolve_compile
+from vitrail.models.float8 import check_float8, use_float8
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
 from vitrail.objectives.classification import Classification
 from vitrail.plain import to_plain
@@ -98,8 +104,11 @@ class _Parts:
         self.config = config = replace(config, precision=resolve_precision(config.precision, self.device))
         self.preprocess: Preprocess = config.images
         # The shape of the network is checked before the data is looked at; the number of classes cannot be wrong.
-        self.network_config(num_classes=2)
-        self.splits: Splits = open_data(config.data, validation_share=config.validation_share)
+        network_config = self.network_config(num_classes=2)
+        self.compile = resolve_compile(config.compile, self.device, network_config)
+        if config.precision == "float8":
+            check_float8(network_config)
+        self.splits = self._open(config)
         if config.keep == "best" and (self.splits.validation is None or not config.evaluations):
             raise ConfigError(
                 f"keep='best' needs a validation split and evaluations to choose by; validation_share="
@@ -107,6 +116,20 @@ class _Parts:
             )
         self.fingerprint = fingerprint(self.splits.train, self.splits.validation, self.splits.test)
         self.steps = config.total_steps(len(self.splits.train))
+
+    def _open(self, config: TrainConfig) -> Splits:
+        splits: Splits = open_data(
+            config.data,
+            validation_share=config.validation_share,
+            per_class=config.per_class,
+            subset_seed=config.subset_seed,
+        )
+        if is_multi_label(splits.train) and config.loss != "sigmoid":
+            raise ConfigError(
+                f"data {config.data!r} has images of several classes, which loss={config.loss!r} cannot learn; choose "
+                "loss='sigmoid'"
+            )
+        return mix_in(splits, config.mix)
 
     def network_config(self, num_classes: int) -> AnyConfig:
         return self.config.model.resolve(
@@ -132,6 +155,9 @@ class _Parts:
         keep_freed_memory()
         torch.manual_seed(self.config.seed)
         network = build(self.network_config(len(self.splits.classes))).to(self.device)
+        if self.config.precision == "float8":
+            use_float8(network)
+        compile_blocks(network, self.compile)
         state = self._state(network)
         journal = Journal(folder / "journal.jsonl")
         checkpoints = Checkpoints(folder / "checkpoints")
@@ -152,6 +178,7 @@ class _Parts:
                 raise NonFiniteLoss(_advice(error, checkpoints)) from None
             finally:
                 display.end()
+                state.batches.close()
         return self._finish(folder, bundle, state, journal, watch.summary(self.device))
 
     def _restore(self, checkpoints: Checkpoints, state: TrainState) -> list[str]:
@@ -163,8 +190,14 @@ class _Parts:
     def _state(self, network: AnyNetwork) -> TrainState:
         config = self.config
         objective = Classification(network, loss=config.loss, label_smoothing=config.label_smoothing)
+        area = config.augment.settings.crop_area
         batches = TrainingBatches(
-            self.splits.train, self.preprocess, batch_size=config.batch_size, seed=config.seed, threads=config.threads
+            self.splits.train,
+            self.preprocess,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            readers=config.readers,
+            crop=None if area is None else functools.partial(crop_box, config.seed, area=area),
         )
         return TrainState(objective, make_optimizer(objective, config.optimization), batches)
 
@@ -181,6 +214,7 @@ class _Parts:
             preprocess=self.preprocess,
             precision=self.config.precision,
             device=self.device,
+            classes=len(self.splits.classes),
         )
 
     def _watch(
@@ -195,7 +229,7 @@ class _Parts:
         started: float,
     ) -> Watch:
         validation, config = self.splits.validation, self.config
-        evaluator = Accuracy(self.preprocess, threads=config.threads)
+        evaluator = Accuracy(self.preprocess, readers=config.readers)
 
         def every(count: int) -> int:
             return math.ceil(self.steps / count)
@@ -239,11 +273,13 @@ class _Parts:
     def _announce(self, folder: Path, network: AnyNetwork, display: Display) -> None:
         for note in self.splits.notes:
             display.note(note)
+        for line in quick_check(self.splits):
+            display.say(line)
         count = sum(parameter.numel() for parameter in network.parameters())
         display.say(
             f"{self.config.model.variant} with {count:,} parameters on {len(self.splits.train):,} images of "
             f"{len(self.splits.classes)} classes: {self.steps:,} steps of {self.config.batch_size} "
-            f"in {self.config.precision} on {self.device}, into {folder}"
+            f"in {self.config.precision} on {self.device}{COMPILED[self.compile]}, into {folder}"
         )
 
     def _finish(
@@ -260,7 +296,7 @@ class _Parts:
         def skip(item: Skipped) -> None:
             journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
-        evaluator = Accuracy(self.preprocess, threads=self.config.threads, on_skip=skip)
+        evaluator = Accuracy(self.preprocess, readers=self.config.readers, on_skip=skip)
         for split, source in (("validation", self.splits.validation), ("test", self.splits.test)):
             if source is not None:
                 result = evaluator(bundle.network, source)
@@ -272,6 +308,9 @@ class _Parts:
         examples = write_examples(bundle, held_out[1] if held_out else self.splits.train, folder / "examples")
         journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
         return RunResult(folder, bundle, bundle.metrics, summary, examples)
+
+
+COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}
 
 
 def _advice(error: NonFiniteLoss, checkpoints: Checkpoints) -> str:

@@ -1,4 +1,8 @@
-"""`preprocessor_config.json` of Hugging Face's transformers, to our preprocessing and back."""
+"""`preprocessor_config.json` of Hugging Face's transformers, to our preprocessing and back.
+
+Two things stay apart, and no field says them: where an odd number of pixels is cut away, its code rounds the window's
+begin down and ours to the even pixel; and its faster code scales tensors, which differs from Pillow by a level.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vitrail.data.geometry import scaled_side
 from vitrail.data.preprocess import Interpolation, Preprocess, Resize
 from vitrail.errors import BundleError
 from vitrail.models.vit import ViTConfig
 
 __all__ = ["ReadPreprocess", "preprocess_of", "preprocessor_config"]
 
-RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Pillow's numbers."""
 
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
@@ -94,6 +99,9 @@ def _geometry(content: Mapping[str, Any]) -> _Geometry:
     scaled = None if size is None else _sides(size, "size")
     if made is None or made == scaled or scaled is None:
         return _Geometry("squash", size=made or scaled)
+    share = made[0] / scaled[0]
+    if share <= 1 and all(scaled_side(part, share) == whole for part, whole in zip(made, scaled, strict=True)):
+        return _Geometry("squash", share, made)
     return _crop(made, scaled, f"squashes images to {scaled} and cuts {made} of them: here they keep their proportions")
 
 
@@ -152,14 +160,23 @@ def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[s
         "image_std": _each(preprocess.std, preprocess.channels),
     }  # fmt: skip
     lost = []
-    if preprocess.resize == "crop":
-        edge = round(min(height, width) / preprocess.crop_share)
-        content |= {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": edge}}
-        content |= {"do_center_crop": True, "crop_size": size}
+    edges = [scaled_side(side, preprocess.crop_share) for side in (height, width)]
+    if preprocess.resize == "crop" or preprocess.crop_share < 1:
+        content |= {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size}
+        content["size"] = dict(zip(size, edges, strict=True))
+    if preprocess.resize == "pad":
+        lost.append("resize='pad' (written as squashing)")
+    elif preprocess.resize == "crop":
+        edge = min(edges)
+        content["size"] = {"shortest_edge": edge}
         if height != width:
             lost.append(f"scaling until {height} x {width} is covered (its code scales the short side to {edge})")
         elif abs(edge * preprocess.crop_share - height) > 1e-6:
             lost.append(f"crop_share={preprocess.crop_share} (written as {height} of {edge} pixels)")
+    if not preprocess.antialias:
+        lost.append("antialias=False")
+    if preprocess.scaled_decode:
+        lost.append("scaled_decode=True")
     if preprocess.channels == 1:
         lost.append("the conversion to grey (its code takes images as they are)")
     else:

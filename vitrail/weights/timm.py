@@ -35,7 +35,7 @@ from vitrail.weights.layout import (
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
-from vitrail.weights.timm_config import POOLS, classes_of, preprocess_of, size_of, written_config
+from vitrail.weights.timm_config import POOLS, classes_of, preprocess_of, size_of, untold_preprocess, written_config
 
 __all__ = ["TIMM", "Timm"]
 
@@ -93,6 +93,7 @@ class Timm:
         with replacing_folder("the model", path) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", written_config(bundle))
+        lost = (*lost, *untold_preprocess(bundle.preprocess))
         return lost if bundle.scores == "softmax" else (*lost, f"scores={bundle.scores!r}")
 
 

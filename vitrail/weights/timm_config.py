@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from vitrail.data.preprocess import Interpolation, Preprocess
+from vitrail.data.geometry import scaled_side
+from vitrail.data.preprocess import Interpolation, Preprocess, Resize
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["POOLS", "classes_of", "preprocess_of", "size_of", "written_config"]
+__all__ = ["POOLS", "classes_of", "preprocess_of", "size_of", "untold_preprocess", "written_config"]
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 POOLS = {"cls": "token", "gap": "avg", "map": "map"}
 """Our pools, and what timm calls them."""
+INTERPOLATIONS: dict[Interpolation, str] = {
+    "nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic", "area": "box",
+}  # fmt: skip
+CROP_MODES: dict[Resize, str] = {"crop": "center", "squash": "squash", "pad": "border"}
 
 
 def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool) -> tuple[Preprocess, tuple[str, ...]]:
@@ -28,12 +34,17 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool)
     for name, key in (("mean", "mean"), ("std", "std")):
         if len(stated.get(key, ())) in (1, config.channels):
             fields[name] = tuple(map(float, stated[key]))
-    if stated.get("interpolation") in get_args(Interpolation):
-        fields["interpolation"] = stated["interpolation"]
+    filters = {theirs: ours for ours, theirs in INTERPOLATIONS.items()}
+    if (named := stated.get("interpolation")) in filters:
+        fields["interpolation"] = filters[named]
+    elif named:
+        notes = (*notes, f"interpolation={named!r} is not here: {fields['interpolation']} was taken")
     if stated.get("crop_pct"):
         fields["crop_share"] = float(stated["crop_pct"])
-    if stated.get("crop_mode") == "squash":
-        fields |= {"resize": "squash"}
+    if stated.get("crop_mode") in CROP_MODES.values():
+        fields["resize"] = next(ours for ours, theirs in CROP_MODES.items() if theirs == stated["crop_mode"])
+    if fields["resize"] == "pad":
+        fields["pad_value"] = _mean_levels(fields.get("mean", (0.5,)))
     if not 0 < fields["crop_share"] <= 1:
         notes = (*notes, f"a crop share of {fields['crop_share']} cannot be: 1 is taken")
         fields["crop_share"] = 1.0
@@ -60,9 +71,9 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
         "input_size": [config.channels, *config.image_size],
         "mean": _each(preprocess.mean, config.channels),
         "std": _each(preprocess.std, config.channels),
-        "interpolation": preprocess.interpolation,
-        "crop_pct": preprocess.crop_share,
-        "crop_mode": "squash" if preprocess.resize == "squash" else "center",
+        "interpolation": INTERPOLATIONS[preprocess.interpolation],
+        "crop_pct": _crop_pct(preprocess),
+        "crop_mode": CROP_MODES[preprocess.resize],
         "num_classes": config.num_classes,
     }
     arguments: dict[str, Any]
@@ -90,6 +101,30 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
         "label_names": list(bundle.classes),
         "pretrained_cfg": stated,
     }
+
+
+def untold_preprocess(preprocess: Preprocess) -> tuple[str, ...]:
+    """What `config.json` has no words for."""
+    levels, channels = _mean_levels(preprocess.mean), preprocess.channels
+    own, theirs = (values * (channels // len(values)) for values in (preprocess.pad_value, levels))
+    others = preprocess.resize == "pad" and own != theirs
+    return (
+        *((f"pad_value={preprocess.pad_value} (its code takes the mean's {levels})",) if others else ()),
+        *(("antialias=False",) if not preprocess.antialias else ()),
+        *(("scaled_decode=True",) if preprocess.scaled_decode else ()),
+    )
+
+
+def _mean_levels(mean: tuple[float, ...]) -> tuple[int, ...]:
+    """What timm puts around images."""
+    return tuple(min(255, max(0, round(255 * value))) for value in mean)
+
+
+def _crop_pct(preprocess: Preprocess) -> float:
+    """The share with which timm, whose code rounds down without further ado, scales to the same size."""
+    share = preprocess.crop_share
+    same = all(math.floor(side / share) == scaled_side(side, share) for side in preprocess.image_size)
+    return share if same else share * (1 - 1e-12)
 
 
 def _each(values: tuple[float, ...], channels: int) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vitrail.errors import BundleError
 from vitrail.models.resnet import ResNetConfig
@@ -31,6 +32,13 @@ __all__ = ["TORCHVISION", "Torchvision"]
 
 BLOCK = "encoder.layers.encoder_layer_"
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+END_TO_END = (384, 512, 518)
+"""Sizes of the files that were fine-tuned from SWAG's (2201.08371) as a whole; images are scaled to just that, bicubic.
+
+Those of 224 with a linear head on SWAG's features are scaled likewise, but nothing in a file tells them apart.
+"""
 
 
 class Torchvision:
@@ -64,10 +72,15 @@ class Torchvision:
             position_resize="bicubic-corners",
         )
         colours = IMAGENET if channels == 3 else {}
+        geometry: dict[str, Any] = {"crop_share": 0.875}
+        if config.image_size in [(side, side) for side in END_TO_END]:
+            geometry = {"crop_share": 1.0, "interpolation": "bicubic"}
+        elif (width, cells, config.image_size) == (1024, (16, 16), (224, 224)):  # the one file that was measured so
+            geometry = {"crop_share": 224 / 242}
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=default_preprocess(config, resize="crop", crop_share=0.875, **colours),
+            preprocess=default_preprocess(config, resize="crop", **geometry, **colours),
             pairs=tuple(pairs(config)),
         )
 

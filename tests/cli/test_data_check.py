@@ -1,0 +1,120 @@
+"""`vitrail data check`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vitrail.cli import main
+from vitrail.data.check import Report, check_data
+from vitrail.data.sources import open_data
+from vitrail.plain import from_plain
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def broken(colour_folder: Path) -> Path:
+    """The folder of colours with a file that is none, which is more than a hundredth of it."""
+    (colour_folder / "red" / "broken.png").write_bytes(b"")
+    return colour_folder
+
+
+def test_a_clean_set_is_said_to_be_one(colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", str(colour_folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "Nothing wrong found in 36 images." in shown
+    assert "training images were cut for it" in shown
+    assert "PNG RGB (36)" in shown and "30 x 9 to 20 x 19" in shown
+    assert "pictures of it: data-check.html" in shown
+    assert (here / "data-check.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_what_training_fails_at_is_exit_code_2_and_one_line(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", str(broken)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"vitrail: training on {str(broken)!r} would fail: 1 train image cannot be decoded\n"
+    assert "train: red/broken.png (is empty (0 bytes))" in captured.out
+    assert "Skips them at first, then fails: --max-skipped allows 0." in captured.out
+    assert main(["data", "check", str(broken), "--max-skipped", "0.1"]) == 0
+
+
+def test_json_is_the_report(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", str(broken), "--json", "--page", "None"]) == 2
+    captured = capsys.readouterr()
+    report = from_plain(Report, json.loads(captured.out))
+    assert report == check_data(open_data(str(broken), validation_share=0.1))
+    assert captured.err.count("\n") == 1
+
+
+def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", str(colour_folder), "--page", "a.html", "--json"]) == 0
+    assert [path.name for path in here.iterdir()] == ["a.html"]
+    captured = capsys.readouterr()
+    assert captured.err == "pictures of it: a.html\n"
+    assert main(["data", "check", str(colour_folder), "--page", "None"]) == 0
+    assert [path.name for path in here.iterdir()] == ["a.html"]
+    assert main(["data", "check", str(colour_folder), "--page", "no/such/a.html"]) == 2
+    assert "there is no folder no/such" in capsys.readouterr().err
+    (here / "folder").mkdir()
+    assert main(["data", "check", str(colour_folder), "--page", "folder"]) == 1
+    assert "could not save the page to folder" in capsys.readouterr().err
+
+
+def test_a_sample_is_deterministic(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for threads in ("1", "3"):
+        words = ["data", "check", str(colour_folder), "--sample", "9", "--json", "--page", "None"]
+        assert main([*words, "--threads", threads]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert sum(split["looked_at"] for split in json.loads(shown[0])["splits"]) == 9
+
+
+def test_copies_are_named_side_by_side(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(colour_folder / "blue" / "03.png", colour_folder / "red" / "again.png")
+    assert main(["data", "check", str(colour_folder), "--validation-share", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "train: blue/03.png = train: red/again.png" in shown
+    assert "warning 2 images in 1 group are the same, pixel by pixel; their labels are not" in shown
+
+
+def test_many_classes_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(30):
+        (tmp_path / "data" / f"class-{number:02}").mkdir(parents=True)
+        for image in range(2):
+            pixels = Image.linear_gradient("L").resize((9 + number, 7)).rotate(180 * image)
+            pixels.save(tmp_path / "data" / f"class-{number:02}" / f"{image}.png")
+    main(["data", "check", str(tmp_path / "data"), "--validation-share", "0"])
+    shown = capsys.readouterr().out
+    assert "10 more" in shown and "class-19" in shown and "class-20 " not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sample", "0"], "sample=0 is less than 1"),
+        (["--threads", "0"], "threads=0 is less than 1"),
+        (["--max-skipped", "2"], "max_skipped=2.0 is not in"),
+        (["--validation-share", "1"], "validation_share=1.0 is not in"),
+    ],
+)
+def test_bad_options_are_refused(
+    colour_folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "check", str(colour_folder), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_data_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "no-such-data"]) == 2
+    assert "no-such-data" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""`vitrail data pack`, as it is typed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.cli import main
+from vitrail.data.sources.shards import open_shards
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    """Makes class folders with so many images in each of two."""
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+
+    def make(count: int) -> Path:
+        random = np.random.default_rng(0)
+        for name in ("daisy", "rose"):
+            (tmp_path / "flowers" / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "flowers" / name / f"{number:04}.png")
+        return tmp_path / "flowers"
+
+    return make
+
+
+def test_a_folder_is_packed_and_said_to_be(
+    folder: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    source = folder(3)
+    (source / "rose" / "bad.jpg").write_bytes(b"no image")
+    words = ["data", "pack", str(source), str(out), "--shard-size", "8kB", "--max-side", "10", "--workers", "2"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "train: 7 images, 6 of them scaled down, in 4 shards of 0.0 MB in all" in shown
+    assert (
+        "1 of the images cannot be read and were copied as they are:\n  rose/bad.jpg: is not an image in a format"
+        in shown
+    )
+    assert f"The shards are in {out}. Train on them: vitrail train --data {out}" in shown
+    assert len(open_shards(str(out), None).train) == 7
+    assert main(words) == 0 and capsys.readouterr().out == shown
+
+
+def test_refusals_have_code_2(
+    folder: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(folder(1))
+    for words, message in (
+        ([source, source], "is not empty, and has no shards to go on with; choose another folder"),
+        ([source, str(tmp_path / "out"), "--shard-size", "much"], "shard_size='much' is not a number of bytes"),
+        ([str(tmp_path / "nothing"), str(tmp_path / "out")], "does not exist"),
+    ):  # fmt: skip
+        assert main(["data", "pack", *words]) == 2
+        shown = capsys.readouterr()
+        assert message in shown.err and "Traceback" not in shown.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_stops_with_code_75_and_says_how_to_go_on(folder: Callable[[int], Path], tmp_path: Path) -> None:
+    source, out = folder(300), tmp_path / "out put"
+    words = ["data", "pack", str(source), str(out), "--shard-size", "30000"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "vitrail", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not list(out.glob("train-*.tar")):
+        assert child.poll() is None
+    os.kill(child.pid, signal.SIGINT)
+    _, errors = child.communicate()
+    assert child.returncode == 75, errors
+    assert errors.startswith("vitrail: stopped after ") and "Traceback" not in errors
+    assert errors.endswith(f"\nGo on with: vitrail data pack {source} '{out}' --shard-size 30000\n")
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert main(words) == 0
+    assert kept and all((out / name).stat().st_mtime_ns == changed for name, changed in kept.items())
+    assert len(open_shards(str(out), None).train) == 600

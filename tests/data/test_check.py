@@ -1,0 +1,322 @@
+"""A check of a data set: every planted fault is found, and nothing else is accused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.check import Report, check_data, quick_check
+from vitrail.data.source import Sample, Source
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.plain import from_plain, to_plain
+
+Sources = Callable[..., Source]
+
+
+def picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:
+    """A smooth random picture in colour, unlike that of any other seed."""
+    random = np.random.default_rng(seed)
+    small = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def save(path: Path, image: Image.Image, **options: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+
+
+def make_clean(root: Path) -> Path:
+    for number, name in enumerate(("a", "b", "c")):
+        for index in range(12):
+            save(root / "train" / name / f"{index:02}.png", picture(100 * number + index))
+        for index in range(4):
+            save(root / "val" / name / f"{index:02}.png", picture(100 * number + 50 + index))
+    return root
+
+
+@pytest.fixture
+def clean(tmp_path: Path) -> Path:
+    return make_clean(tmp_path / "clean")
+
+
+@pytest.fixture(scope="module")
+def messy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The clean set with one of each fault, or a few."""
+    root = make_clean(tmp_path_factory.mktemp("messy") / "data")
+    train, val = root / "train", root / "val"
+    shutil.rmtree(val / "c")
+    save(train / "lonely" / "1.png", picture(1000))
+    save(val / "lonely" / "2.png", picture(1001))
+    see_through = picture(1002).convert("RGBA")
+    see_through.putalpha(Image.linear_gradient("L").resize(see_through.size))
+    save(train / "a" / "rgba.png", see_through)
+    save(train / "a" / "cmyk.jpg", picture(1003).convert("CMYK"), quality=95)
+    save(train / "a" / "deep.png", Image.fromarray(np.asarray(picture(1004).convert("L")).astype(np.uint16) * 256))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(train / "a" / "turned.jpg", picture(1005), exif=exif)
+    frames = [picture(1006), picture(1007)]
+    save(train / "a" / "moving.gif", frames[0], save_all=True, append_images=frames[1:])
+    save(train / "b" / "cut.jpg", picture(1008), quality=95)
+    (train / "b" / "cut.jpg").write_bytes((train / "b" / "cut.jpg").read_bytes()[:900])
+    (train / "b" / "page.jpg").write_text("<html><body>404</body></html>")
+    (val / "b" / "empty.png").write_bytes(b"")
+    save(train / "c" / "dot.png", Image.new("RGB", (1, 1), (10, 200, 30)))
+    save(train / "c" / "white.png", Image.new("RGB", (64, 48), "white"))
+    save(train / "c" / "giant.png", picture(1009, 640, 480))
+    shutil.copy(train / "a" / "03.png", val / "a" / "holiday.png")
+    save(val / "b" / "smaller.jpg", Image.open(train / "b" / "07.png").resize((48, 36)), quality=85)
+    save(train / "b" / "again.jpg", Image.open(train / "b" / "05.png").resize((90, 66)), quality=80)
+    save(train / "c" / "same.bmp", Image.open(train / "c" / "02.png"))
+    save(train / "b" / "twin.png", Image.open(train / "a" / "08.png"), compress_level=1)
+    return root
+
+
+def accused(report: Report) -> dict[str, list[list[str]]]:
+    """Kinds of findings, with the images that they name, those that are copies of each other together."""
+    return {
+        finding.kind: [sorted(f"{one.split}/{one.key}" for one in group) for group in finding.groups]
+        for finding in report.findings
+    }
+
+
+def test_every_planted_fault_is_found_and_nothing_else(messy: Path) -> None:
+    report = check_data(open_data(str(messy), validation_share=0.1))
+    assert accused(report) == {
+        "undecodable-in-train": [["train/b/cut.jpg"], ["train/b/page.jpg"]],
+        "undecodable-in-validation": [["validation/b/empty.png"]],
+        "leak": [["train/a/03.png", "validation/a/holiday.png"]],
+        "near-leak": [["train/b/07.png", "validation/b/smaller.jpg"]],
+        "contradiction": [["train/a/08.png", "train/b/twin.png"]],
+        "duplicates": [["train/a/08.png", "train/b/twin.png"], ["train/c/02.png", "train/c/same.bmp"]],
+        "near-duplicates": [["train/b/05.png", "train/b/again.jpg"]],
+        "blank": [["train/c/dot.png"], ["train/c/white.png"]],
+        "unusual-size": [["train/c/dot.png"], ["train/c/giant.png"]],
+        "transparent": [["train/a/rgba.png"]],
+        "cmyk": [["train/a/cmyk.jpg"]],
+        "deep": [["train/a/deep.png"]],
+        "turned": [["train/a/turned.jpg"]],
+        "animated": [["train/a/moving.gif"]],
+        "missing-in-validation": [],
+        "single-image-class": [],
+        "imbalance": [],
+    }
+
+
+def test_findings_say_what_and_how_grave(messy: Path) -> None:
+    report = check_data(open_data(str(messy), validation_share=0.1))
+    found = {finding.kind: finding for finding in report.findings}
+    assert [finding.kind for finding in report.errors] == ["undecodable-in-train"] == [report.findings[0].kind]
+    broken = found["undecodable-in-train"]
+    assert broken.text == "2 train images cannot be decoded" and "--max-skipped allows 0" in broken.training
+    assert "is not an image in a format of" in broken.groups[1][0].detail
+    assert found["undecodable-in-validation"].severity == "warning"
+    assert found["undecodable-in-validation"].groups[0][0].detail == "is empty (0 bytes)"
+    assert found["leak"].text == "1 validation image is also a train image, pixel by pixel"
+    assert found["missing-in-validation"].text == "1 class without validation images: c"
+    assert found["single-image-class"].text == "1 class with only one training image: lonely"
+    assert found["unusual-size"].groups[1][0].detail == "640 x 480"
+    assert (found["duplicates"].count, found["duplicates"].severity) == (2, "note")
+    assert report.sizes is not None
+    assert (report.sizes.smallest, report.sizes.median, report.sizes.largest) == ((1, 1), (64, 48), (640, 480))
+    assert report.kinds["JPEG CMYK"] == 1 and sum(report.kinds.values()) == report.images - 3
+    assert report.looked_at == report.images
+
+
+def test_a_share_of_broken_images_that_training_takes_is_a_warning(messy: Path) -> None:
+    splits = open_data(str(messy), validation_share=0.1)
+    for share, severity in ((2 / len(splits.train), "warning"), (1.99 / len(splits.train), "error")):
+        found = {finding.kind: finding for finding in check_data(splits, max_skipped=share).findings}
+        assert found["undecodable-in-train"].severity == severity
+
+
+def test_a_clean_set_has_no_findings(clean: Path) -> None:
+    report = check_data(open_data(str(clean), validation_share=0.1))
+    assert report.findings == () and report.notes == ()
+    assert [(split.name, split.per_class) for split in report.splits] == [
+        ("train", (12, 12, 12)),
+        ("validation", (4, 4, 4)),
+    ]
+    assert report.balance is not None and report.balance.effective == pytest.approx(3)
+
+
+def test_threads_have_no_say(messy: Path) -> None:
+    splits = open_data(str(messy), validation_share=0.1)
+    assert check_data(splits, threads=1) == check_data(splits, threads=5)
+
+
+def test_a_report_goes_through_json(messy: Path) -> None:
+    report = check_data(open_data(str(messy), validation_share=0.1))
+    assert from_plain(Report, json.loads(json.dumps(to_plain(report)))) == report
+
+
+@pytest.mark.slow
+def test_the_bundled_clothes_have_two_near_duplicates_and_one_that_is_taken_for_one() -> None:
+    found = check_data(open_data("bundled", validation_share=0.0)).findings
+    assert [(finding.kind, finding.count) for finding in found] == [("near-duplicates", 3)]
+    assert [tuple(one.key for one in group) for group in found[0].groups] == [
+        ("334", "4849"),
+        ("1928", "3704"),
+        ("5081", "9664"),  # the same jumper with another print
+    ]
+
+
+def test_a_sample_is_the_same_every_time_and_counts_all_labels(clean: Path) -> None:
+    splits = open_data(str(clean), validation_share=0.1)
+    reports = [check_data(splits, sample=24, threads=threads) for threads in (1, 3)]
+    assert reports[0] == reports[1]
+    assert [split.looked_at for split in reports[0].splits] == [18, 6]
+    assert sum(reports[0].splits[0].per_class) == 36
+    assert reports[0].notes == ("looked at 24 of 48 images: copies are only found among these",)
+    assert check_data(splits, sample=1000) == check_data(splits)
+
+
+def test_progress_ends_with_all(clean: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    check_data(open_data(str(clean), validation_share=0.1), progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(48, 48)]
+
+
+@pytest.fixture
+def arrays(memory_source: Sources) -> Callable[..., Source]:
+    """A source in memory of distinct grey pictures, with these labels."""
+
+    def make(labels: list[object], first: int = 0) -> Source:
+        images = [np.asarray(picture(first + seed).convert("L"))[..., None] for seed in range(len(labels))]
+        return memory_source(images, labels=labels, classes=("x", "y"))
+
+    return make
+
+
+def test_a_file_that_cannot_be_read_is_an_error_of_its_own(clean: Path) -> None:
+    splits = open_data(str(clean), validation_share=0.1)
+    (clean / "train" / "a" / "03.png").unlink()
+    (finding,) = check_data(splits).findings
+    assert (finding.kind, finding.severity) == ("unreadable-in-train", "error")
+    (one,) = finding.groups[0]
+    assert one.key == "a/03.png" and one.detail.endswith("a/03.png: No such file or directory")
+    assert quick_check(splits)[2] == (
+        f"error: 1 of 36 images cannot be decoded, such as a/03.png: cannot read {clean}/train/a/03.png: "
+        "No such file or directory"
+    )
+
+
+def test_left_early_it_does_not_read_the_rest(memory_source: Sources) -> None:
+    read: list[int] = []
+
+    class Counting(memory_source):  # type: ignore[misc,valid-type]
+        def __getitem__(self, index: int) -> Sample:
+            read.append(index)
+            return Sample(str(index), np.zeros((2, 3, 1), np.uint8), 0)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    source = Counting(labels=[0, 1] * 10_000, classes=("x", "y"))
+    with pytest.raises(KeyboardInterrupt):
+        check_data(Splits(source, None, None), threads=2, progress=stop)
+    assert len(read) < 10_000
+
+
+def test_images_of_several_labels_and_of_none(arrays: Callable[..., Source]) -> None:
+    several = Splits(arrays([(0,), (0, 1), (), (1,), (1,)]), None, None)
+    report = check_data(several)
+    assert report.findings == () and report.splits[0].per_class == (2, 3)
+    (finding,) = check_data(Splits(arrays([0, 1, None, 0, 1]), arrays([0, None, 1], 50), None)).findings
+    assert finding.kind == "unlabelled" and finding.text == "without a label: 1 train image, 1 validation image"
+    nothing = check_data(Splits(arrays([None, None]), None, None))
+    assert {item.kind for item in nothing.findings} == {"unlabelled", "missing-in-train"} and nothing.balance is None
+
+
+def test_copies_of_other_labels_contradict_and_those_without_do_not(memory_source: Sources) -> None:
+    images = [np.asarray(picture(seed)) for seed in (0, 0, 1, 1, 2, 2)]
+    labels = [(0, 1), (0,), 0, None, 1, 1]
+    report = check_data(Splits(memory_source(images, labels=labels, classes=("x", "y")), None, None))
+    found = accused(report)
+    assert found["contradiction"] == [["train/0", "train/1"]]
+    assert found["duplicates"] == [["train/0", "train/1"], ["train/2", "train/3"], ["train/4", "train/5"]]
+
+
+def test_grey_and_colour_of_the_same_picture_are_the_same(memory_source: Sources) -> None:
+    grey = np.asarray(picture(0).convert("L"))
+    colour = np.asarray(picture(0))
+    images = [grey[..., None], np.stack([grey] * 3, axis=-1), colour, np.ascontiguousarray(colour[..., ::-1])]
+    report = check_data(Splits(memory_source(images, labels=[0, 0, 0, 0], classes=("x", "y")), None, None))
+    assert accused(report)["duplicates"] == [["train/0", "train/1"]]
+    assert "near-duplicates" not in accused(report)
+
+
+def test_leaks_are_counted_between_all_splits(memory_source: Sources) -> None:
+    def source(*seeds: int) -> Source:
+        images = [np.asarray(picture(seed)) for seed in seeds]
+        return memory_source(images, labels=[seed % 2 for seed in seeds], classes=("x", "y"))
+
+    splits = Splits(source(0, 1, 2, 3), source(4, 5, 0), source(6, 7, 0, 5, 3))
+    found = {finding.kind: finding for finding in check_data(splits).findings}
+    assert set(found) == {"leak"}
+    assert found["leak"].text == (
+        "1 validation image is also a train image; 2 test images are also train images; "
+        "2 test images are also validation images, pixel by pixel"
+    )
+    assert found["leak"].count == 4
+
+
+def test_a_dark_image_among_bright_ones_differs(memory_source: Sources) -> None:
+    images = [np.asarray(picture(seed).convert("L"))[..., None] // 8 + 180 for seed in range(30)]
+    images[4] = images[4] - 170
+    report = check_data(Splits(memory_source(images, labels=[0, 1] * 15, classes=("x", "y")), None, None))
+    assert accused(report) == {"unusual-light": [["train/4"]]}
+
+
+def test_many_rare_classes_are_an_imbalance(arrays: Callable[..., Source]) -> None:
+    (finding,) = check_data(Splits(arrays([0] * 20 + [1] * 2), None, None)).findings
+    assert finding.kind == "imbalance" and "10 times as many" in finding.text
+    assert "as uneven as 1.4 of one size" in finding.text  # exp(-(10/11 ln 10/11 + 1/11 ln 1/11)) = 1.356
+    assert check_data(Splits(arrays([0] * 19 + [1] * 2), None, None)).findings == ()
+
+
+@pytest.mark.parametrize("values", [{"sample": 0}, {"threads": 0}, {"max_skipped": 1.5}, {"max_skipped": -0.1}])
+def test_values_out_of_range_are_refused(clean: Path, values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="|".join(f"{name}={value}" for name, value in values.items())):
+        check_data(open_data(str(clean), validation_share=0.1), **values)
+
+
+def test_names_that_no_terminal_should_see_are_escaped(memory_source: Sources) -> None:
+    images = [np.asarray(picture(0))] * 2
+    source = memory_source(images, labels=[0, 1], keys=["\x1b[2J.png", "\udcff\n.png"], classes=("x", "y"))
+    keys = [one.key for one in check_data(Splits(source, None, None)).findings[0].groups[0]]
+    assert keys == ["\\x1b[2J.png", "\\udcff\\n.png"]
+
+
+def test_quick_check_is_three_lines(clean: Path, messy: Path) -> None:
+    assert quick_check(open_data(str(clean), validation_share=0.1)) == (
+        "images: 36 train, 12 validation; 3 classes of 12 to 12 training images each",
+        "looked at 36: 64 x 48 pixels (width x height), PNG RGB",
+        "nothing wrong at first sight",
+    )
+    lines = quick_check(open_data(str(messy), validation_share=0.1))
+    assert len(lines) == 3
+    assert "1 x 1 to 640 x 480 pixels" in lines[1] and "PNG RGB" in lines[1]
+    assert lines[2].startswith("warning: 2 of 50 images cannot be decoded, such as b/cut.jpg: cannot be decoded: ")
+    assert lines[2].endswith("(and 3 other findings)")
+
+
+def test_quick_check_reads_few_images(memory_source: Sources) -> None:
+    read: list[int] = []
+
+    class Counting(memory_source):  # type: ignore[misc,valid-type]
+        def __getitem__(self, index: int) -> Sample:
+            read.append(index)
+            return Sample(str(index), np.zeros((2, 3, 1), np.uint8), 0)
+
+    source = Counting(labels=[0, 1] * 5000, classes=("x", "y"))
+    quick_check(Splits(source, source, None))
+    assert 1 <= len(read) <= 64 and read[0] == 0 and read == sorted(read)

@@ -1,0 +1,116 @@
+"""The page of a check: whole, valid, and without a name that could become markup."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.check import check_data
+from vitrail.data.check.page import page
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
+
+EVIL = "<script>alert('1 & 2')<"
+VOID = {"meta", "img", "br"}
+
+
+class Reader(HTMLParser):
+    """Reads strictly: every tag is closed in its turn, and names are collected as the text that they are."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len({name for name, _ in attrs}) == len(attrs)
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Splits:
+    """Class folders with names that are markup, a copy, and a file that is no image."""
+    random = np.random.default_rng(0)
+    for name in (EVIL, "b\"'>"):
+        (tmp_path / name).mkdir()
+        for number in range(6):
+            pixels = random.integers(0, 256, (20 + 100 * number, 31, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / name / f"<b>{number}.png")
+    (tmp_path / EVIL / "copy&.png").write_bytes((tmp_path / EVIL / "<b>0.png").read_bytes())
+    (tmp_path / EVIL / "broken.png").write_text("<img src=x>")
+    return open_data(str(tmp_path), validation_share=0.0)
+
+
+def test_names_are_text_and_never_markup(evil: Splits) -> None:
+    reader = read(page(check_data(evil), evil, "<h1>evil</h1>"))
+    assert {tag for tag, _ in reader.tags} <= {
+        "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "article", "span", "div", "table",
+        "thead", "tbody", "tr", "th", "td", "figure", "img", "figcaption", "br", "strong",
+    }  # fmt: skip
+    assert [tag for tag, _ in reader.tags].count("h1") == 1
+    assert EVIL in reader.text and "Check of <h1>evil</h1>" in reader.text
+    assert f"train: {EVIL}/<b>0.png" in reader.text
+
+
+def test_it_needs_no_other_file(evil: Splits) -> None:
+    text = page(check_data(evil), evil, "evil")
+    assert "http" not in text and "url(" not in text and "@import" not in text
+    for tag, attributes in read(text).tags:
+        assert tag not in ("link", "script", "iframe") and "href" not in attributes
+        if tag == "img":
+            head, data = str(attributes["src"]).split(",")
+            assert head == "data:image/jpeg;base64" and attributes["alt"]
+            with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as picture:
+                assert max(picture.size) <= 96 and min(picture.size) >= 1
+
+
+def test_it_shows_findings_with_what_to_do(evil: Splits) -> None:
+    report = check_data(evil)
+    shown = " ".join(read(page(report, evil, "evil")).text)
+    for finding in report.findings:
+        assert finding.text in shown and finding.training in shown and finding.advice in shown
+    assert {"undecodable-in-train", "duplicates"} <= {finding.kind for finding in report.findings}
+    assert "no picture" in shown
+
+
+def test_a_clean_set_has_a_page_too(colour_folder: Path) -> None:
+    splits = open_data(str(colour_folder), validation_share=0.1)
+    text = page(check_data(splits), splits, "colours")
+    reader = read(text)
+    assert "nothing wrong found" in text and "prefers-color-scheme: dark" in text
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in reader.tags
+    assert sum(tag == "img" for tag, _ in reader.tags) == 15
+
+
+def test_pictures_are_bounded(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"{number:02}").mkdir()
+        for name in ("a", "b", "c"):
+            Image.new("L", (4, 4), number).save(tmp_path / f"{number:02}" / f"{name}.png")
+    splits = open_data(str(tmp_path), validation_share=0.0)
+    text = page(check_data(splits), splits, "many")
+    assert text.count("<img") == 24 * 3 + 12 * 3 + 12
+    assert "and 48 more of the kind" in text and "and 36 more<" in text

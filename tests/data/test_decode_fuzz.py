@@ -1,0 +1,38 @@
+"""Mutated files of every format give pixels or `UndecodableImage`: no crash, no hang, no other exception, no output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KINDS = ("jpeg", "progressive", "png", "webp", "lossless", "bmp", "gif", "tiff")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and time are those of Linux")
+
+
+def check(count: int, *kinds: str) -> None:
+    """Runs `fuzz_files.py`; a file that takes too long, or all memory, kills it."""
+    script = Path(__file__).parent / "fuzz_files.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(count), *kinds], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert list(report) == list(kinds)
+    for kind, found in report.items():
+        assert found.pop("faults") == []
+        assert sum(found.values()) == count and min(found["pixels"], found["refused"]) > count // 50, (kind, found)
+
+
+def test_mutated_files_of_all_formats() -> None:
+    check(200, *KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_mutated_files(kind: str) -> None:
+    check(10_000, kind)

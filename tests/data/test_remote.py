@@ -1,0 +1,301 @@
+"""Files behind URLs: a real server that stalls, fails and drops, and what is said when it does so for good."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import tarfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.spec import AbstractFileSystem
+
+from vitrail.data import remote
+from vitrail.data.sources.shards import open_shards
+from vitrail.errors import DataError
+from vitrail.testing import check_source
+
+needs_aiohttp = pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="aiohttp is not installed")
+
+
+class Server:
+    """Serves `files` in ranges. Each entry of `faults` spoils one request, in order; the last of "..." repeats."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.faults: list[str] = []
+        self.requests: list[tuple[str, str, str]] = []
+        self.released = threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *arguments: object) -> None:
+                """Not to the terminal."""
+
+            def do_HEAD(self) -> None:
+                server.answer(self)
+
+            def do_GET(self) -> None:
+                server.answer(self)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+        self.address = f"127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self.released.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        wanted = handler.headers["Range"] or ""
+        self.requests.append((handler.command, handler.path, wanted))
+        fault = self.faults.pop(0) if self.faults and self.faults[-1] != "..." else (self.faults or [""])[0]
+        if fault == "stall":
+            self.released.wait(60)
+            return
+        if fault.isdigit():
+            handler.send_error(int(fault))
+            return
+        content = self.files.get(handler.path)
+        if content is None:
+            handler.send_error(404)
+            return
+        first, last = wanted.removeprefix("bytes=").split("-") if wanted else ("0", "")
+        part = content[int(first) : int(last) + 1 if last else None]
+        if fault == "short":
+            part = part[: len(part) // 2]
+        handler.send_response(206 if wanted else 200)
+        handler.send_header("Content-Length", str(len(part)))
+        handler.send_header("Accept-Ranges", "bytes")
+        handler.send_header("ETag", f'"{hash(content)}"')
+        if wanted:
+            handler.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(part[: len(part) // 2] if fault == "drop" else part)
+
+
+class PlainFileSystem(AbstractFileSystem):
+    """plain://host/path by urllib, without a timeout of its own."""
+
+    protocol = "plain"
+    cachable = False
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        with self._request(path, method="HEAD") as answer:
+            return {"name": path, "size": int(answer.headers["Content-Length"]), "ETag": answer.headers["ETag"]}
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        headers = {} if start is None or end is None else {"Range": f"bytes={start}-{end - 1}"}
+        with self._request(path, headers=headers) as answer:
+            return answer.read()
+
+    def _request(self, path: str, **options: Any) -> Any:
+        try:
+            return urllib.request.urlopen(urllib.request.Request(f"http://{path}", **options))
+        except HTTPError as error:
+            error.close()
+            if error.code == 404:
+                raise FileNotFoundError(path) from None
+            raise OSError(f"status {error.code}") from None
+
+
+@pytest.fixture(autouse=True)
+def hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSE", 0.001)
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["plain", pytest.param("http", marks=needs_aiohttp)])
+def root(request: pytest.FixtureRequest, server: Server) -> str:
+    return f"{request.param}://{server.address}"
+
+
+def tar_of(encode: Callable[..., bytes], *keys: int) -> bytes:
+    """Samples of a grey image and a label each."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for key in keys:
+            image = encode(np.full((40, 30 + key, 3), key, np.uint8), "BMP")
+            for name, data in ((f"{key:03}.bmp", image), (f"{key:03}.cls", str(key % 2).encode())):
+                about = tarfile.TarInfo(name)
+                about.size = len(data)
+                tar.addfile(about, io.BytesIO(data))
+    return file.getvalue()
+
+
+def test_a_part_of_a_file(server: Server, root: str) -> None:
+    server.files["/x"] = bytes(range(200))
+    assert remote.read(f"{root}/x", 10, 14) == bytes([10, 11, 12, 13])
+    assert remote.read(f"{root}/x", 7, 7) == b""
+    assert remote.read_all(f"{root}/x") == bytes(range(200))
+    size, tag = remote.describe(f"{root}/x")
+    assert size == 200 and tag == f'"{hash(server.files["/x"])}"'
+    with pytest.raises(FileNotFoundError):
+        remote.read(f"{root}/y", 0, 1)
+
+
+@pytest.mark.parametrize("fault", ["503", "drop", "short", "stall"])
+def test_what_passes_is_waited_out(server: Server, root: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "TIMEOUT", 0.3 if fault == "stall" else 30.0)
+    server.files["/x"] = bytes(range(200))
+    server.faults = [fault] * (1 if fault == "stall" else remote.ATTEMPTS - 1)
+    failing = len(server.faults)
+    assert remote.read(f"{root}/x", 10, 18) == bytes(range(10, 18))
+    assert len(server.requests) == failing + 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("503", "503"),
+        ("drop", ""),
+        ("short", r"EOFError: 4 bytes came, of 8 from byte 10 on"),
+        ("stall", "TimeoutError"),
+    ],
+)
+def test_what_lasts_is_an_error_that_names_the_file(
+    server: Server, root: str, fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "TIMEOUT", 0.1 if fault == "stall" else 30.0)
+    server.files["/x"] = bytes(range(200))
+    server.faults = [fault, "..."]
+    with pytest.raises(DataError, match=rf"{root}/x: reading failed 5 times, with up to .* s for each; .*{reason}"):
+        remote.read(f"{root}/x", 10, 18)
+    assert len(server.requests) == remote.ATTEMPTS
+
+
+def test_pauses_between_attempts_double(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(remote, "PAUSE", 0.5)
+    server.faults = ["503", "..."]
+    with pytest.raises(DataError):
+        remote.read_all(f"plain://{server.address}/x")
+    assert pauses == [0.5, 1, 2, 4]
+
+
+@pytest.mark.parametrize("protocol", ["closed", pytest.param("http", marks=needs_aiohttp)])
+def test_a_lack_of_permission_is_not_tried_again(server: Server, protocol: str) -> None:
+    calls: list[str] = []
+
+    class Closed(AbstractFileSystem):
+        def info(self, path: str, **_: Any) -> dict[str, Any]:
+            calls.append(path)
+            raise PermissionError("no key")
+
+        cat_file = find = info
+
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    server.faults = ["403", "..."]
+    url = f"{protocol}://{server.address}"
+    with pytest.raises(PermissionError, match=rf"{url}/x: reading is not allowed"):
+        remote.read(f"{url}/x", 0, 1)
+    assert len(calls) + len(server.requests) == 1
+    if protocol == "closed":
+        said = rf"cannot read shard {url}/x\.tar: {url}/x\.tar: looking it up is not allowed \(no key\)"
+        with pytest.raises(DataError, match=said):
+            open_shards(f"{url}/x.tar", None)
+        with pytest.raises(DataError, match=rf"{url}/: listing is not allowed \(no key\)"):
+            open_shards(url, None)
+
+
+def test_a_server_that_forbids_what_it_does_not_have(server: Server, encode: Callable[..., bytes]) -> None:
+    """As S3 answers those who may not list a bucket; classes.json is looked for, and not needed."""
+
+    class Strict(PlainFileSystem):
+        protocol = "strict"
+
+        def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+            if path.endswith(".json"):
+                raise PermissionError(path)
+            return super().cat_file(path, start, end)
+
+    fsspec.register_implementation("strict", Strict, clobber=True)
+    server.files["/x.tar"] = tar_of(encode, 1, 2)
+    assert len(open_shards(f"strict://{server.address}/x.tar", None).train) == 2
+
+
+def test_what_a_protocol_lacks_is_said() -> None:
+    with pytest.raises(DataError, match=r"zzz://x/y\.tar: Protocol not known: zzz; known are file paths, s3://"):
+        remote.read_all("zzz://x/y.tar")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_what_to_install_is_said() -> None:
+    with pytest.raises(DataError, match=r"s3://x/.*: reading s3:// needs another package: pip install s3fs"):
+        open_shards("s3://x/y.tar", None)
+
+
+def test_shards_on_a_server(server: Server, root: str, encode: Callable[..., bytes], tmp_path: Path) -> None:
+    for number in range(3):
+        server.files[f"/data/train-{number}.tar"] = tar_of(encode, *range(number * 20, number * 20 + 20))
+    server.files["/data/classes.json"] = b'["rose", "daisy"]'
+    location = f"{root}/data/train-{{0..2}}.tar"
+    splits = open_shards(location, None)
+    assert splits.classes == ("rose", "daisy") and len(splits.train) == 60 and splits.train.label(5) == 1
+    check_source(splits.train)
+    server.requests.clear()
+    again = open_shards(location, None)
+    assert not [path for _, path, wanted in server.requests if wanted]
+    assert again.train[59] == splits.train[59]
+    server.files["/data/train-1.tar"] = tar_of(encode, *range(100, 120))
+    assert open_shards(location, None).train.key(20) == "100"
+    with pytest.raises(DataError, match=rf"shard {root}/data/train-3\.tar does not exist"):
+        open_shards(f"{root}/data/train-{{0..3}}.tar", None)
+
+
+def test_headers_are_asked_for_and_images_are_not(server: Server) -> None:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name, size in (("1.jpg", 3_000_000), ("1.cls", 1), ("2.jpg", 2_000_000), ("2.cls", 1)):
+            about = tarfile.TarInfo(name)
+            about.size = size
+            tar.addfile(about, io.BytesIO(b"1" * size))
+    server.files["/x.tar"] = file.getvalue()
+    source = open_shards(f"plain://{server.address}/x.tar", None).train
+    assert len(source) == 2 and source.label(1) == 1
+    assert sum(bool(wanted) for _, _, wanted in server.requests) == 3  # the first, and one behind each image
+
+
+def test_a_shard_cut_short_on_a_server(server: Server, encode: Callable[..., bytes]) -> None:
+    server.files["/x.tar"] = tar_of(encode, 1, 2)[:5000]
+    with pytest.raises(DataError, match=r"x\.tar is cut short: it ends at byte 5,000, inside '002\.bmp'|after"):
+        open_shards(f"plain://{server.address}/x.tar", None)
+
+
+def test_a_folder_and_a_glob_of_another_file_system(encode: Callable[..., bytes]) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    for number, split in enumerate(("train", "train", "val")):
+        memory.pipe(f"/bucket/{split}/{number}.tar", tar_of(encode, number, number + 10))
+    memory.pipe("/bucket/notes.txt", b"")
+    splits = open_shards("memory://bucket", None)
+    assert [splits.train.key(index) for index in range(len(splits.train))] == ["000", "010", "001", "011"]
+    assert splits.validation is not None and splits.validation[0].key == "002"
+    assert len(open_shards("memory://bucket/train/*.tar", None).train) == 4
+    assert len(open_shards("memory://bucket/{train,val}/*.tar", None).train) == 4
+    with pytest.raises(DataError, match="memory://nothing has no shards"):
+        open_shards("memory://nothing", None)
+    memory.store.clear()

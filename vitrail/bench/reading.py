@@ -1,0 +1,195 @@
+"""How fast images come from the disk into batches, beside decoding alone and beside a loop that anybody would write."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vitrail.bench.measure import interleave, timed
+from vitrail.bench.processes import Worker
+from vitrail.data.pipeline import Readers, TrainingBatches, default_threads
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import Source, Subset
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError
+
+__all__ = [
+    "DECODING",
+    "LOOP",
+    "Opening",
+    "Reading",
+    "measure_opening",
+    "measure_reading",
+    "write_parquet",
+    "write_photographs",
+]
+
+DECODING, LOOP = "decoding alone", "Pillow, one by one"
+
+SIZE = (375, 500)
+"""Height and width of the photographs that are made: what ImageNet's are like."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An epoch over some images, again and again."""
+
+    images: int
+    """In each round."""
+    image_bytes: float
+    """Mean size of an encoded image."""
+    seconds: dict[str, list[float]]
+    """Of every round, by what was done: each data set by its name, `DECODING`, `LOOP`."""
+    grown: dict[str, int]
+    """Bytes by which the process grew over the rounds of a data set, after its first one."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A data set of many images, opened in a new process."""
+
+    images: int
+    first_seconds: float
+    again_seconds: float
+    """With what the first opening may have left on the disk."""
+    peak_bytes: int
+    """That opening it, cutting a validation split and taking its fingerprint added at most."""
+
+
+def measure_reading(
+    sources: dict[str, Source],
+    preprocess: Preprocess,
+    *,
+    images: int,
+    batch_size: int,
+    readers: Readers,
+    repetitions: int,
+    warmup: int,
+) -> Reading:
+    """Reads `images` images of each source a round, in turns with what limits it. All sources hold the same images.
+
+    The limit decodes and scales encoded images from memory, on as many threads as the pipeline has in all. The loop
+    opens, converts, resizes and stacks in one thread with Pillow. Where images are no files but made, there is neither.
+    """
+    count = min(images, *map(len, sources.values())) // batch_size * batch_size
+    if not count:
+        raise ConfigError(f"batch_size={batch_size} is more than the images, {min(map(len, sources.values())):,}")
+    first = next(iter(sources.values()))
+    encoded = [image for index in range(count) if isinstance(image := first[index].image, bytes)]
+    grown: dict[str, int] = {}
+    before: dict[str, int] = {}
+
+    def read(name: str) -> None:
+        part = Subset(sources[name], range(count))
+        batches = TrainingBatches(part, preprocess, batch_size=batch_size, seed=0, readers=readers)
+        for _ in range(count // batch_size):
+            next(batches)
+        batches.close()
+        now = _resident()
+        grown[name] = now - before.setdefault(name, now)
+
+    timers: dict[str, Callable[[], float]] = {name: timed(partial(read, name)) for name in sources}
+    threads = default_threads() if readers.threads is None else readers.threads
+    with ThreadPoolExecutor(max(1, threads) * max(1, readers.processes)) as pool:
+        if encoded:
+            timers[DECODING] = timed(lambda: list(pool.map(preprocess.pixels, encoded)))
+            timers[LOOP] = timed(lambda: _loop(encoded, preprocess, batch_size))
+        seconds = interleave(timers, repetitions=repetitions, warmup=warmup)
+    return Reading(count, float(np.mean([len(image) for image in encoded] or [0])), seconds, grown)
+
+
+def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> None:
+    height, width = preprocess.image_size
+    mode = "RGB" if preprocess.channels == 3 else "L"
+    for start in range(0, len(encoded), batch_size):
+        pictures = [Image.open(io.BytesIO(data)).convert(mode) for data in encoded[start : start + batch_size]]
+        arrays = [np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR)) for picture in pictures]
+        torch.from_numpy(np.stack(arrays))
+
+
+def measure_opening(images: int) -> Opening:
+    """Makes a folder of so many image files (links to a few) and opens it twice, each time in a new process."""
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
+        root = Path(name)
+        _write_links(root / "images", images)
+        found = []
+        for _ in range(2):
+            worker = Worker(partial, _open, str(root / "images"))
+            found.append(worker.call("__call__"))
+            worker.close()
+    return Opening(images, found[0][0], found[1][0], found[1][1])
+
+
+def _open(spec: str) -> tuple[float, int]:
+    """Seconds until the data is open, and bytes added until it is cut."""
+    before, begun = _peak(), time.perf_counter()
+    open_data(spec, validation_share=0.0)
+    seconds = time.perf_counter() - begun
+    open_data(spec, validation_share=0.01)
+    return seconds, _peak() - before
+
+
+def _write_links(root: Path, count: int) -> None:
+    """Class folders of 10,000 files each, hard links to one image a folder: file systems bound links to a file."""
+    data = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(data, "PNG")
+    for start in range(0, count, 10_000):
+        folder = root / f"class-{start // 10_000:05}"
+        folder.mkdir(parents=True)
+        (folder / "00000.png").write_bytes(data.getvalue())
+        for number in range(1, min(10_000, count - start)):
+            (folder / f"{number:05}.png").hardlink_to(folder / "00000.png")
+
+
+def write_photographs(root: Path, count: int, *, classes: int = 4) -> Path:
+    """A folder of JPEG files of 500 x 375 pixels, of some 35 kB each: noise of every scale, as photographs have it."""
+    random = np.random.default_rng(0)
+    for number in range(count):
+        folder = root / f"class-{number % classes}"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = np.zeros((*SIZE, 3), np.float32)
+        for octave in range(1, 10):
+            grid = random.normal(size=(2**octave * 3 // 4 + 1, 2**octave + 1, 3)).astype(np.float32)
+            channels = [
+                np.asarray(Image.fromarray(grid[..., c]).resize(SIZE[::-1], Image.Resampling.BICUBIC)) for c in range(3)
+            ]
+            picture += np.stack(channels, axis=-1) * 2.0 ** (-0.6 * octave)
+        pixels = np.clip(128 + 70 * picture, 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:05}.jpg", quality=90)
+    return root
+
+
+def write_parquet(source: Source, path: Path) -> Path:
+    """The encoded images of a source as a Parquet file in Hugging Face's convention, 100 to a row group."""
+    arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
+    samples = [source[index] for index in range(len(source))]
+    images = [{"bytes": sample.image, "path": sample.key} for sample in samples]
+    table = arrow.table({"image": images, "label": [sample.label for sample in samples]})
+    parquet.write_table(table, path, row_group_size=100)
+    return path
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm", encoding="utf-8") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return _peak()
+
+
+def _peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

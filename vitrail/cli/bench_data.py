@@ -1,0 +1,166 @@
+"""`vitrail bench data`: how fast do images come from the disk into batches?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+
+from vitrail.bench.measure import Spread
+from vitrail.bench.reading import (
+    DECODING,
+    LOOP,
+    Opening,
+    Reading,
+    measure_opening,
+    measure_reading,
+    write_parquet,
+    write_photographs,
+)
+from vitrail.cli.bench_tables import header, plain_table
+from vitrail.cli.options import parse
+from vitrail.data.pack import pack
+from vitrail.data.pipeline import Readers
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import Source
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError
+from vitrail.machine import describe
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchData:
+    """Measure how fast images come from the disk into batches, beside decoding alone and a plain loop with Pillow."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[SPEC]")] = ""
+    """A data set. By default photographs of 500 x 375 pixels are made, as a folder, as shards and as Parquet."""
+    images: int = 512
+    """Images a round."""
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width of what batches hold."""
+    channels: int = 3
+    """Image channels: 3 for RGB, 1 for grey."""
+    scaled_decode: bool = False
+    """Shrink JPEG files while they are decoded, where that leaves twice the pixels that are needed."""
+    batch_size: int = 32
+    """Images a batch."""
+    threads: int | None = None
+    """Threads that read and decode; by default one a core."""
+    processes: int = 0
+    """Further processes that do, each with so many threads."""
+    repetitions: int = 5
+    """Timed rounds; each reads every data set once."""
+    warmup: int = 1
+    """Rounds before, which are not timed."""
+    entries: int | None = None
+    """Instead, open a folder of so many images, and say how long it takes and how much memory."""
+    json: bool = False
+    """Print JSON instead of a table, with the time of every round."""
+
+
+def main(words: Sequence[str], started: float) -> int:
+    options = parse(BenchData, words, usage="vitrail bench data", description=BenchData.__doc__ or "")
+    for name, low in (
+        ("images", 1), ("batch_size", 1), ("threads", 0), ("processes", 0), ("repetitions", 1), ("warmup", 0),
+        ("entries", 1),
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name}={value} is less than {low}")
+    machine = describe(torch.device("cpu"))
+    console = Console()
+    if options.entries is not None:
+        opening = measure_opening(options.entries)
+        plain: dict[str, Any] = {"machine": machine, **asdict(opening)}
+        shown = _opened(opening)
+    else:
+        preprocess = Preprocess(
+            image_size=options.image_size, channels=options.channels, scaled_decode=options.scaled_decode
+        )
+        with _sources(options) as sources:
+            reading = measure_reading(
+                sources,
+                preprocess,
+                images=options.images,
+                batch_size=options.batch_size,
+                readers=Readers(options.threads, options.processes),
+                repetitions=options.repetitions,
+                warmup=options.warmup,
+            )
+        plain = {"machine": machine, **asdict(reading)}
+        rounds = {"repetitions": options.repetitions, "warmup": options.warmup}
+        console.print(header(machine, _what(reading, options), rounds)) if not options.json else None
+        shown = _read(reading)
+    if options.json:
+        print(json.dumps(plain))
+    else:
+        console.print(shown, highlight=False)
+    return 0
+
+
+@contextmanager
+def _sources(options: BenchData) -> Iterator[dict[str, Source]]:
+    """What is read, by name; photographs that were made for it are deleted afterwards."""
+    if options.data:
+        yield {options.data: open_data(options.data, validation_share=0.0).train}
+        return
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
+        root = Path(name)
+        folder = write_photographs(root / "folder", options.images)
+        places = {"folder": folder, "shards": root / "shards"}
+        splits = open_data(str(folder), validation_share=0.0)
+        pack(splits, places["shards"])
+        if importlib.util.find_spec("pyarrow") is not None:
+            places["Parquet"] = write_parquet(splits.train, root / "images.parquet")
+        yield {kind: open_data(str(place), validation_share=0.0).train for kind, place in places.items()}
+
+
+def _what(reading: Reading, options: BenchData) -> str:
+    height, width = options.image_size
+    readers = f"{options.threads or 'as many'} threads" + (
+        f" in {options.processes} processes" * bool(options.processes)
+    )
+    return (
+        f"{reading.images} images of {reading.image_bytes / 1e3:,.0f} kB to {height} x {width}, in batches of "
+        f"{options.batch_size}, {readers}"
+    )
+
+
+def _read(reading: Reading) -> Any:
+    caption = (
+        "Every round did each once, in turn; images/s is the median. The ratios are medians over rounds. grown: by how "
+        "much the process was larger after the last round than after the first."
+    )
+    table = plain_table(("", "images/s", "low..high", "to decoding alone", "to the loop", "grown"), caption)
+    for name, seconds in reading.seconds.items():
+        speed = Spread.of([reading.images / each for each in seconds])
+        ratios = [_ratio(reading.seconds.get(other, []), seconds) for other in (DECODING, LOOP)]
+        grown = f"{reading.grown[name] / 1e6:+,.0f} MB" if name in reading.grown else ""
+        table.add_row(name, f"{speed.median:,.0f}", f"{speed.low:,.0f}..{speed.high:,.0f}", *ratios, grown)
+    return table
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> str:
+    """How many times as fast as theirs ours is, by the median over rounds; nothing where theirs was not measured."""
+    ratios = [other / mine for other, mine in zip(theirs, ours, strict=False)]
+    return f"{Spread.of(ratios).median:.2f}x" if ratios else ""
+
+
+def _opened(opening: Opening) -> Any:
+    table = plain_table(("images", "opened in", "again", "memory at most"))
+    table.add_row(
+        f"{opening.images:,}", f"{opening.first_seconds:.2f} s", f"{opening.again_seconds:.2f} s",
+        f"{opening.peak_bytes / 1e6:,.0f} MB",
+    )  # fmt: skip
+    return table

@@ -1,0 +1,171 @@
+"""`vitrail data check`: what is wrong with a data set, before training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.cli.options import parse
+from vitrail.data.check import Finding, Report, check_data
+from vitrail.data.check.look import Progress
+from vitrail.data.check.page import page
+from vitrail.data.check.report import Sizes
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError, DataError
+from vitrail.files import saving
+from vitrail.plain import to_plain
+
+__all__ = ["main"]
+
+STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+MOST_CLASSES = 20
+"""Rows of the table; the page has more."""
+
+MOST_SHOWN = 3
+"""Images that are named under a finding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Look at a data set before training: images that cannot be decoded, copies (also between training and test
+    images), classes that are missing or rare, images unlike the rest; and what training will do about each.
+
+    Exit code 2 when training on it would fail.
+    """
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
+    """What vitrail train --data takes: a folder, or the name of a data set."""
+    sample: int | None = None
+    """Look at so many images only, every class with its share; by default at all."""
+    validation_share: float = 0.1
+    """Share of the training images that training would hold out where the data has no validation split; 0 for none."""
+    max_skipped: float = 0.01
+    """Share of the training images that may be undecodable before training fails."""
+    threads: int | None = None
+    """Threads that read and decode images; by default one a core."""
+    page: Path | None = Path("data-check.html")
+    """Where to write a page with pictures of what was found; None for nowhere."""
+    json: bool = False
+    """Print the report as JSON instead of tables."""
+
+
+def main(words: Sequence[str], started: float) -> int:
+    options = parse(Check, words, usage="vitrail data check", description=Check.__doc__ or "")
+    if not 0 <= options.validation_share < 1:
+        raise ConfigError(f"validation_share={options.validation_share} is not in [0, 1)")
+    if options.page is not None and not options.page.absolute().parent.is_dir():
+        raise ConfigError(f"page={str(options.page)!r} cannot be written: there is no folder {options.page.parent}")
+    console = Console(stderr=options.json)
+    splits = open_data(options.data, validation_share=options.validation_share)
+    with _progress(console) as progress:
+        report = check_data(
+            splits,
+            sample=options.sample,
+            threads=options.threads,
+            max_skipped=options.max_skipped,
+            progress=progress,
+        )
+    if options.json:
+        print(json.dumps(to_plain(report)))
+    else:
+        _show(report, console)
+    if options.page is not None:
+        with saving("the page", options.page):
+            options.page.write_text(page(report, splits, options.data), encoding="utf-8", errors="backslashreplace")
+        _say(console, f"pictures of it: {options.page}")
+    if report.errors:
+        reasons = "; ".join(finding.text for finding in report.errors)
+        raise DataError(f"training on {options.data!r} would fail: {reasons}")
+    return 0
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress | None]:
+    """A line that moves, on a terminal."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("looking at images"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(report: Report, console: Console) -> None:
+    for note in report.notes:
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console.print(_counts(report))
+    if report.sizes is not None:
+        _say(console, f"sizes    {_sizes(report.sizes)}")
+    _say(console, f"formats  {', '.join(f'{kind} ({count:,})' for kind, count in report.kinds.items()) or 'none'}")
+    if report.balance is not None:
+        balance = report.balance
+        _say(
+            console,
+            f"classes  {balance.smallest:,} to {balance.largest:,} training images, as uneven as "
+            f"{balance.effective:.1f} classes of one size\n",
+        )
+    for finding in report.findings:
+        _show_finding(finding, console)
+    if not report.findings:
+        _say(console, f"Nothing wrong found in {report.looked_at:,} images.")
+
+
+def _show_finding(finding: Finding, console: Console) -> None:
+    head = Text.assemble((finding.severity, STYLES[finding.severity]), " ", finding.text)
+    console.print(head, soft_wrap=True, highlight=False)
+    for group in finding.groups[:MOST_SHOWN]:
+        shown = " = ".join(f"{one.split}: {one.key}" for one in group[:MOST_SHOWN])
+        _say(console, f"    {shown}{f' ({group[0].detail})' if group[0].detail else ''}")
+    if len(finding.groups) > MOST_SHOWN:
+        _say(console, f"    and {len(finding.groups) - MOST_SHOWN:,} more")
+    _say(console, f"  training: {finding.training}")
+    _say(console, f"  you: {finding.advice}\n")
+
+
+def _counts(report: Report) -> Table:
+    table = Table("class", box=SIMPLE_HEAD, pad_edge=False)
+    for split in report.splits:
+        table.add_column(split.name, justify="right")
+    largest = sorted(range(len(report.classes)), key=lambda one: -report.splits[0].per_class[one])
+    for one in largest[:MOST_CLASSES]:
+        table.add_row(Text(report.classes[one]), *(f"{split.per_class[one]:,}" for split in report.splits))
+    if len(largest) > MOST_CLASSES:
+        rest = largest[MOST_CLASSES:]
+        sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
+        table.add_row(f"{len(rest):,} more", *sums)
+    if any(split.unlabelled for split in report.splits):
+        table.add_row("no label", *(f"{split.unlabelled:,}" for split in report.splits))
+    table.add_section()
+    table.add_row("images", *(f"{split.images:,}" for split in report.splits))
+    return table
+
+
+def _sizes(sizes: Sizes) -> str:
+    def named(size: tuple[int, ...]) -> str:
+        return f"{size[0]:,} x {size[1]:,}"
+
+    if sizes.different == 1:
+        return f"all {named(sizes.median)}"
+    common = ", ".join(f"{named(one)} ({one[2]:,})" for one in sizes.common)
+    return (
+        f"{named(sizes.smallest)} to {named(sizes.largest)} (width x height), median {named(sizes.median)}; "
+        f"most common: {common}"
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,114 @@
+"""`vitrail data pack`: any data set as tar shards."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vitrail.cli.options import parse
+from vitrail.data.manifest import Manifest
+from vitrail.data.pack import pack
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
+from vitrail.errors import Stopped
+from vitrail.plain import byte_count
+from vitrail.training.stop import StopRequest
+
+__all__ = ["Pack", "main"]
+
+SHOWN = 10
+"""Names of unreadable images on the screen; dataset.json has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Write a data set as tar shards in the WebDataset convention: few large files instead of many small ones. A pack
+    that was stopped goes on when the same command is given again."""
+
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
+    """Whatever can be trained on: a folder, a table, fashion-mnist, ..."""
+    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
+    """Folder for the shards: new, empty, or begun by the same command."""
+    shard_size: str = "256MB"
+    """The largest shard, like 256MB, 1GiB or 250000000."""
+    max_side: int | None = None
+    """Scale images with a longer side, in pixels, down to this one, and encode them as JPEG of quality 95. Others, and
+    all without this option, are copied byte for byte."""
+    workers: int = min(16, os.cpu_count() or 1)
+    """Threads that read and encode. The shards are the same with any number."""
+
+
+def main(words: Sequence[str], started: float) -> int:
+    options = parse(Pack, words, usage="vitrail data pack", description=Pack.__doc__ or "")
+    shard_size = byte_count(options.shard_size, "shard_size")
+    console = Console()
+    splits = open_data(options.data, validation_share=0.0)
+    for note in splits.notes:
+        console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    manifest = _pack(splits, options, shard_size, console, words)
+    _report(manifest, options, console)
+    return 0
+
+
+def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, words: Sequence[str]) -> Manifest:
+    total = sum(len(source) for source in (splits.train, splits.validation, splits.test) if source is not None)
+    bar = Progress(
+        TextColumn("packing"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        disable=not console.is_terminal,
+        expand=True,
+    )
+    with StopRequest() as request, bar:
+        task = bar.add_task("", total=total)
+        try:
+            return pack(
+                splits,
+                options.destination,
+                shard_size=shard_size,
+                max_side=options.max_side,
+                workers=options.workers,
+                progress=lambda done: bar.update(task, completed=done),
+                stop=lambda: request.requested,
+            )
+        except Stopped as stop:
+            raise Stopped(f"{stop}\nGo on with: vitrail data pack {shlex.join(words)}", stop.run) from None
+
+
+def _report(manifest: Manifest, options: Pack, console: Console) -> None:
+    unreadable: dict[str, str] = {}
+    for split, records in manifest.shards.items():
+        size = sum(record.size for record in records)
+        rescaled = sum(record.rescaled for record in records)
+        scaled = f", {rescaled:,} of them scaled down" if options.max_side else ""
+        console.print(
+            f"{split}: {manifest.samples[split]:,} images{scaled}, in {len(records):,} shards of {size / 1e6:,.1f} MB "
+            "in all",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for record in records:
+            unreadable |= record.unreadable
+    if unreadable:
+        text = f"{len(unreadable):,} of the images cannot be read and were copied as they are:"
+        lines = [f"  {key}: {reason}" for key, reason in list(unreadable.items())[:SHOWN]]
+        more = [f"  and {len(unreadable) - SHOWN:,} more, in dataset.json"] if len(unreadable) > SHOWN else []
+        console.print("\n".join([text, *lines, *more]), style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"The shards are in {options.destination}. Train on them: vitrail train --data "
+        f"{shlex.quote(str(options.destination))}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,170 @@
+"""Changes to a batch of uint8 images, each image by an amount of its own, on the device that holds them.
+
+What Pillow can do as well comes out as it does, exactly: Pillow's integer or float32 arithmetic is repeated in its
+order. No result depends on the other images of the batch, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float32, Float64, Shaped, UInt8
+from torch import Tensor
+
+__all__ = [
+    "GREY",
+    "autocontrast",
+    "blend",
+    "box_mask",
+    "brightness",
+    "by_table",
+    "contrast",
+    "equalize",
+    "fill",
+    "hue",
+    "on_device",
+    "saturation",
+    "sharpness",
+    "transform",
+]
+
+GREY = 128
+"""What fills the places that a change leaves empty."""
+
+Images = UInt8[Tensor, "n c h w"]
+
+
+def on_device(array: Shaped[np.ndarray, "*shape"], device: torch.device) -> Tensor:
+    """The array on the device; from pinned memory, where a plain copy could make the processor wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def by_table(images: Images, tables: UInt8[Tensor, "n channels 256"]) -> Images:
+    """Each value replaced by its entry in the image's table, which its channels share or have one each of."""
+    n, c, _, _ = images.shape
+    return tables.expand(n, c, 256).gather(2, images.flatten(2).long()).view(images.shape)
+
+
+def blend(low: Tensor, high: Tensor, factors: Tensor) -> Tensor:
+    """low + factors x (high - low), cut to [0, 255] and towards 0. Two steps, lest a device fuse them into one."""
+    return ((high - low) * factors).add_(low).clamp_(0, 255).to(torch.uint8)
+
+
+def brightness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
+    """Between black (0) and the image (1), and beyond, as Pillow's ImageEnhance.Brightness."""
+    values = torch.arange(256, dtype=torch.float32, device=images.device)
+    return by_table(images, blend(torch.zeros_like(values), values, factors[:, None, None]))
+
+
+def contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
+    """Between its mean grey (0) and the image (1), and beyond, as Pillow's ImageEnhance.Contrast."""
+    grey = _grey(images)
+    pixels = grey[0].numel()
+    mean = (2 * grey.sum(dim=(1, 2, 3), dtype=torch.int64) + pixels).div(2 * pixels, rounding_mode="floor")
+    values = torch.arange(256, dtype=torch.float32, device=images.device)
+    return by_table(images, blend(mean.float()[:, None, None], values, factors[:, None, None]))
+
+
+def saturation(images: Images, factors: Float32[Tensor, " n"]) -> Images:
+    """Between its grey (0) and the image (1), and beyond, as Pillow's ImageEnhance.Color; grey images stay."""
+    if images.shape[1] == 1:
+        return images
+    return blend(_grey(images).float(), images.float(), factors[:, None, None, None])
+
+
+def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
+    """Between smoothed (0) and the image (1), and beyond, as Pillow's ImageEnhance.Sharpness: the border stays."""
+    if min(images.shape[2:]) < 3:
+        return images
+    values = images.short()
+    rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
+    total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * values[:, :, 1:-1, 1:-1]
+    smooth = (2 * total + 13).float().div_(26).floor_()  # the weights are 1 and 5 in the middle: 13 in all
+    sharp = images.clone()
+    sharp[:, :, 1:-1, 1:-1] = blend(smooth, images[:, :, 1:-1, 1:-1].float(), factors[:, None, None, None])
+    return sharp
+
+
+def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
+    """Turns the hue by a part of the colour circle, -1/2 to 1/2, in float32; grey images stay."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = (images / 255).unbind(1)
+    most, least = images.amax(1) / 255, images.amin(1) / 255
+    spread = most - least
+    span = torch.where(spread > 0, spread, 1)
+    sixth = torch.where(
+        most == red,
+        (green - blue) / span,
+        torch.where(most == green, (blue - red) / span + 2, (red - green) / span + 4),
+    )
+    sixth = sixth + 6 * turns[:, None, None]  # from -4 to 8
+    channels = []
+    for start in (5, 3, 1):
+        at = sixth + start
+        at = at - 6 * (at / 6).floor()
+        channels.append(most - spread * torch.minimum(at, 4 - at).clamp(0, 1))
+    return (torch.stack(channels, 1) * 255).round_().to(torch.uint8)
+
+
+def autocontrast(images: Images) -> Images:
+    """Each channel stretched to 0 to 255, as Pillow's ImageOps.autocontrast."""
+    flat = images.flatten(2)
+    least, most = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
+    # A number divided by a tensor would be the number times the inverse, which Pillow rounds otherwise.
+    scale = torch.where(most > least, torch.full_like(most, 255) / (most - least), 1)
+    offset = torch.where(most > least, -least * scale, 0)
+    values = torch.arange(256, dtype=torch.float64, device=images.device)
+    return by_table(images, (values * scale).add_(offset).clamp_(0, 255).to(torch.uint8))
+
+
+def equalize(images: Images) -> Images:
+    """Each channel's values spread so that all are about equally frequent, as Pillow's ImageOps.equalize."""
+    values = images.flatten(2).long()
+    counts = torch.zeros(*values.shape[:2], 256, dtype=torch.int64, device=images.device)
+    counts.scatter_add_(2, values, torch.ones_like(values))
+    below = counts.cumsum(2) - counts
+    step = below.gather(2, values.amax(2, keepdim=True)).div(255, rounding_mode="floor")
+    spread = (step.div(2, rounding_mode="floor") + below).div(step.clamp(min=1), rounding_mode="floor").clamp_(max=255)
+    same = torch.arange(256, device=images.device)
+    return by_table(images, torch.where(step > 0, spread, same).to(torch.uint8))
+
+
+def transform(images: Images, matrices: Float64[np.ndarray, "n 6"]) -> Images:
+    """Pixel (x, y) comes from (a x + b y + c, d x + e y + f), the nearest, or is grey where that lies outside.
+
+    As Pillow's Image.transform (AFFINE, NEAREST): pixels are looked up at their middle, in units of 2^-16 pixels.
+    """
+    _, channels, height, width = images.shape
+    middle = matrices[:, [2, 5]] + 0.5 * (matrices[:, [0, 3]] + matrices[:, [1, 4]])
+    across, along = np.floor(matrices[:, [0, 3]] * 65536 + 0.5), np.floor(matrices[:, [1, 4]] * 65536 + 0.5)
+    start = np.floor(middle * 65536 + 0.5)
+    numbers = on_device(np.stack([across, along, start]).astype(np.int64), images.device)[..., None, None]
+    x = torch.arange(width, device=images.device)
+    y = torch.arange(height, device=images.device)[:, None]
+    column, row = ((numbers[2] + y * numbers[1] + x * numbers[0]) >> 16).unbind(1)  # each n h w
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    source = (row * width + column).masked_fill_(~inside, 0).flatten(1)[:, None]
+    moved = images.flatten(2).gather(2, source.expand(-1, channels, -1)).view(images.shape)
+    return moved.masked_fill_(~inside[:, None], GREY)
+
+
+def box_mask(
+    rows: Bool[np.ndarray, "n h"], columns: Bool[np.ndarray, "n w"], device: torch.device
+) -> Bool[Tensor, "n 1 h w"]:
+    """True where both the row and the column are."""
+    return on_device(rows, device)[:, None, :, None] & on_device(columns, device)[:, None, None, :]
+
+
+def fill(images: Images, rows: Bool[np.ndarray, "n h"], columns: Bool[np.ndarray, "n w"]) -> Images:
+    """The images with a box turned grey, given by its rows and its columns."""
+    return images.masked_fill(box_mask(rows, columns, images.device), GREY)
+
+
+def _grey(images: Images) -> UInt8[Tensor, "n 1 h w"]:
+    """ITU-R 601-2 luma in 16-bit fixed point, as Pillow converts RGB to L."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.int().tensor_split(3, dim=1)
+    return ((19595 * red).add_(38470 * green).add_(7471 * blue).add_(32768) >> 16).to(torch.uint8)

@@ -1,0 +1,42 @@
+"""What a file is by its first bytes, so that a message can name what cannot be decoded."""
+
+from __future__ import annotations
+
+__all__ = ["format_of"]
+
+SIGNATURES = (
+    (0, b"\xff\xd8\xff", "JPEG"),
+    (0, b"\x89PNG\r\n\x1a\n", "PNG"),
+    (0, b"GIF8", "GIF"),
+    (0, b"BM", "BMP"),
+    (0, b"II*\0", "TIFF"),
+    (0, b"MM\0*", "TIFF"),
+    (8, b"WEBP", "WEBP"),
+    (4, b"ftypavi", "AVIF"),
+    (4, b"ftyphe", "HEIC"),
+    (4, b"ftypmif1", "HEIC or AVIF"),
+    (4, b"ftyp", "a video"),
+    (0, b"\xff\x0a", "JPEG XL"),
+    (0, b"\0\0\0\x0cJXL ", "JPEG XL"),
+    (0, b"\0\0\0\x0cjP  ", "JPEG 2000"),
+    (0, b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (0, b"8BPS", "a Photoshop file"),
+    (0, b"%PDF", "PDF"),
+    (0, b"%!PS", "PostScript"),
+    (0, b"PK\x03\x04", "a ZIP archive"),
+    (0, b"\x1f\x8b", "a gzip file"),
+    (0, b"version https://git-lfs", "a pointer of Git LFS, whose file was not fetched"),
+)
+"""Where a mark stands, the mark, and the name of the format."""
+
+MARKUP = ((b"<svg", "SVG"), (b"<html", "an HTML page"), (b"<!doctype html", "an HTML page"), (b"<?xml", "XML"))
+"""Likewise for text, lower case, anywhere in the first bytes; the first that is found counts."""
+
+
+def format_of(data: bytes) -> str:
+    """The name of the format, those of `FORMATS` as Pillow spells them; empty where it is unknown."""
+    for place, mark, name in SIGNATURES:
+        if data.startswith(mark, place):
+            return name
+    text = data[:1000].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    return next((name for mark, name in MARKUP if text.startswith(b"<") and mark in text), "")

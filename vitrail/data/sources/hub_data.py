@@ -1,0 +1,322 @@
+"""Data sets on the Hugging Face hub, by name: `hf:org/name`. Their Parquet files are fetched into the client's cache.
+
+A repository says in its README (or in the names of its folders) which files belong to which configuration and split.
+One without Parquet files is read as the hub itself has converted it, from the revision refs/convert/parquet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vitrail.data.sources.parquet import SUFFIX, ParquetFile, cache_folder, identity_of, open_files, split_choice
+from vitrail.data.splits import SPLITS, Split, Splits, split_of
+from vitrail.errors import DataError, SaveError, nearest
+from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
+
+__all__ = ["PREFIX", "open_hub_data"]
+
+PREFIX = "hf:"
+CONVERTED = "refs/convert/parquet"
+README = "README.md"
+SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?", re.S)
+"""What `datasets` calls the files of a split; older versions put a hash behind."""
+ATTEMPTS = 3
+"""Times that each file is asked for, beside those within the client; pauses of 1 and 2 seconds between them."""
+CONNECTIONS = 4
+
+Configurations = dict[str, dict[str, list[str]]]
+"""By configuration and split, as the repository calls them, the files."""
+
+
+class _Listing(NamedTuple):
+    """What a repository holds."""
+
+    repository: Repository
+    commit: str
+    names: list[str]
+    why: str
+    """Why the hub cannot be asked, so that all must come from the cache; "" where it can."""
+
+
+def open_hub_data(spec: str, classes: tuple[str, ...] | None) -> Splits:
+    """Opens `hf:ORG/NAME[@REVISION][:CONFIG][?image=COLUMN&label=COLUMN]`, fetching what is not in the cache.
+
+    Without a network, or in offline mode, what an earlier call fetched is used. Raises `DataError` where there is no
+    such repository, revision or configuration, access is refused, it has no Parquet files, or the hub cannot be reached
+    and the cache does not hold all of the data; `SaveError` where the disk is full or cannot be written.
+    """
+    text, choice = split_choice(spec)
+    name, colon, config = text.removeprefix(PREFIX).partition(":")
+    repository = parse("dataset", spec, name)
+    if repository is None or (colon and not config):
+        raise DataError(
+            f"data {spec!r} is not a name on the hub, which has the form hf:org/name, hf:org/name@revision or "
+            "hf:org/name:configuration"
+        )
+    found = _listing(repository)
+    configurations, preferred = _configurations(found)
+    if not configurations:
+        if repository.revision != "main":
+            raise DataError(f"data {spec!r} has no files of {SUFFIX}; its files are {_few(found.names)}")
+        _keep(found)
+        found = _converted(found)
+        configurations, preferred = _by_folder(found.names), None
+        if not configurations:
+            raise DataError(f"data {spec!r} has no files of {SUFFIX}, as the hub has converted it either")
+    splits, notes = _splits(spec, configurations[_chosen(spec, configurations, config, preferred)])
+    paths = _files(found, [name for names in splits.values() for name in names])
+    _keep(found)
+    if not found.why:
+        keep_branch(found.repository, found.commit, next(iter(paths)))
+    files = {
+        split: [ParquetFile(name, paths[name], _identity(paths[name])) for name in names]
+        for split, names in splits.items()
+    }
+    return open_files(f"data {spec!r}", files, choice, classes, notes)
+
+
+# --- what there is
+
+
+def _listing(repository: Repository) -> _Listing:
+    """From the hub; or else as it was kept when the files were fetched, or what of the repository is in the cache."""
+    answer = listing(repository)
+    if not isinstance(answer, str):
+        commit, names = answer
+        return _Listing(repository, commit, sorted(names), "")
+    try:
+        kept = json.loads(_kept(repository).read_text(encoding="utf-8"))
+        return _Listing(repository, kept["commit"], kept["names"], answer)
+    except (OSError, ValueError, KeyError, TypeError):  # another program fetched it, or none
+        folder = cached_folder(repository, answer)
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    _check_shards(repository, names, answer)
+    return _Listing(repository, folder.name, names, answer)
+
+
+def _keep(found: _Listing) -> None:
+    """For use offline, once what is needed is in the cache. A list of an earlier commit makes way."""
+    if found.why:
+        return
+    place = _kept(found.repository)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # another process may be writing the same
+            partial = Path(folder) / place.name
+            partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
+            partial.replace(place)
+    except OSError as error:
+        raise SaveError(f"{found.repository.title}: its list of files cannot be kept in {place}: {error}") from error
+
+
+def _kept(repository: Repository) -> Path:
+    asked = f"{client().constants.ENDPOINT} {repository.name} {repository.revision}"
+    return cache_folder() / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
+
+
+def _converted(original: _Listing) -> _Listing:
+    """The repository as the hub has converted it."""
+    try:
+        return _listing(original.repository._replace(revision=CONVERTED))
+    except DataError as error:
+        raise DataError(
+            f"{original.repository.title} has no files of {SUFFIX} ({_few(original.names)}), and the hub's own "
+            f"conversion cannot be had: {error}"
+        ) from None
+
+
+def _check_shards(repository: Repository, names: Iterable[str], why: str) -> None:
+    """Files that are counted in their names must all be there."""
+    for name in names:
+        match = SHARD.fullmatch(Path(name).name.removesuffix(SUFFIX))
+        if match is None or not name.endswith(SUFFIX):
+            continue
+        number, count = len(match["number"]), int(match["count"])
+        stem = f"{name[: name.rfind('/') + 1]}{match['split']}-"
+        held = {other for other in names if other.startswith(stem) and f"-of-{match['count']}" in other}
+        if len(held) != count:
+            lacking = next(i for i in range(count) if not any(h.startswith(f"{stem}{i:0{number}}-of-") for h in held))
+            raise DataError(
+                f"{repository.title} is not whole in the cache, and {why}: {len(held)} of {count} files of {stem}* are "
+                f"there; the first that is not has number {lacking}"
+            )
+
+
+def _files(found: _Listing, names: Sequence[str]) -> dict[str, Path]:
+    """The path of each file, fetched unless it is there."""
+    if found.why:
+        folder = cached_folder(found.repository._replace(revision=found.commit), found.why)
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise DataError(
+                f"{found.repository.title} is not whole in the cache, and {found.why}: {folder} lacks {_few(missing)}"
+            )
+        return {name: folder / name for name in names}
+    with ThreadPoolExecutor(CONNECTIONS) as threads:
+        paths = threads.map(lambda name: fetch(found.repository, found.commit, name, attempts=ATTEMPTS), names)
+        return dict(zip(names, paths, strict=True))
+
+
+def _identity(path: Path) -> str:
+    """The client's cache keeps a file under its hash, save on disks without links."""
+    target = path.resolve()
+    return f"hub {target.name}" if target.parent.name == "blobs" else identity_of(path)
+
+
+# --- which of it is meant
+
+
+def _configurations(found: _Listing) -> tuple[Configurations, str | None]:
+    """By the README where it says so, else by the names of folders; and the one that the README calls the default."""
+    if not any(name.endswith(SUFFIX) for name in found.names):
+        return {}, None
+    stated: list[dict[str, Any]] = []
+    if README in found.names:
+        stated = _stated(_files(found, [README])[README])
+    if not stated:
+        return _by_folder(found.names), None
+    result: Configurations = {}
+    for entry in stated:
+        splits = _matched(entry, [name for name in found.names if name.endswith(SUFFIX)])
+        if splits:
+            result[str(entry["config_name"])] = splits
+    preferred = next((str(entry["config_name"]) for entry in stated if entry.get("default") is True), None)
+    return result, preferred if preferred in result else None
+
+
+def _stated(readme: Path) -> list[dict[str, Any]]:
+    """The field `configs` in the YAML at the top of a README; nothing where that cannot be read."""
+    text = readme.read_text(encoding="utf-8", errors="replace")
+    match = re.match(r"\s*---[ \t]*\r?\n(.*?\n)---", text, re.S)
+    yaml = importlib.import_module("yaml")  # which huggingface_hub brings
+    try:
+        card = yaml.safe_load(match[1]) if match else None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return []
+    configs = card.get("configs") if isinstance(card, dict) else None
+    return [
+        entry
+        for entry in (configs if isinstance(configs, list) else ())
+        if isinstance(entry, dict) and "config_name" in entry
+    ]
+
+
+def _matched(entry: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
+    """The files of each split of one configuration in a README: of patterns, of a folder, or else all."""
+    folder = str(entry.get("data_dir") or "").strip("./")
+    within = [name for name in names if not folder or name.startswith(f"{folder}/")]
+    stated = entry.get("data_files")
+    if stated is None:
+        return _by_name(within)
+    if isinstance(stated, dict):
+        stated = [{"split": split, "path": path} for split, path in stated.items()]
+    stated = stated if isinstance(stated, list) else [stated]
+    if any(not isinstance(part, dict) for part in stated):
+        stated = [{"split": "train", "path": [part for part in stated if isinstance(part, str)]}]
+    result: dict[str, list[str]] = {}
+    for part in stated:
+        paths = part.get("path")
+        patterns = [_pattern(f"{folder}/{path}" if folder else str(path)) for path in _listed(paths)]
+        if matching := [name for name in within if any(pattern.fullmatch(name) for pattern in patterns)]:
+            result.setdefault(str(part.get("split", "train")), []).extend(matching)
+    return result
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    """A path with * (within a folder), ** (through folders), ? and [abc] as a regular expression."""
+    translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/\\]+\])", glob.removeprefix("./"))
+    return re.compile(
+        "".join(
+            translated.get(part) or (part if part[:1] == "[" and part[-1:] == "]" else re.escape(part))
+            for part in parts
+        ),
+        re.S,
+    )
+
+
+def _by_folder(names: Iterable[str]) -> Configurations:
+    """Folders with splits in them are configurations: `plain/train/0000.parquet`, but not `data/train-0.parquet`."""
+    result: dict[str, list[str]] = {}
+    for name in names:
+        if not name.endswith(SUFFIX):
+            continue
+        folder, _, rest = name.partition("/")
+        is_own = rest and folder != "data" and split_of(folder) is None and split_of(_whole(rest)) is not None
+        result.setdefault(folder if is_own else "default", []).append(name)
+    return {config: _by_name(files) for config, files in result.items()}
+
+
+def _whole(path: str) -> str:
+    """A path without the word by which the hub marks that it converted the first 5 GB of a split only."""
+    return re.sub(r"(^|/)partial-", r"\1", path)
+
+
+def _by_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """Files by the split that their names or folders give; "" for none."""
+    result: dict[str, list[str]] = {}
+    for name in names:
+        match = SHARD.fullmatch(Path(name).name.removesuffix(SUFFIX))
+        split = match["split"] if match else split_of(_whole(name)) or ""
+        result.setdefault(split, []).append(name)
+    return result
+
+
+def _chosen(spec: str, configurations: Configurations, wanted: str, preferred: str | None) -> str:
+    names = list(configurations)
+    if wanted:
+        if wanted not in configurations:
+            raise DataError(f"data {spec!r} has no configuration {wanted!r}; {nearest(wanted, names)}")
+        return wanted
+    if len(names) == 1:
+        return names[0]
+    if preferred is not None or "default" in configurations:
+        return preferred or "default"
+    example = spec.partition("?")[0]
+    raise DataError(
+        f"data {spec!r} has several configurations, {', '.join(names)}: choose one by putting its name behind a colon, "
+        f"like {example}:{names[0]}"
+    )
+
+
+def _splits(spec: str, found: Mapping[str, list[str]]) -> tuple[dict[Split, list[str]], list[str]]:
+    """Our splits of a configuration's, and notes on what is left out. One split alone is there to train on."""
+    result: dict[Split, list[str]] = {}
+    taken: set[str] = set()
+    for split, words in SPLITS.items():
+        exact = [name for name in found if name.lower() in words]
+        alike = exact or [name for name in found if split_of(name) == split]
+        if len(alike) > 1:
+            raise DataError(f"data {spec!r} has {' and '.join(alike)}: which is the {split} split?")
+        if alike:
+            result[split] = sorted(set(found[alike[0]]))
+            taken.add(alike[0])
+    if not result and len(found) == 1:
+        return {"train": sorted(next(iter(found.values())))}, _partial(spec, found)
+    if "train" not in result:
+        raise DataError(f"data {spec!r} has the splits {', '.join(found)} but no train to learn from")
+    left_out = [name or "files of no split" for name in found if name not in taken]
+    notes = [f"data {spec!r}: {', '.join(left_out)} left out, being none of train, val, test"] if left_out else []
+    return result, notes + _partial(spec, {name: found[name] for name in taken})
+
+
+def _partial(spec: str, found: Mapping[str, list[str]]) -> list[str]:
+    partial = [split or "data" for split, names in found.items() if any(_whole(name) != name for name in names)]
+    if not partial:
+        return []
+    return [f"data {spec!r}: of {', '.join(partial)} the hub has converted only the first part"]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"

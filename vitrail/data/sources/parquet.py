@@ -1,0 +1,288 @@
+"""Parquet files of images, in Hugging Face's convention: a struct of bytes and path, and a label that is a number.
+
+Parquet is read a row group at a time, so a shuffled order would unpack everything again for each image. The first use
+therefore lays the images of each file out one after the other, once, under `$VITRAIL_DATA` or ~/.cache/vitrail; that
+takes as much disk as the images. Labels are read from the Parquet file each time, which takes little.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl
+
+from vitrail.data.decode import SUFFIXES
+from vitrail.data.source import Label, Sample
+from vitrail.data.sources.blob import Blob, open_blob, write_blob
+from vitrail.data.sources.label_column import LabelColumn, join, number
+from vitrail.data.sources.parquet_columns import ParquetColumns
+from vitrail.data.splits import Split, Splits, by_split, split_of
+from vitrail.errors import DataError, SaveError
+
+__all__ = [
+    "Choice",
+    "ParquetFile",
+    "ParquetSource",
+    "cache_folder",
+    "identity_of",
+    "looks_like_parquet",
+    "open_files",
+    "open_parquet",
+    "split_choice",
+]
+
+SUFFIX = ".parquet"
+
+
+class Choice(NamedTuple):
+    """Columns that the user chose, as `?image=COLUMN&label=COLUMN` behind a name."""
+
+    image: str | None = None
+    label: str | None = None
+
+
+class ParquetFile(NamedTuple):
+    """One file of a split."""
+
+    name: str
+    """Relative, the same on every machine; keys begin with it."""
+    path: Path
+    identity: str
+    """Tells this content from all others: what is laid out for one is found again by it."""
+
+
+class ParquetSource:
+    """The rows of some Parquet files, in order. Keys are a file's name and the row: `train/0000.parquet:17`.
+
+    A row without an image has 0 bytes, which nothing can decode. Memory: 12 bytes a row.
+    """
+
+    def __init__(
+        self, names: Sequence[str], blobs: Sequence[Blob], labels: LabelColumn | None, classes: tuple[str, ...]
+    ) -> None:
+        self.classes = classes
+        self._names = tuple(names)
+        self._blobs = tuple(blobs)
+        self._labels = labels
+        self._firsts = [0, *accumulate(len(blob) for blob in blobs)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        file, row = self._place(index)
+        return Sample(f"{self._names[file]}:{row}", self._blobs[file][row], self.label(index))
+
+    def key(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{self._names[file]}:{row}"
+
+    def label(self, index: int) -> Label:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return None if self._labels is None else self._labels[index]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The file and its row."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        file = bisect.bisect_right(self._firsts, index) - 1
+        return file, index - self._firsts[file]
+
+
+def looks_like_parquet(path: Path) -> bool:
+    """Whether this is a Parquet file by its name, or a folder that has one, two folders down at most."""
+    place = Path(_location(str(path)))
+    return place.suffix.lower() == SUFFIX or (place.is_dir() and _has_parquet(place, 2, is_root=True))
+
+
+def open_parquet(location: Path, classes: tuple[str, ...] | None) -> Splits:
+    """Opens a Parquet file, or a folder of them whose names or folders say which split they are of.
+
+    `?image=COLUMN&label=COLUMN` behind the path chooses columns. Where images are not laid out for random access yet,
+    that is done and said in a note. Raises `DataError`, and `SaveError` where the disk is too small for that.
+    """
+    text, choice = split_choice(str(location))
+    root = Path(text)
+    if root.is_dir():
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob(f"*{SUFFIX}") if path.is_file())
+        names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+        folders = {name.split("/")[0] for name in names if "/" in name and split_of(name.partition("/")[2])}
+        several = sorted(folder for folder in folders if split_of(folder) is None)
+        if len(several) > 1:
+            raise DataError(
+                f"{root} has several data sets in its folders {', '.join(several)}; open one of them, like "
+                f"{root / several[0]}"
+            )
+    elif root.is_file():
+        names, root = [root.name], root.parent
+    else:
+        raise DataError(f"there is no file or folder {root}")
+    if not names:
+        raise DataError(f"{root} has no files of {SUFFIX} in it")
+    single = len(names) == 1 and Path(text).is_file()  # which may be called after any split, and is all there is
+    splits: dict[Split, list[str]] = {"train": names} if single else by_split(str(root), names)
+    files = {
+        split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
+        for split, some in splits.items()
+    }
+    return open_files(text, files, choice, classes)
+
+
+def split_choice(text: str) -> tuple[str, Choice]:
+    """A name without what chooses columns behind it, and that. What exists under the whole name has none behind it.
+
+    Raises `DataError` where what is behind the ? is something else.
+    """
+    location = _location(text)
+    if location == text:
+        return text, Choice()
+    query = text[len(location) + 1 :]
+    chosen: dict[str, str] = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = next((name for name in chosen if name not in Choice._fields), None)
+    if unknown is not None or not chosen or not all(chosen.values()):
+        raise DataError(
+            f"{text!r} ends in ?{query}, which chooses no column; write ?image=COLUMN, ?label=COLUMN, or both with & "
+            "between them"
+        )
+    return location, Choice(**chosen)
+
+
+def _location(text: str) -> str:
+    return text if "?" not in text or os.path.lexists(text) else text.rpartition("?")[0]
+
+
+def open_files(
+    title: str,
+    files: Mapping[Split, Sequence[ParquetFile]],
+    choice: Choice,
+    classes: tuple[str, ...] | None,
+    notes: Iterable[str] = (),
+) -> Splits:
+    """Makes the splits from their files. `title` names the data in messages. Raises as `open_parquet` does."""
+    opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
+    if not sum(file.rows for file in opened["train"]):
+        raise DataError(f"{title} has no rows to learn from: its training split is empty")
+    image, label = _columns(opened, choice)
+    notes = list(notes)
+    kept = dict(opened)
+    labels: dict[Split, LabelColumn] = {}
+    for split, some in opened.items():
+        if label is not None and label in some[0].types:
+            labels[split] = join([str(file.path) for file in some], [file.labels(label) for file in some])
+        rows = sum(file.rows for file in some)
+        if split != "train" and (rows == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
+            reason = "none of its images has a label" if rows else "it is empty"
+            notes.append(f"{title}: the {split} split is left out, because {reason}")
+            del kept[split]
+            labels.pop(split, None)
+    if label is None:
+        notes.append(
+            f"{title} has no column of labels, so its images have none; if one of {opened['train'][0].described} is "
+            "meant, put ?label= and its name behind the data's name"
+        )
+        names = classes or ()
+    else:
+        names, labels = number(title, labels, classes)
+    blobs, said = _lay_out(
+        title, [pair for split, some in kept.items() for pair in zip(files[split], some, strict=True)], image
+    )
+    sources = {
+        split: ParquetSource(
+            [file.name for file in files[split]], [blobs[file] for file in files[split]], labels.get(split), names
+        )
+        for split in kept
+    }
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *said))
+
+
+def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -> tuple[str, str | None]:
+    """The columns of images and labels, by the first file to train on; the others must have them too, save that the
+    labels of a whole split can be missing."""
+    first = opened["train"][0]
+    image = first.image_column(choice.image)
+    label = first.label_column(choice.label)
+    for some in opened.values():
+        for file in some:
+            file.image_column(image)
+            if label is not None and (label in file.types) != (label in some[0].types):
+                raise DataError(f"{some[0].path} and {file.path}: only one of the two has the column {label!r}")
+    return image, label
+
+
+def identity_of(path: Path) -> str:
+    """Of a file that may be changed: its place, size and time."""
+    status = path.stat()
+    return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+
+
+def cache_folder() -> Path:
+    """Where images are laid out, which may not exist yet."""
+    return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / "parquet"
+
+
+def _lay_out(
+    title: str, files: Sequence[tuple[ParquetFile, ParquetColumns]], column: str
+) -> tuple[dict[ParquetFile, Blob], tuple[str, ...]]:
+    """The images of each file for random access, written where they are not yet, and a note if any was."""
+    folder = cache_folder()
+    places = {file: folder / _blob_name(file, column) for file, _ in files}
+    blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
+    missing = [(file, columns) for file, columns in files if file not in blobs]
+    if not missing:
+        return blobs, ()
+    needed = sum(columns.image_bytes(column) for _, columns in missing)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise SaveError(
+            f"{title}: its images are laid out for random access in {folder}, which takes {_size(needed)}, and "
+            f"{_size(free)} are free there; set VITRAIL_DATA to a folder on a larger disk"
+        )
+    written = 0
+    for file, columns in missing:
+        blobs[file] = write_blob(places[file], columns.images(column))
+        written += int(blobs[file].offsets[-1])
+    for file, columns in missing:
+        if len(blobs[file]) != columns.rows:
+            raise DataError(f"{file.path} changed while it was read; try again")
+    note = (
+        f"{title}: its images were laid out for random access, once, in {folder}, which takes {_size(written)}; what "
+        "is deleted there is made again when it is needed"
+    )
+    return blobs, (note,)
+
+
+def _blob_name(file: ParquetFile, column: str) -> str:
+    digest = hashlib.sha256(f"{file.identity}\0{column}".encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{Path(file.name).stem[:80]}-{digest[:24]}.images"
+
+
+def _has_parquet(folder: Path, depth: int, *, is_root: bool) -> bool:
+    """A folder of images is left at the first one, for it may hold a million."""
+    subfolders = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                suffix = Path(entry.name).suffix.lower()
+                if entry.name.startswith("."):
+                    continue
+                if suffix == SUFFIX:
+                    return True
+                if suffix in SUFFIXES and not is_root:
+                    return False
+                if depth and entry.is_dir():
+                    subfolders.append(Path(entry.path))
+    except OSError:
+        return False
+    return any(_has_parquet(subfolder, depth - 1, is_root=False) for subfolder in subfolders)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.2f} MB"

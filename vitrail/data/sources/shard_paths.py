@@ -1,0 +1,189 @@
+"""Which tar shards a location means, by split: a file, a folder, a brace pattern or a glob, here or behind a URL."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitrail.data import manifest, remote
+from vitrail.data.splits import SPLITS, Split, by_split, split_of
+from vitrail.errors import DataError
+
+__all__ = ["Located", "locate", "looks_like_shards"]
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+"""The latter are recognised so that they can be refused with a reason."""
+
+OTHER_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+BRACES = re.compile(r"\{([^{}]*)\}")
+RANGE = re.compile(r"(\d+)\.\.(\d+)")
+MOST = 1_000_000
+
+
+@dataclass(frozen=True)
+class Located:
+    """Shards by split, as paths or URLs, in order."""
+
+    shards: dict[Split, list[str]]
+    classes: tuple[str, ...] | None
+    """As a file beside the shards names them."""
+    sizes: dict[str, int]
+    """In bytes, by path, where a file beside the shards says them."""
+
+
+def looks_like_shards(location: str) -> bool:
+    """Whether `open_shards` is the one to open what a user typed: a .tar or a pattern of them, a folder of them, or a
+    URL, unless it is one of a table.
+
+    A folder counts if it has packed shards, .tar files in or named after train, val or test, or .tar files and no
+    subfolders.
+    """
+    bare = location.partition("?")[0] if remote.is_remote(location) else location
+    if bare.endswith(SUFFIXES) or (_is_pattern(bare) and ".tar" in bare):
+        return True
+    if remote.is_remote(location):
+        return not bare.endswith(OTHER_SUFFIXES)
+    root = Path(location).expanduser()
+    if not root.is_dir():
+        return False
+    if (root / manifest.FILE).is_file() or (root / manifest.UNFINISHED).is_file():
+        return True
+    found = _in_folder(root)
+    if any(split_of(path) is not None for path in found):
+        return True
+    return bool(found) and not any(entry.is_dir() for entry in root.iterdir() if not entry.name.startswith("."))
+
+
+def locate(location: str) -> Located:
+    """The shards that a location means. Raises `DataError`."""
+    if not remote.is_remote(location):
+        location = str(Path(location).expanduser())
+    if _is_pattern(location) and not Path(location).exists():  # a file may have brackets in its name
+        return _pattern(location)
+    if location.partition("?")[0].endswith(SUFFIXES) and not Path(location).is_dir():
+        folder, slash, _ = location.rpartition("/")
+        return _located({"train": [location]}, folder + slash)
+    return _folder(location)
+
+
+def _is_pattern(location: str) -> bool:
+    # A question mark in a URL begins its query.
+    return re.search(r"[*{]" if remote.is_remote(location) else r"[*{?[]", location) is not None
+
+
+def _pattern(location: str) -> Located:
+    """Files by a pattern. Where the names of all are of one split, they are what there is to work with."""
+    folder, slash, _ = re.split(r"[*{]" if remote.is_remote(location) else r"[*{?[]", location)[0].rpartition("/")
+    base = folder + slash
+    found: list[str] = []
+    for pattern in _expand(location.removeprefix(base)):
+        if not _is_pattern(f"{base}{pattern}"):
+            found.append(pattern)
+            continue
+        if remote.is_remote(location):
+            matches = remote.glob(folder, pattern)
+        else:
+            matches = glob.glob(pattern, root_dir=base or None)  # noqa: PTH207 (Path.glob keeps no relative paths)
+        found += [match for match in matches if match.endswith(SUFFIXES)]
+    found = list(dict.fromkeys(found))
+    if not found:
+        raise DataError(f"data {location!r}: there is no such file")
+    if missing := [path for path in found if not remote.is_remote(base) and not Path(base + path).exists()]:
+        raise DataError(
+            f"data {location!r}: {len(missing):,} of {len(found):,} shards are missing, like {base + missing[0]}"
+        )
+    if len({split_of(path) for path in found}) == 1:
+        return _located({"train": [base + path for path in sorted(found)]}, base)
+    named = by_split(location, found)
+    return _located({split: [base + path for path in paths] for split, paths in named.items()}, base)
+
+
+def _expand(pattern: str) -> list[str]:
+    """All strings that a pattern with {000..012} or {train,val} stands for, as a shell would have them."""
+    pieces = BRACES.split(pattern)
+    choices: list[list[str]] = []
+    for number, piece in enumerate(pieces):
+        bounds = RANGE.fullmatch(piece) if number % 2 else None
+        if bounds is not None:
+            first, last = int(bounds[1]), int(bounds[2])
+            if not first <= last < first + MOST:
+                raise DataError(f"{{{piece}}} in {pattern!r} is not a range from a number to a larger one")
+            width = len(bounds[1]) if bounds[1].startswith("0") else 0
+            choices.append([str(value).zfill(width) for value in range(first, last + 1)])
+        else:
+            choices.append(piece.split(",") if number % 2 else [piece])
+    if math.prod(map(len, choices)) > MOST:
+        raise DataError(f"{pattern!r} stands for more than {MOST:,} shards")
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def _folder(location: str) -> Located:
+    base = location.rstrip("/") + "/"
+    if (packed := _manifest(base)) is not None:
+        return _located(
+            {
+                split: [base + record.name for record in packed.shards[split]]
+                for split in SPLITS
+                if split in packed.shards
+            },
+            base,
+        )
+    if _file(base + manifest.UNFINISHED) is not None:
+        raise DataError(f"{location} is not packed to the end; go on with: vitrail data pack SPEC {location}")
+    if remote.is_remote(base):
+        found = [path for path in remote.list_files(base) if _is_shard(path)]
+    else:
+        found = _in_folder(Path(base))
+    if not found:
+        raise DataError(f"{location} has no shards: no .tar files in it, nor in train/, val/ or test/ in it")
+    named = by_split(location, found)
+    return _located({split: [base + path for path in paths] for split, paths in named.items()}, base)
+
+
+def _in_folder(root: Path) -> list[str]:
+    paths = (path.relative_to(root).as_posix() for depth in ("*", "*/*") for path in root.glob(depth))
+    return sorted(path for path in paths if _is_shard(path))
+
+
+def _is_shard(path: str) -> bool:
+    """Whether a path in a folder is a tar that lies flat in it, or in a folder of a split."""
+    folder, _, name = path.rpartition("/")
+    return name.endswith(SUFFIXES) and not name.startswith(".") and (not folder or split_of(folder) is not None)
+
+
+def _located(shards: dict[Split, list[str]], base: str) -> Located:
+    """With what dataset.json or classes.json in the shards' folder says of them."""
+    if (packed := _manifest(base)) is not None:
+        records = (record for records in packed.shards.values() for record in records)
+        return Located(shards, packed.classes, {base + record.name: record.size for record in records})
+    if (data := _file(f"{base}classes.json")) is None:
+        return Located(shards, None, {})
+    try:
+        names = json.loads(data)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise DataError(f"{base}classes.json is not a list of names, each of them once")
+    return Located(shards, tuple(names), {})
+
+
+def _manifest(base: str) -> manifest.Manifest | None:
+    data = _file(base + manifest.FILE)
+    return None if data is None else manifest.parse(base + manifest.FILE, data)
+
+
+def _file(path: str) -> bytes | None:
+    """The bytes of a small file, or None where there is none."""
+    try:
+        return remote.read_all(path) if remote.is_remote(path) else Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if remote.is_remote(path) and isinstance(error, PermissionError):
+            return None  # which is how some servers call a file that is not there
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error

@@ -1,0 +1,154 @@
+"""What a tar holds and where, from its headers alone (POSIX ustar and pax, and GNU's long names)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from vitrail.errors import DataError
+
+__all__ = ["BLOCK", "Member", "Read", "members"]
+
+Read = Callable[[int, int], bytes]
+"""Bytes of a file from a place on, so many, or fewer where it ends."""
+
+BLOCK = 512
+LONGEST_NAME = 2**20
+FILES = (b"0", b"\0", b"7")
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+class Member(NamedTuple):
+    """A file in a tar."""
+
+    name: str
+    offset: int
+    """Where its bytes begin in the tar."""
+    size: int
+
+
+def members(shard: str, read: Read, size: int) -> Iterator[Member]:
+    """The files in a tar of `size` bytes, in order; folders are passed over.
+
+    Reads headers and long names, never a file. Raises `DataError` for what is not a plain tar, is cut short, or has
+    members that are links, devices or sparse, or whose path leads out of the folder that it would be unpacked in.
+    """
+    position, name, length = 0, None, None
+    last = "its beginning"
+    while True:
+        header = read(position, BLOCK) if position < size else b""  # a header may claim any size
+        if position == 0:
+            _refuse_other(shard, header)
+        if len(header) < BLOCK:
+            raise DataError(
+                f"{shard} is cut short: it ends at byte {size:,}, after {last}, without the zeros that end a tar; "
+                "copy or make it again"
+            )
+        if header.count(0) == BLOCK:
+            return
+        kind = header[156:157]
+        stated = _size(shard, header, position)
+        data = position + BLOCK
+        if kind in (b"L", b"x", b"X"):
+            if stated > min(LONGEST_NAME, size - data):
+                raise DataError(f"{shard} is damaged at byte {position:,}: a name of {stated:,} bytes")
+            extra = read(data, stated)
+            if kind == b"L":
+                name = _text(extra.rstrip(b"\0"))
+            else:
+                name, length = _pax(shard, extra, position, name)
+        elif kind not in (b"g", b"K"):
+            path, count = name or _name(header), stated if length is None else length
+            _refuse_hostile(shard, path, kind)
+            if kind == b"5" or path.endswith("/"):
+                count = 0
+            elif data + count > size:
+                raise DataError(
+                    f"{shard} is cut short: it ends at byte {size:,}, inside {path!r}, which goes on to "
+                    f"{data + count:,}; copy or make it again"
+                )
+            else:
+                yield Member(path.removeprefix("./"), data, count)
+            stated, last = count, repr(path)
+            name = length = None
+        position = data + -(-stated // BLOCK) * BLOCK
+
+
+def _refuse_other(shard: str, start: bytes) -> None:
+    """Raises `DataError` where a file does not begin as a tar does, and says what it is where that is known."""
+    if not start:
+        raise DataError(f"{shard} is empty (0 bytes)")
+    if len(start) == BLOCK and (start.count(0) == BLOCK or _checks(start)):
+        return
+    for mark, method in COMPRESSED.items():
+        if start.startswith(mark):
+            raise DataError(
+                f"{shard} is compressed ({method}); samples are read at random, which takes a plain tar: unpack it"
+            )
+    raise DataError(f"{shard} is not a tar file")
+
+
+def _checks(header: bytes) -> bool:
+    """Whether the sum of a header's bytes is the one that it states (with its own eight bytes as spaces)."""
+    try:
+        return _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
+    except ValueError:
+        return False
+
+
+def _size(shard: str, header: bytes, position: int) -> int:
+    try:
+        size = _number(header[124:136])
+    except ValueError:
+        size = -1
+    if size < 0 or not _checks(header):
+        raise DataError(f"{shard} is damaged at byte {position:,}, where the header of a file should be")
+    return size
+
+
+def _number(digits: bytes) -> int:
+    """Octal digits; or, where they are too few for it, a number of base 256 behind a first byte of 128 (GNU)."""
+    if digits[0] & 0x80:
+        return int.from_bytes(digits[1:], "big") if digits[0] == 0x80 else -1
+    return int(digits.split(b"\0")[0].strip() or b"0", 8)
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].split(b"\0")[0]
+    if header[257:263] == b"ustar\0" and (prefix := header[345:500].split(b"\0")[0]):
+        name = prefix + b"/" + name
+    return _text(name)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _pax(shard: str, data: bytes, position: int, name: str | None) -> tuple[str | None, int | None]:
+    """The path and the size in records of "LENGTH KEY=VALUE\\n", which say them of the next member."""
+    length = None
+    while data.strip(b"\0"):
+        digits = data.split(b" ", 1)[0]
+        count = int(digits) if digits.isdigit() and len(digits) < 8 else 0
+        key, equals, value = data[len(digits) + 1 : count - 1].partition(b"=")
+        if not equals or count > len(data):
+            raise DataError(f"{shard} is damaged at byte {position:,}: its pax header cannot be read")
+        if key.startswith(b"GNU.sparse"):
+            raise DataError(f"{shard} has a sparse file; write it again without tar's --sparse")
+        if key == b"path":
+            name = _text(value)
+        elif key == b"size" and value.isdigit() and len(value) < 20:
+            length = int(value)
+        data = data[count:]
+    return name, length
+
+
+def _refuse_hostile(shard: str, path: str, kind: bytes) -> None:
+    if path.startswith("/") or ".." in path.split("/") or "\0" in path or not path:
+        raise DataError(
+            f"{shard} has a file called {path!r}, which would lie outside of where it is unpacked; nothing was unpacked"
+        )
+    if kind in (b"1", b"2"):
+        raise DataError(f"{shard} has the link {path!r}; put the file itself there (tar --dereference)")
+    if kind not in (*FILES, b"5"):
+        raise DataError(f"{shard} has {path!r}, which is no ordinary file (type {kind!r}); leave it out")

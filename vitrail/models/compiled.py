@@ -1,0 +1,95 @@
+"""Compiling a transformer block by block (torch.compile): all blocks are one graph, so depth costs no compile time."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.layers import StochasticDepth
+from vitrail.models.variants import AnyConfig
+from vitrail.models.vit import VisionTransformer, ViTConfig
+
+__all__ = ["Compile", "Compiled", "compile_blocks", "resolve_compile"]
+
+Compile = Literal["auto", "on", "off", "graphs"]
+"""Whether blocks are compiled: "graphs" also has a GPU replay each as one CUDA graph, which saves starting kernels one
+by one; "auto" is "on" on a GPU and "off" elsewhere."""
+Compiled = Literal["on", "off", "graphs"]
+
+GRAPHS = 64
+"""How often the compiler may compile a block in a process before it gives up and runs it as it is; by default 8. A run
+needs up to 12 by itself: the last block is different where only its class token is read, training differs from
+evaluation, and each of them is compiled once or twice more when batches or images of other sizes come."""
+
+
+def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
+    """What "auto" stands for here. Raises `ConfigError` where the others cannot be."""
+    is_transformer, lacks = isinstance(config, ViTConfig), _lacks(device)
+    if compile == "auto":
+        return "on" if device.type == "cuda" and is_transformer and lacks is None else "off"
+    if compile == "off":
+        return "off"
+    if not is_transformer:
+        raise ConfigError(f"compile={compile!r} is of a transformer's blocks; a ResNet has none. Choose 'off'")
+    if compile == "graphs" and device.type != "cuda":
+        raise ConfigError(f"compile='graphs' needs CUDA, and this is {device.type!r}; choices: 'auto', 'on', 'off'")
+    if lacks is not None:
+        raise ConfigError(f"compile={compile!r} needs {lacks}, which is not here; choices: 'auto', 'off'")
+    return compile
+
+
+def compile_blocks(
+    network: nn.Module,
+    compile: Compiled,  # noqa: A002
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+) -> None:
+    """Has each block of a transformer compiled when it is first called. Nothing else changes: not the names of weights.
+
+    A hybrid's root stays as it is: its stages differ in shape, so each unit would be a graph of its own.
+    """
+    if compile == "off" or not isinstance(network, VisionTransformer):
+        return
+    import torch._dynamo.config as settings  # takes a second
+
+    settings.recompile_limit = max(settings.recompile_limit, GRAPHS)
+    skips = [module for module in network.blocks.modules() if isinstance(module, StochasticDepth)]
+    draws = any(skip.draws for skip in skips)
+    for skip in skips:
+        skip.draws = draws  # the first one too, whose chance is 0, or it would be a graph of its own
+    for block in network.blocks:
+        if compile == "graphs":
+            block.compile(backend=backend, mode="reduce-overhead")
+        else:
+            block.compile(backend=backend)
+    if compile == "graphs":
+        # However the network is called, patches come before the first block.
+        network.patches.register_forward_pre_hook(partial(_begin_step, network.blocks))
+
+
+def _begin_step(blocks: nn.Module, *patches_and_images: Any) -> None:
+    """Says that what CUDA graphs wrote in the last step may be overwritten.
+
+    Gradients are among it: where a batch is worked off in parts, the next part adds to them, and is the same step.
+    """
+    if all(parameter.grad is None for parameter in blocks.parameters()):
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+def _lacks(device: torch.device) -> str | None:
+    """What compiling for the device needs and this machine does not have."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton"
+    wanted = ("CC", "gcc", "cc", "clang") if device.type == "cuda" else ("CXX", "g++", "clang++")
+    names = os.environ.get(wanted[0], ""), *wanted[1:]
+    if any(name and shutil.which(name) for name in names):
+        return None
+    return f"a {'C' if device.type == 'cuda' else 'C++'} compiler ({', '.join(wanted[1:])} or ${wanted[0]})"
