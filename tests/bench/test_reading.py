@@ -1,0 +1,73 @@
+"""Reading is measured over the same images everywhere, beside decoding alone and a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vitrail.bench.reading import (
+    DECODING,
+    LOOP,
+    measure_opening,
+    measure_reading,
+    write_parquet,
+    write_photographs,
+)
+from vitrail.data.decode import image_size_of
+from vitrail.data.pipeline import Readers
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError
+
+SMALL = Preprocess(image_size=(21, 28))
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_photographs(tmp_path_factory.mktemp("photographs") / "folder", 9, classes=2)
+
+
+def test_photographs_are_like_those_of_imagenet(photographs: Path) -> None:
+    files = sorted(photographs.rglob("*.jpg"))
+    assert len(files) == 9 and len({path.read_bytes() for path in files}) == 9
+    assert {image_size_of(path.read_bytes()) for path in files} == {(375, 500)}
+    assert all(20_000 < path.stat().st_size < 150_000 for path in files)
+
+
+def test_every_data_set_and_both_limits_are_timed(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    folder = open_data(str(photographs), validation_share=0.0).train
+    parquet = open_data(str(write_parquet(folder, tmp_path / "images.parquet")), validation_share=0.0).train
+    assert [parquet[index].image for index in range(9)] == [folder[index].image for index in range(9)]
+    found = measure_reading(
+        {"folder": folder, "Parquet": parquet}, SMALL, images=8, batch_size=3, readers=Readers(2), repetitions=2,
+        warmup=1,
+    )  # fmt: skip
+    assert found.images == 6 and found.image_bytes == pytest.approx(
+        sum(len(folder[index].image) for index in range(6)) / 6
+    )
+    assert list(found.seconds) == ["folder", "Parquet", DECODING, LOOP] and list(found.grown) == ["folder", "Parquet"]
+    assert all(len(times) == 2 and min(times) > 0 for times in found.seconds.values())
+
+
+def test_images_that_are_made_have_no_decoding_to_compare_with() -> None:
+    fractals = open_data("fractals:2:3:0:16", validation_share=0.0).train
+    found = measure_reading(
+        {"fractals": fractals}, SMALL, images=9, batch_size=2, readers=Readers(0), repetitions=1, warmup=0
+    )
+    assert list(found.seconds) == ["fractals"] and found.images == 6 and found.image_bytes == 0
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    fractals = open_data("fractals:2:3:0:16", validation_share=0.0).train
+    with pytest.raises(ConfigError, match="batch_size=7 is more than the images, 6"):
+        measure_reading({"f": fractals}, SMALL, images=9, batch_size=7, readers=Readers(0), repetitions=1, warmup=0)
+
+
+def test_opening_is_measured_in_processes_of_its_own() -> None:
+    found = measure_opening(10_020)
+    assert found.images == 10_020 and found.again_seconds > 0 and found.first_seconds > 0
+    assert 0 <= found.peak_bytes < 100e6

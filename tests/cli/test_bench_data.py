@@ -1,0 +1,51 @@
+"""`vitrail bench data`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vitrail.cli import main
+
+
+def test_a_table_of_photographs_in_three_forms(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
+    words = "bench data --images 4 --batch-size 2 --image-size 21 28 --threads 1 --repetitions 1 --warmup 0"
+    assert main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("4 images of " in line and "to 21 x 28, in batches of 2, 1 threads" in line for line in lines)
+    rows = [line for line in lines if line.startswith(("folder", "shards", "Parquet", "decoding alone", "Pillow,"))]
+    assert len(rows) == 5 and rows[3].split()[-2] == "1.00x" and rows[4].split()[-1] == "1.00x"
+
+
+def test_json_of_a_data_set(capsys: pytest.CaptureFixture[str], colour_folder: Path) -> None:
+    words = ["bench", "data", str(colour_folder), "--images", "20", "--batch-size", "8", "--image-size", "5", "7"]
+    assert main([*words, "--repetitions", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == 16 and list(found["seconds"]) == [
+        str(colour_folder),
+        "decoding alone",
+        "Pillow, one by one",
+    ]
+    assert [len(times) for times in found["seconds"].values()] == [2, 2, 2]
+
+
+def test_opening_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "data", "--entries", "10050", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == 10050
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--images", "0"], "images=0 is less than 1"), (["--processes", "-1"], "processes=-1 is less than 0"),
+        (["--entries", "0"], "entries=0 is less than 1"), (["nowhere"], "data 'nowhere' does not exist"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["bench", "data", *words]) == 2
+    assert message in capsys.readouterr().err
