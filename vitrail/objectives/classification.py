@@ -40,12 +40,13 @@ class Classification(nn.Module):
     def forward(self, batch: Batch) -> LossOutput:
         logits = self.network(batch.images).float()
         losses = self._losses(logits, batch)
+        counted = batch.counted
         likeliest = logits.detach().argmax(dim=1)
         correct = likeliest == batch.labels
         if batch.targets is not None:  # of several labels, any will do
             hits = batch.targets.gather(1, likeliest[:, None])[:, 0] > 0.5
             correct = torch.where(batch.labels < 0, hits, correct)
-        return LossOutput(_mean(losses, batch.counted), {"accuracy": _mean(correct.float(), batch.counted)})
+        return LossOutput(_mean(losses, counted), {"accuracy": _mean(correct.float(), counted)})
 
     def _losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
         labels = batch.labels.clamp(min=0)
