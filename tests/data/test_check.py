@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from vitrail.data.check import Report, check_data, quick_check
+from vitrail.data.pack import pack
 from vitrail.data.source import Sample, Source
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
@@ -196,17 +197,26 @@ def arrays(memory_source: Sources) -> Callable[..., Source]:
     return make
 
 
-def test_a_file_that_cannot_be_read_is_an_error_of_its_own(clean: Path) -> None:
+def test_a_file_that_is_gone_is_an_image_lost(clean: Path) -> None:
     splits = open_data(str(clean), validation_share=0.1)
     (clean / "train" / "a" / "03.png").unlink()
-    (finding,) = check_data(splits).findings
-    assert (finding.kind, finding.severity) == ("unreadable-in-train", "error")
+    (finding,) = check_data(splits, max_skipped=0.1).findings
+    assert (finding.kind, finding.severity) == ("undecodable-in-train", "warning")
     (one,) = finding.groups[0]
     assert one.key == "a/03.png" and one.detail.endswith("a/03.png: No such file or directory")
     assert quick_check(splits)[2] == (
-        f"error: 1 of 36 images cannot be decoded, such as a/03.png: cannot read {clean}/train/a/03.png: "
+        f"warning: 1 of 36 images cannot be decoded, such as a/03.png: cannot read {clean}/train/a/03.png: "
         "No such file or directory"
     )
+
+
+def test_a_shard_that_is_gone_ends_training(clean: Path, tmp_path: Path) -> None:
+    pack(open_data(str(clean), validation_share=0.1), tmp_path / "shards")
+    splits = open_data(str(tmp_path / "shards"), validation_share=0.1)
+    next((tmp_path / "shards").glob("train*.tar")).unlink()
+    kinds = {finding.kind: finding for finding in check_data(splits, max_skipped=1.0).findings}
+    assert kinds["unreadable-in-train"].severity == "error"
+    assert "cannot read" in kinds["unreadable-in-train"].groups[0][0].detail
 
 
 def test_left_early_it_does_not_read_the_rest(memory_source: Sources) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from vitrail.data import pipeline
 from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches
@@ -214,6 +215,19 @@ def test_a_sample_that_cannot_be_decoded_keeps_its_place(
     reasons = {s.key: s.reason for batch in evaluation_batches(broken, SMALL, batch_size=4) for s in batch.skipped}
     assert reasons.keys() == {"b.png", "d.png", "f.png"}
     assert reasons["b.png"] == "is empty (0 bytes)" and reasons["d.png"].startswith("is not an image in a format of")
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_file_that_went_away_is_skipped(tmp_path: Path, threads: int) -> None:
+    for name in ("a/1.png", "a/2.png", "b/1.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (9, 5), "white").save(tmp_path / name)
+    source = FolderSource(tmp_path)
+    (tmp_path / "a" / "2.png").unlink()
+    (batch,) = evaluation_batches(source, SMALL, batch_size=3, readers=Readers(threads))
+    assert batch.valid.tolist() == [True, False, True] and batch.labels.tolist() == [0, 0, 1]
+    (skipped,) = batch.skipped
+    assert skipped.key == "a/2.png" and skipped.reason.endswith("a/2.png: No such file or directory")
 
 
 @pytest.mark.parametrize("threads", [0, 2])

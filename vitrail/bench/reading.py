@@ -54,7 +54,7 @@ class Reading:
     seconds: dict[str, list[float]]
     """Of every round, by what was done: each data set by its name, `DECODING`, `LOOP`."""
     grown: dict[str, int]
-    """Bytes by which the process grew over the rounds of a data set, after its first one."""
+    """Bytes by which the process grew in a round after its first quarter, the median over rounds, by data set."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,19 @@ def measure_reading(
         raise ConfigError(f"batch_size={batch_size} is more than the images, {min(map(len, sources.values())):,}")
     first = next(iter(sources.values()))
     encoded = [image for index in range(count) if isinstance(image := first[index].image, bytes)]
-    grown: dict[str, int] = {}
-    before: dict[str, int] = {}
+    grown: dict[str, list[int]] = {name: [] for name in sources}
+    steps = count // batch_size
 
     def read(name: str) -> None:
         part = Subset(sources[name], range(count))
         batches = TrainingBatches(part, preprocess, batch_size=batch_size, seed=0, readers=readers)
-        for _ in range(count // batch_size):
+        before = 0
+        for step in range(steps):
             next(batches)
+            if step == steps // 4:  # buffers and the readers' stacks are in use by now
+                before = _resident()
+        grown[name].append(_resident() - before)
         batches.close()
-        now = _resident()
-        grown[name] = now - before.setdefault(name, now)
 
     timers: dict[str, Callable[[], float]] = {name: timed(partial(read, name)) for name in sources}
     threads = default_threads() if readers.threads is None else readers.threads
@@ -108,7 +110,8 @@ def measure_reading(
             timers[DECODING] = timed(lambda: list(pool.map(preprocess.pixels, encoded)))
             timers[LOOP] = timed(lambda: _loop(encoded, preprocess, batch_size))
         seconds = interleave(timers, repetitions=repetitions, warmup=warmup)
-    return Reading(count, float(np.mean([len(image) for image in encoded] or [0])), seconds, grown)
+    medians = {name: int(np.median(bytes_grown)) for name, bytes_grown in grown.items()}
+    return Reading(count, float(np.mean([len(image) for image in encoded] or [0])), seconds, medians)
 
 
 def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> None:

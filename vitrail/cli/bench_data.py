@@ -140,7 +140,7 @@ def _what(reading: Reading, options: BenchData) -> str:
 def _read(reading: Reading) -> Any:
     caption = (
         "Every round did each once, in turn; images/s is the median. The ratios are medians over rounds. grown: by how "
-        "much the process was larger after the last round than after the first."
+        "much the process grew in a round after its first quarter, the median over rounds."
     )
     table = plain_table(("", "images/s", "low..high", "to decoding alone", "to the loop", "grown"), caption)
     for name, seconds in reading.seconds.items():

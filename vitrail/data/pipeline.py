@@ -117,21 +117,23 @@ class _Loader:
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
-        sample = self.source[self.first + index]
+        place = self.first + index
+        label = self.source.label(place)
         skipped = None
         try:
+            sample = self.source[place]
             if self.crop is None:
                 pixels = self.preprocess.pixels(sample.image)
             else:
-                box = self.crop(epoch, self.first + index, *image_size_of(sample.image))
+                box = self.crop(epoch, place, *image_size_of(sample.image))
                 pixels = self.preprocess.pixels(sample.image, box)
         except UndecodableImage as error:
             pixels = np.zeros((self.preprocess.channels, *self.preprocess.image_size), np.uint8)
-            skipped = Skipped(sample.key, str(error))
-        one = sample.label if isinstance(sample.label, int) else -1
+            skipped = Skipped(self.source.key(place), str(error))
+        one = label if isinstance(label, int) else -1
         return {
-            "images": pixels, "valid": skipped is None, "samples": self.first + index, "epochs": epoch,
-            "labels": one, "targets": self._target(sample.label) if isinstance(sample.label, tuple) else None,
+            "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch,
+            "labels": one, "targets": self._target(label) if isinstance(label, tuple) else None,
             "skipped": skipped,
         }  # fmt: skip
 

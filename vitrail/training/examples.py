@@ -45,12 +45,13 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
     """Writes about `count` images, spread evenly over `source`, as PNG files named by class, and predicts them."""
     picked = []
     for number in range(min(count, len(source))):
-        sample = source[number * len(source) // min(count, len(source))]
-        if sample.label is None:
+        place = number * len(source) // min(count, len(source))
+        label = source.label(place)
+        if label is None:
             continue
-        numbers = sample.label if isinstance(sample.label, tuple) else (sample.label,)
+        numbers = label if isinstance(label, tuple) else (label,)
         try:
-            picture = to_pil(sample.image, bundle.preprocess.channels)
+            picture = to_pil(source[place].image, bundle.preprocess.channels)
         except UndecodableImage:
             continue
         picked.append((picture, tuple(source.classes[one] for one in numbers)))

@@ -124,7 +124,7 @@ def _broken(examined: Examined) -> Iterator[Finding]:
 
 def _broken_means(name: str, state: State, count: int, limit: int) -> tuple[Severity, str]:
     if state == State.UNREADABLE:
-        return "error", "Fails when it comes to the first of them."
+        return "error", "Fails when it comes to the first of them: a file that holds many images is damaged."
     if name != "train":
         return "warning", f"Leaves them out of {name} accuracy, and says so."
     allowed = f"--max-skipped allows {limit:,}"

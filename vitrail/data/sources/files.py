@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from vitrail.data.source import Label, Sample
-from vitrail.errors import DataError
+from vitrail.errors import DataError, UndecodableImage
 
 __all__ = ["FileSource", "inode_of", "refuse_shared"]
 
@@ -17,7 +17,8 @@ __all__ = ["FileSource", "inode_of", "refuse_shared"]
 class FileSource:
     """Image files below a folder, by their relative paths, each with a label.
 
-    A million of them take about 150 MB. `inodes` says which file on the disk each path leads to.
+    A million of them take about 150 MB. `inodes` says which file on the disk each path leads to. A file that has gone
+    since, or that may not be read, is one image lost: it raises `UndecodableImage`.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class FileSource:
             with open(path, "rb", buffering=0) as file:
                 return Sample(key, file.read(), self.label(index))
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
+            raise UndecodableImage(f"cannot read {path}: {error.strerror}") from error
 
     def key(self, index: int) -> str:
         return self._keys[index]
