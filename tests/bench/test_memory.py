@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vitrail.bench.contenders import OURS, Entry
-from vitrail.bench.memory import available_memory, bytes_of, find_largest, largest_batch, measure_memory
+from vitrail.bench.memory import available_memory, find_largest, largest_batch, measure_memory
 from vitrail.bench.workload import Format, Workload
 from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
@@ -21,20 +21,6 @@ MARGIN = 0.15
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 BIG = {"image_size": (224, 224), "width": 64}
 """One image of this keeps some megabytes."""
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1500000000", 1_500_000_000), ("1.5GB", 1_500_000_000), ("2GiB", 2**31), ("800 MB", 800_000_000), ("7kB", 7000)],
-)
-def test_bytes_in_words(text: str, number: int) -> None:
-    assert bytes_of(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1GB", "4G", "1e9"])
-def test_other_words_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a number of bytes, like 4GB"):
-        bytes_of(text)
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 8, 31, 33])

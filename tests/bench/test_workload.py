@@ -12,13 +12,14 @@ import torch
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 from vitrail.models import cost
+from vitrail.models.footprint import activation_bytes, training_bytes
 
 
 def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work(batch=4)
     assert work.flops == 4 * cost.training_flops(work.config)
-    assert work.activation_bytes == 4 * cost.activation_bytes(work.config)
-    assert work.predicted_bytes == cost.training_bytes(work.config, 4)
+    assert work.activation_bytes == 4 * activation_bytes(work.config)
+    assert work.predicted_bytes == training_bytes(work.config, 4)
     infer = tiny_work(batch=4, task="infer")
     assert infer.flops == 4 * cost.inference_flops(infer.config) < infer.whole_flops == 8 * cost.macs(infer.config)
     assert work.flops < work.whole_flops == 4 * cost.training_flops(replace(work.config, pool="gap", class_token=True))

@@ -10,6 +10,7 @@ import pytest
 import vitrail.cli.models
 from vitrail.cli import main
 from vitrail.models import cost
+from vitrail.models.footprint import training_bytes
 from vitrail.models.variants import PUBLISHED, variant_config
 
 FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_flops", "training_bytes"]
@@ -44,7 +45,7 @@ def test_lists_parameters_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     lines = {line.split()[0]: line.split()[1:] for line in lines_of(capsys) if "/" in line or "BiT" in line}
     assert set(PUBLISHED) <= set(lines)
     memory = {
-        name: f"{cost.training_bytes(variant_config(name), 32, precision='bf16') / 1e9:.1f}"
+        name: f"{training_bytes(variant_config(name), 32, precision='bf16') / 1e9:.1f}"
         for name in ("ViT-B/16", "R50+ViT-B/16", "BiT-R50x1", "ViT-e/14")
     }
     expected = {
@@ -101,7 +102,7 @@ def test_json_says_all_in_exact_numbers(capsys: pytest.CaptureFixture[str]) -> N
         assert list(row) == FIELDS
         config = variant_config(row["name"], image_size=tuple(row["image_size"]))
         assert row["parameters"] == cost.parameters(config) and row["macs"] == cost.macs(config)
-        assert row["training_bytes"] == cost.training_bytes(config, 32, precision="bf16")
+        assert row["training_bytes"] == training_bytes(config, 32, precision="bf16")
         assert row["training_flops"] == cost.training_flops(config)
     by_name = {row["name"]: row for row in rows}
     assert by_name["ViT-B/16"]["shape"] == "768/12/3072/12" and by_name["BiT-R152x4"]["shape"] == "3-8-36-3"
@@ -113,7 +114,7 @@ def test_classes_and_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = (row for row in rows if row["name"] == "ViT-S/16")
     assert row["parameters"] == 30_075_219
     config = variant_config("ViT-S/16", num_classes=21843)
-    assert row["training_bytes"] == cost.training_bytes(config, 2, precision="bf16")
+    assert row["training_bytes"] == training_bytes(config, 2, precision="bf16")
 
 
 def test_another_size_is_rounded_to_the_patch(capsys: pytest.CaptureFixture[str]) -> None:

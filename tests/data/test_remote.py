@@ -24,8 +24,6 @@ from vitrail.data.sources.shards import open_shards
 from vitrail.errors import DataError
 from vitrail.testing import check_source
 
-needs_aiohttp = pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="aiohttp is not installed")
-
 
 class Server:
     """Serves `files` in ranges. Each entry of `faults` spoils one request, in order; the last of "..." repeats."""

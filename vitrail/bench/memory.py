@@ -19,10 +19,10 @@ from vitrail.bench.processes import ProcessKilled, Worker
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 from vitrail.machine import keep_freed_memory, peak_memory, total_memory
-from vitrail.models.cost import training_bytes
+from vitrail.models.footprint import training_bytes
 from vitrail.models.vit import ViTConfig
 
-__all__ = ["LargestBatch", "available_memory", "bytes_of", "find_largest", "largest_batch", "measure_memory"]
+__all__ = ["LargestBatch", "available_memory", "find_largest", "largest_batch", "measure_memory"]
 
 STEPS = 2
 """The second step finds the optimiser's state in memory."""
@@ -100,15 +100,6 @@ def available_memory(device: torch.device) -> int:
     except (OSError, StopIteration):
         raise ConfigError("this system does not say how much memory is free; give --memory-limit") from None
     return free if torch.cuda.is_available() else min(free, total_memory())
-
-
-def bytes_of(text: str) -> int:
-    """The number of bytes that "1500000000", "1.5GB" or "2GiB" stands for. Raises `ConfigError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
-    if match is None:
-        raise ConfigError(f"memory_limit={text!r} is not a number of bytes, like 4GB, 1.5GiB, 800MB or 1500000000")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
 
 
 def _in_process(work: Callable[..., int], *arguments: Any) -> int:

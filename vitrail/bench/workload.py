@@ -11,7 +11,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.models.cost import activation_bytes, inference_flops, training_bytes, training_flops
+from vitrail.models.cost import inference_flops, training_flops
+from vitrail.models.footprint import activation_bytes, training_bytes
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import AnyConfig
 

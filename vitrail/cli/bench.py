@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vitrail.bench.compare import compare
 from vitrail.bench.loading import measure_loading
-from vitrail.bench.memory import bytes_of, largest_batch
+from vitrail.bench.memory import largest_batch
 from vitrail.bench.scaling import Axis, scaling
 from vitrail.bench.workload import Workload
 from vitrail.cli import bench_data
@@ -25,6 +25,7 @@ from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_pr
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.float8 import check_float8
 from vitrail.models.variants import AnyConfig, variant_config
+from vitrail.plain import byte_count
 
 __all__ = ["main"]
 
@@ -146,7 +147,7 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
     title = tables.header(machine, tables.describe_workload(workload), rounds)
     plain = {"machine": machine, "workload": workload.plain(), **rounds}
     if options.largest_batch:
-        limit = None if options.memory_limit is None else bytes_of(options.memory_limit)
+        limit = None if options.memory_limit is None else byte_count(options.memory_limit, "memory_limit")
         largest = largest_batch(workload, limit)
         title = tables.header(machine, tables.describe_workload(workload, any_batch=True))
         return title, {**plain, "largest_batch": asdict(largest)}, tables.largest(largest)

@@ -15,7 +15,8 @@ from rich.table import Table
 from vitrail.cli.options import parse
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
-from vitrail.models.cost import layer_costs, macs, parameters, training_bytes, training_flops
+from vitrail.models.cost import layer_costs, macs, parameters, training_flops
+from vitrail.models.footprint import training_bytes
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import PUBLISHED, variant_config
 from vitrail.models.vit import ViTConfig

@@ -23,8 +23,8 @@ TIMEOUT = 30.0
 PAUSE = 0.5
 
 PACKAGES = {
-    "http": "aiohttp requests",
-    "https": "aiohttp requests",
+    "http": "aiohttp",
+    "https": "aiohttp",
     "s3": "s3fs",
     "s3a": "s3fs",
     "gs": "gcsfs",

@@ -1,0 +1,46 @@
+"""Networks that tests of what networks cost share: configs, and image sizes that they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.variants import AnyConfig, variant_config
+from vitrail.models.vit import ViTConfig
+
+__all__ = ["DROPPED", "HYBRIDS"]
+
+HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
+    "no stage": (variant_config("R+ViT-Ti/16", depth=1), [(224, 160), (93, 61)]),
+    "four stages": (variant_config("R26+ViT-S/32", depth=1), [(97, 65)]),
+    "three stages": (variant_config("R26+ViT-S/16", depth=1), [(48, 80), (65, 50)]),
+    "wide, in patches": (
+        variant_config("R26+ViT-Ti/64", depth=1, image_size=64, root=RootConfig(depths=(1, 1, 1, 1), width=96)),
+        [(64, 128)],
+    ),
+    "small images": (variant_config("Conv+ViT-Pico/8", depth=2, image_size=32), [(32, 32), (24, 40)]),
+    "small images, odd": (
+        variant_config(
+            "Conv+ViT-Pico/2", image_size=(9, 12), channels=1, root=RootConfig(stem="3x3+3x3", depths=(1, 1), width=32)
+        ),
+        [(9, 12), (15, 22)],
+    ),
+    "BiT": (variant_config("BiT-R26x1"), [(97, 130)]),
+    "BiT of one stage": (ResNetConfig(depths=(2,), width=32, channels=1, num_classes=0), [(31, 28), (64, 33)]),
+    "BiT of two widths": (ResNetConfig(depths=(1, 2, 1), width=128, num_classes=7), [(65, 96)]),
+}
+"""Configs and image sizes."""
+
+DROPPED: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
+    "half": (variant_config("ViT-Ti/16", depth=3, patch_dropout=0.5), [(224, 160), (64, 96), (16, 16)]),
+    "most, all read": (variant_config("ViT-Ti/16", depth=2, pool="cls+gap", patch_dropout=0.9), [(224, 160)]),
+    "some, map": (variant_config("ViT-Ti/16", depth=2, pool="map", registers=2, patch_dropout=0.3), [(96, 96)]),
+    "rotary": (variant_config("ViT-Ti/16", depth=2, positions="rotary-2d", patch_dropout=0.3), [(96, 96)]),
+    "relative": (variant_config("ViT-Ti/16", depth=2, positions="relative-bias", patch_dropout=0.3), [(96, 96)]),
+    **{
+        name: (replace(config, patch_dropout=0.4), sizes)
+        for name, (config, sizes) in HYBRIDS.items()
+        if isinstance(config, ViTConfig)
+    },
+}  # fmt: skip
+"""Configs and image sizes."""
