@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
+from vitrail.models.fused import frozen_weights
 from vitrail.models.resnet import (
     HybridRoot,
     PostActivationUnit,
@@ -99,6 +100,17 @@ def test_a_filter_of_equal_weights_is_no_division_by_zero(eps: tuple[float, Weig
     layer = StandardisedConv(2, 3, 3, eps=eps)
     nn.init.zeros_(layer.weight)
     assert not layer(torch.randn(1, 2, 5, 5)).any()
+
+
+def test_frozen_filters_are_standardised_once() -> None:
+    layer = StandardisedConv(4, 6, 3, eps=BIT)
+    x = torch.randn(1, 4, 5, 7)
+    with torch.no_grad():
+        expected = layer(x)
+        with frozen_weights(layer):
+            layer.weight.mul_(torch.randn(6, 4, 3, 3))
+            assert torch.equal(layer(x), expected)
+        assert not torch.allclose(layer(x), expected)
 
 
 # --- padding

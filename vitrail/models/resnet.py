@@ -209,13 +209,19 @@ class StandardisedConv(nn.Conv2d):
             in_channels, out_channels, kernel, stride=stride, padding=0 if padding == "same" else padding, bias=False
         )
         self.eps = eps
+        self.frozen: Tensor | None = None
+        """The standardised filters, while `frozen_weights` lasts."""
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         if self.same:
             x = _pad_same(x, self.kernel_size[0], self.stride[0])
-        return F.conv2d(x, self._standardised(), None, self.stride, self.padding)
+        return F.conv2d(x, self.operand, None, self.stride, self.padding)
 
-    def _standardised(self) -> Tensor:
+    @property
+    def operand(self) -> Float[Tensor, "b c kh kw"]:
+        """The filters as the convolution takes them."""
+        if self.frozen is not None:
+            return self.frozen
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
         eps, added_to = self.eps
         deviation = (variance + eps).sqrt() if added_to == "variance" else variance.sqrt() + eps
