@@ -18,6 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli", "testing"),
     ("recipes",),
+    ("transfer",),
     ("bench",),
     ("training",),
     ("objectives", "evaluation"),
@@ -29,8 +30,8 @@ FLOORS = (
 """From the roof down, as docs/design.md draws it. Rooms on one floor do not import each other."""
 
 INTERNAL = {
-    "Bench", "BenchData", "Check", "Clock", "Convert", "Evaluate", "Models", "Predict", "Resume", "PostActivationUnit",
-    "PreActivationUnit", "StandardisedConv",
+    "Bench", "BenchData", "Check", "Clock", "Convert", "Embed", "Evaluate", "Finetune", "Models", "Predict", "Resume",
+    "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not name: settings of verbs, and parts that only their own module puts together."""
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from vitrail.errors import SaveError
 
-__all__ = ["recover_folder", "replacing_folder", "saving", "sha256", "write_json"]
+__all__ = ["cache_folder", "recover_folder", "replacing_folder", "saving", "sha256", "write_json"]
+
+
+def cache_folder(name: str) -> Path:
+    """Where things of one kind are kept that can be made or fetched again: below `$VITRAIL_DATA`, or else
+    ~/.cache/vitrail. It may not exist yet."""
+    return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / name
 
 
 @contextmanager

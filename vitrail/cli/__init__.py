@@ -17,6 +17,7 @@ VERBS = {
     "train": "train a network, on the bundled images or on yours",
     "evaluate": "measure a model on a data set",
     "predict": "name what is on images",
+    "embed": "write the features of every image of a data set, for other tools",
     "convert": "write a model in another library's layout, or another's in ours",
     "data": "check a data set before training, or pack it into shards",
     "models": "list the sizes of networks, with parameters and cost",

@@ -20,6 +20,7 @@ __all__ = [
     "cut",
     "fingerprint",
     "is_multi_label",
+    "stamp_of",
     "take",
     "take_per_class",
 ]
@@ -71,6 +72,9 @@ class Subset:
     def label(self, index: int) -> Label:
         return self.source.label(int(self.indices[index]))
 
+    def stamp(self, index: int) -> str | None:
+        return stamp_of(self.source, int(self.indices[index]))
+
 
 class Mixture:
     """Several sources, one after the other, of which training draws in given shares.
@@ -110,6 +114,10 @@ class Mixture:
     def label(self, index: int) -> Label:
         number, inner = self._place(index)
         return self._label(number, self.sources[number].label(inner))
+
+    def stamp(self, index: int) -> str | None:
+        number, inner = self._place(index)
+        return stamp_of(self.sources[number], inner)
 
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
@@ -163,6 +171,18 @@ def take_per_class(source: Source, count: int, *, seed: int = 0) -> Subset:
 def is_multi_label(source: Source) -> bool:
     """Whether its images can have several labels. All samples of a source are labelled in the same way."""
     return len(source) > 0 and isinstance(source.label(0), tuple)
+
+
+def stamp_of(source: Source, index: int) -> str | None:
+    """Text that changes when the image of a sample does, found without decoding it: a file's size and times, say.
+
+    A source whose samples can change has a method `stamp(index)` for it; None where a source cannot say.
+    """
+    identity = getattr(source, "identity", None)
+    if isinstance(identity, str):
+        return identity
+    own = getattr(source, "stamp", None)
+    return None if own is None else own(index)
 
 
 def _salt(seed: int) -> bytes:

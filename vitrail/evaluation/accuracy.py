@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Batch, Readers, Skipped, evaluation_batches
+from vitrail.data.pipeline import Batch, Readers, Skipped
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import Source
+from vitrail.evaluation.metrics import average_precision
+from vitrail.evaluation.predictions import each_batch
 from vitrail.machine import Precision
-from vitrail.models.fused import predicting
 
 __all__ = ["Accuracy", "mean_average_precision"]
 
@@ -40,27 +42,31 @@ class Accuracy:
     def __call__(self, network: nn.Module, source: Source) -> dict[str, float]:
         device = next(network.parameters()).device
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, cross-entropy, counted
-        skipped = 0
         several: list[tuple[Tensor, Tensor]] = []  # logits and truth of each batch, where images have several labels
-        with predicting(network, self.precision):
-            for batch in evaluation_batches(source, self.preprocess, batch_size=self.batch_size, readers=self.readers):
-                skipped += len(batch.skipped)
-                if self.on_skip is not None:
-                    for item in batch.skipped:
-                        self.on_skip(item)
-                batch = batch.to(device)
-                logits = network(self.preprocess.normalise(batch.images)).float()
-                correct, losses = _judge(logits, batch)
-                counted = batch.counted
-                totals += torch.stack([correct * counted, losses * counted, counted]).double().sum(dim=1)
-                if batch.targets is not None:
-                    several.append((logits[counted].cpu(), batch.targets[counted].cpu() > 0))
+
+        def take(batch: Batch, logits: Tensor) -> None:
+            correct, losses = _judge(logits, batch)
+            counted = batch.counted
+            totals.add_(torch.stack([correct * counted, losses * counted, counted]).double().sum(dim=1))
+            if batch.targets is not None:
+                several.append((logits[counted].cpu(), batch.targets[counted].cpu() > 0))
+
+        skipped = each_batch(
+            network,
+            source,
+            self.preprocess,
+            take,
+            batch_size=self.batch_size,
+            readers=self.readers,
+            precision=self.precision,
+            on_skip=self.on_skip,
+        )
         correct_count, loss_sum, count = totals.tolist()
         result = {
             "accuracy": correct_count / max(count, 1),
             "cross_entropy": loss_sum / max(count, 1),
             "images": count,
-            "skipped": float(skipped),
+            "skipped": float(len(skipped)),
         }
         if several:
             logits, truth = (torch.cat(parts) for parts in zip(*several, strict=True))
@@ -69,14 +75,9 @@ class Accuracy:
 
 
 def mean_average_precision(scores: Float[Tensor, "n classes"], truth: Bool[Tensor, "n classes"]) -> float:
-    """The mean over classes of: the share of true images among those ranked at least as high, averaged over the true
-    ones. Classes without a true image are left out; images of equal score stand in their order."""
-    order = scores.argsort(dim=0, descending=True, stable=True)
-    hits = truth.gather(0, order).double()
-    ranks = torch.arange(1, len(scores) + 1, dtype=torch.float64)[:, None]
-    count = hits.sum(dim=0)
-    average = (hits * hits.cumsum(dim=0) / ranks).sum(dim=0) / count
-    return float(average[count > 0].mean()) if count.any() else 0.0
+    """The mean over classes of `average_precision`. Classes without a true image are left out; 0 if all are."""
+    each = average_precision(scores.numpy(), truth.numpy())
+    return float(np.nanmean(each)) if truth.any() else 0.0
 
 
 def _judge(logits: Float[Tensor, "b classes"], batch: Batch) -> tuple[Bool[Tensor, " b"], Float[Tensor, " b"]]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from vitrail.data.source import Label, Source
+from vitrail.page import printable
 
 __all__ = [
     "SEVERITIES", "Balance", "Example", "Finding", "Report", "Severity", "Sizes", "SplitCounts", "example", "first",
-    "listed",
-    "plural", "printable",
+    "listed", "plural",
 ]  # fmt: skip
 
 Severity = Literal["error", "warning", "note"]
@@ -140,13 +140,6 @@ def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...
             break
         found.append(tuple(member for member, _ in zip(group, range(MOST_MEMBERS), strict=False)))
     return tuple(found)
-
-
-def printable(name: str) -> str:
-    """A name from a file system, with what no terminal or page should be given (bytes, control characters) escaped."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in name
-    )
 
 
 def plural(count: int, noun: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
 import urllib.request
 import zlib
 from http.client import HTTPException
@@ -13,6 +12,7 @@ from urllib.error import HTTPError
 
 from vitrail.data.sources.idx import find_idx
 from vitrail.errors import DataError
+from vitrail.files import cache_folder
 
 __all__ = ["BUNDLED", "CLASSES", "locate"]
 
@@ -39,17 +39,17 @@ def locate(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
 
     Raises `DataError`, which says what to do, when it is in none of these.
     """
-    cache = Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail")
-    for folder in (cache / "fashion-mnist", cache, debian):
+    cache = cache_folder("fashion-mnist")
+    for folder in (cache, cache.parent, debian):
         if find_idx(folder, "train") and find_idx(folder, "test"):
             return folder
     try:
-        return _download(cache / "fashion-mnist", mirror)
+        return _download(cache, mirror)
     except (OSError, EOFError, HTTPException, zlib.error) as error:
         if isinstance(error, HTTPError):
             error.close()
         raise DataError(
-            f"Fashion-MNIST is neither under {cache} nor in {debian}, and {mirror} cannot be downloaded ({error}). "
+            f"Fashion-MNIST is neither under {cache.parent} nor in {debian}, and {mirror} cannot be downloaded ({error}). "
             "Do one of these: `apt-get install dataset-fashion-mnist`; put its four *-ubyte.gz files into a folder "
             "fashion-mnist and set VITRAIL_DATA to the folder above; or train on the bundled share with --data bundled"
         ) from error

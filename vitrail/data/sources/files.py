@@ -49,6 +49,14 @@ class FileSource:
         label = self._labels[index]
         return label if label is None or isinstance(label, tuple) else int(label)
 
+    def stamp(self, index: int) -> str:
+        """The file's size and times. The second time is its inode's, which no copy or unpacking can set."""
+        try:
+            status = os.stat(os.path.join(self.root, self._keys[index]))  # noqa: PTH116, PTH118 (as above)
+        except OSError as error:
+            return str(error.strerror)
+        return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
 
 def refuse_shared(train: FileSource, other: FileSource, split: str) -> None:
     """Raises `DataError` where files of another split are among those to train on, under whichever names."""

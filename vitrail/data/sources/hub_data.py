@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitrail.data.sources.parquet import SUFFIX, ParquetFile, cache_folder, identity_of, open_files, split_choice
+from vitrail.data.sources.parquet import SUFFIX, ParquetFile, identity_of, open_files, split_choice
 from vitrail.data.splits import SPLITS, Split, Splits, split_of
 from vitrail.errors import DataError, SaveError, nearest
+from vitrail.files import cache_folder
 from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
 
 __all__ = ["PREFIX", "open_hub_data"]
@@ -119,7 +120,7 @@ def _keep(found: _Listing) -> None:
 
 def _kept(repository: Repository) -> Path:
     asked = f"{client().constants.ENDPOINT} {repository.name} {repository.revision}"
-    return cache_folder() / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
+    return cache_folder("parquet") / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
 
 
 def _converted(original: _Listing) -> _Listing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import math
 import zlib
 from pathlib import Path
@@ -45,6 +46,10 @@ class IdxSource:
 
     def label(self, index: int) -> int:
         return int(self.labels[index])
+
+    def stamp(self, index: int) -> str:
+        """A hash of the pixels."""
+        return hashlib.blake2b(self.images[index], digest_size=16).hexdigest()
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:

@@ -24,12 +24,12 @@ from vitrail.data.sources.label_column import LabelColumn, join, number
 from vitrail.data.sources.parquet_columns import ParquetColumns
 from vitrail.data.splits import Split, Splits, by_split, split_of
 from vitrail.errors import DataError, SaveError
+from vitrail.files import cache_folder
 
 __all__ = [
     "Choice",
     "ParquetFile",
     "ParquetSource",
-    "cache_folder",
     "identity_of",
     "looks_like_parquet",
     "open_files",
@@ -87,6 +87,11 @@ class ParquetSource:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return None if self._labels is None else self._labels[index]
+
+    def stamp(self, index: int) -> str:
+        """The name of the file's laid-out images, which is a hash of its place, size and time, and the row."""
+        file, row = self._place(index)
+        return f"{self._blobs[file].path.name} {row}"
 
     def _place(self, index: int) -> tuple[int, int]:
         """The file and its row."""
@@ -222,16 +227,11 @@ def identity_of(path: Path) -> str:
     return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
 
 
-def cache_folder() -> Path:
-    """Where images are laid out, which may not exist yet."""
-    return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / "parquet"
-
-
 def _lay_out(
     title: str, files: Sequence[tuple[ParquetFile, ParquetColumns]], column: str
 ) -> tuple[dict[ParquetFile, Blob], tuple[str, ...]]:
     """The images of each file for random access, written where they are not yet, and a note if any was."""
-    folder = cache_folder()
+    folder = cache_folder("parquet")
     places = {file: folder / _blob_name(file, column) for file, _ in files}
     blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
     missing = [(file, columns) for file, columns in files if file not in blobs]

@@ -118,6 +118,11 @@ class ShardSource:
     def label(self, index: int) -> Label:
         return self._labels[self._codes[index]]
 
+    def stamp(self, index: int) -> str:
+        """The shard's path and version, and the image's place in it."""
+        path, version = self.shards[self._places[index]]
+        return f"{path} {version.size} {version.tag} {self._offsets[index]}"
+
     def unlabelled(self) -> int:
         """How many have no label."""
         return int((self._codes == len(self._labels) - 1).sum())

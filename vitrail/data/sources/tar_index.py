@@ -24,6 +24,7 @@ from vitrail.data import remote
 from vitrail.data.decode import SUFFIXES
 from vitrail.data.sources.tar_members import Member, Read, members
 from vitrail.errors import DataError
+from vitrail.files import cache_folder
 
 __all__ = ["RawLabel", "Shard", "ShardIndex", "Version", "open_shard", "version_of"]
 
@@ -234,9 +235,8 @@ def _one(value: Any) -> int | str:
 
 def _places(shard: str) -> list[Path]:
     """Where a shard's index can be, the best first."""
-    cache = Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail")
     where = shard if remote.is_remote(shard) else os.path.abspath(shard)  # noqa: PTH100 (a Path would follow links)
-    hashed = cache / "shards" / f"{hashlib.sha256(os.fsencode(where)).hexdigest()}.index"
+    hashed = cache_folder("shards") / f"{hashlib.sha256(os.fsencode(where)).hexdigest()}.index"
     return [hashed] if remote.is_remote(shard) else [Path(f"{shard}.index"), hashed]
 
 

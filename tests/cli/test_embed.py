@@ -1,0 +1,150 @@
+"""`vitrail embed`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+
+from vitrail.cli import main
+from vitrail.data.preprocess import Preprocess
+from vitrail.evaluation.feature_files import load_features
+from vitrail.models.variants import create
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+Embed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def headless(tmp_path: Path) -> Path:
+    """A model without a head, for images of 14 x 21 pixels."""
+    torch.manual_seed(0)
+    network = create(
+        "ViT-Pico/7", image_size=(14, 21), num_classes=0, width=16, depth=1, heads=2, mlp_width=32, position_std=0.5
+    )
+    return Bundle(network, (), Preprocess(image_size=(14, 21))).save(tmp_path / "model")
+
+
+@pytest.fixture
+def data(tmp_path: Path, colour_folder: Path) -> Path:
+    """Two splits of three classes."""
+    root = tmp_path / "data"
+    root.mkdir()
+    colour_folder.rename(root / "train")
+    for name in ("blue", "green", "red"):
+        (root / "test" / name).mkdir(parents=True)
+        (root / "train" / name / "11.png").rename(root / "test" / name / "11.png")
+    return root
+
+
+@pytest.fixture
+def embed(
+    headless: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Embed:
+    """Runs the verb on the model and the data, and returns the exit code and what was printed and said."""
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(["embed", str(headless), "--data", str(data), "--out", str(tmp_path / "out"), *words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_each_split_is_written_as_the_bundle_embeds_it(
+    embed: Embed, headless: Path, data: Path, tmp_path: Path
+) -> None:
+    code, shown, errors = embed("--batch-size", "33")
+    assert code == 0 and errors == ""
+    assert f"train: features of 33 images, 16 numbers each, in {tmp_path}/out/train" in shown
+    assert "test: features of 3 images" in shown
+    for split, count in (("train", 33), ("test", 3)):
+        features = load_features(tmp_path / "out" / split)
+        images = [data / split / key for key in features.keys]
+        assert len(images) == count and features.classes == ("blue", "green", "red")
+        assert np.array_equal(features.features, load(headless, device="cpu").embed(images).numpy())
+        assert [features.classes[label] for label in features.labels] == [image.parent.name for image in images]
+    about = json.loads((tmp_path / "out" / "train" / "features.json").read_text())["about"]
+    assert about == {
+        "model": str(headless), "data": str(data), "split": "train", "precision": "float32", "image_size": [14, 21],
+    }  # fmt: skip
+
+
+def test_the_second_time_features_come_from_the_cache(embed: Embed, tmp_path: Path) -> None:
+    assert embed()[0] == 0
+    before = (tmp_path / "out" / "train" / "features.npy").read_bytes()
+    assert embed("--overwrite", "--no-cache")[1].count("cache") == 0
+    code, shown, _ = embed("--overwrite")
+    assert code == 0 and f"train: features of 33 images read from the cache, {tmp_path}/cache/features/" in shown
+    assert (tmp_path / "out" / "train" / "features.npy").read_bytes() == before
+    _, shown, _ = embed("--overwrite", "--cache", str(tmp_path / "mine"), "--split", "test")
+    assert "cache" not in shown and len(list((tmp_path / "mine").glob("*/features.npy"))) == 1
+
+
+def test_json_has_the_figures_and_notes_go_elsewhere(embed: Embed, data: Path, tmp_path: Path) -> None:
+    (data / "train" / "green" / "03.png").write_bytes(b"")
+    code, shown, errors = embed("--json", "--split", "train")
+    assert code == 0 and "skipped green/03.png: is empty (0 bytes)" in errors
+    assert json.loads(shown) == {
+        "train": {"images": 32, "skipped": 1, "width": 16, "written": str(tmp_path / "out" / "train")}
+    }
+    assert [item.key for item in load_features(tmp_path / "out" / "train").skipped] == ["green/03.png"]
+    assert not (tmp_path / "out" / "test").exists()
+
+
+def test_another_image_size_resizes_positions(embed: Embed, tmp_path: Path) -> None:
+    assert embed("--split", "test")[0] == 0
+    before = load_features(tmp_path / "out" / "test").features.copy()
+    code, shown, _ = embed("--split", "test", "--overwrite", "--image-size", "21", "28")
+    assert code == 0 and "image size (14, 21) became (21, 28); positions were resized" in shown
+    assert "the cache has features of this data, but of other weights, preprocessing: computing them anew" in shown
+    assert not np.allclose(load_features(tmp_path / "out" / "test").features, before, atol=1e-3)
+    code, _, errors = embed("--split", "test", "--overwrite", "--image-size", "21", "30")
+    assert code == 2 and "30" in errors
+
+
+def test_parquet_is_a_file_for_each_split(embed: Embed, tmp_path: Path) -> None:
+    assert embed("--format", "parquet")[0] == 0
+    table = pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet")
+    assert embed()[0] == 0
+    features = load_features(tmp_path / "out" / "train")
+    assert np.array_equal(np.array(table["feature"].to_pylist(), np.float32), features.features)
+    assert table["key"].to_pylist() == list(features.keys) and table["label"].to_pylist() == features.labels.tolist()
+    code, _, errors = embed("--format", "parquet")
+    assert code == 2 and "train.parquet exists already; choose another folder, or replace the file" in errors
+    assert embed("--format", "parquet", "--overwrite")[0] == 0
+
+
+def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
+    assert embed("--split", "test")[0] == 0
+    code, _, errors = embed()
+    assert (
+        code == 2 and "out/test has features already; choose another folder, or replace them by --overwrite" in errors
+    )
+    assert not (tmp_path / "out" / "train").exists()
+    (tmp_path / "out" / "train").mkdir()
+    (tmp_path / "out" / "train" / "mine.png").touch()
+    code, _, errors = embed("--overwrite")
+    assert code == 2 and "out/train exists and holds other things than features" in errors
+    assert (tmp_path / "out" / "train" / "mine.png").exists()
+
+
+def test_wrong_words(embed: Embed, tmp_path: Path) -> None:
+    for words, message in (
+        (("--split", "validation"), "has no validation split; it has: train, test"),
+        (("--no-cache", "--cache", "x"), "--cache names a folder to keep features in, and --no-cache keeps none"),
+        (("--batch-size", "0"), "batch_size=0 is less than 1"),
+    ):
+        code, _, errors = embed(*words)
+        assert code == 2 and message in errors
+    (tmp_path / "cache").touch()
+    code, _, errors = embed()
+    assert code == 1 and "could not save features to" in errors
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,101 @@
+"""What reports as one HTML file share: the look, tables, thumbnails, and names that can never become markup."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterable, Sequence
+
+from PIL import Image
+
+__all__ = ["STYLE", "document", "escape", "figure", "printable", "table", "thumbnail"]
+
+SIDE = 96
+"""Longest side of a thumbnail in pixels. Smaller images are enlarged by whole numbers, so that they stay sharp."""
+
+STYLE = """
+:root { color-scheme: light dark; --line: #d4d4d0; --soft: #f4f4f1; --dim: #5c5c58;
+  --error: #b3261e; --warning: #8a5a00; --note: #2d5d8a; }
+@media (prefers-color-scheme: dark) { :root { --line: #44443f; --soft: #262624; --dim: #aeaea6;
+  --error: #ff8a80; --warning: #ffc166; --note: #9cc8f2; } }
+* { box-sizing: border-box; }
+body { background: Canvas; color: CanvasText; font: 16px/1.5 system-ui, sans-serif; }
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 64rem; }
+h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
+p { margin: .4rem 0; overflow-wrap: anywhere; }
+.dim, figcaption { color: var(--dim); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin: .4rem 0 1rem; }
+th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+thead th { font-weight: 600; color: var(--dim); }
+article { border-left: 4px solid var(--tone); background: var(--soft); padding: .7rem 1rem; margin: 1rem 0; }
+article h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
+.error { --tone: var(--error); } .warning { --tone: var(--warning); } .note { --tone: var(--note); }
+.tag { color: var(--tone); font-weight: 700; }
+.strip { display: flex; flex-wrap: wrap; gap: .6rem; margin-top: .7rem; }
+.group { display: flex; flex-wrap: wrap; gap: .4rem; border: 1px solid var(--line); padding: .4rem;
+  width: max-content; max-width: 100%; }
+figure { margin: 0; width: 6.5rem; }
+figure img, .none { display: block; width: 6rem; height: 6rem; object-fit: contain; background: var(--line); }
+.none { display: grid; place-items: center; color: var(--dim); font-size: .8rem; }
+figcaption { font-size: .72rem; line-height: 1.25; overflow-wrap: anywhere; margin-top: .2rem; }
+"""
+"""Light and dark, as the reader's system is. Colours are the variables at the top."""
+
+
+def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
+    """The file: a heading, which is also the window's title, and under it parts that are HTML already.
+
+    `style` follows `STYLE`. The title is text.
+    """
+    name = escape(title)
+    head = [
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{STYLE}{style}</style>\n</head>\n<body>\n<h1>{name}</h1>",
+    ]
+    return "\n".join([*head, *parts]) + "\n</body>\n</html>\n"
+
+
+def printable(name: str) -> str:
+    """A name from a file system, with what no terminal or page should be given (bytes, control characters) escaped."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in name
+    )
+
+
+def escape(text: str) -> str:
+    """Text as HTML, between tags or in an attribute: no name becomes markup, turns what follows it around, or cannot be
+    written as UTF-8."""
+    return html.escape(printable(text))
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are text. What is too wide for the window scrolls by itself."""
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heads)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+
+
+def figure(picture: str, lines: Iterable[str]) -> str:
+    """A thumbnail over lines of text."""
+    return f"<figure>{picture}<figcaption>{'<br>'.join(escape(line) for line in lines)}</figcaption></figure>"
+
+
+def thumbnail(picture: Image.Image | None, name: str) -> str:
+    """A picture of mode L or RGB, small and inside the page; None leaves a place that says that there is none."""
+    if picture is None:
+        return '<div class="none">no picture</div>'
+    scale = SIDE / max(picture.size)
+    if scale >= 2:
+        picture = picture.resize((picture.width * int(scale), picture.height * int(scale)), Image.Resampling.NEAREST)
+    else:
+        picture = picture.copy()
+        picture.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=85)
+    data = base64.b64encode(file.getvalue()).decode("ascii")
+    return f'<img alt="{escape(name)}" src="data:image/jpeg;base64,{data}">'
