@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +84,54 @@ def golden() -> Callable[[str], Golden]:
         )
 
     return read
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every tag is closed in its turn, no attribute is there twice, and nothing is fetched."""
+
+    VOID = frozenset({"meta", "img", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        without_pictures = re.sub(r'base64,[^"]*', "", text)
+        assert not [word for word in ("http", "url(", "@import") if word in without_pictures]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tags."""
+        return [tag for tag, _ in self.tags]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len({*names}) == len(names)
+        assert tag not in ("link", "script", "iframe", "object") and not {"href", "xlink:href", "srcset"} & {*names}
+        assert not any(name.startswith("on") for name in names)
+        self.tags.append((tag, dict(attrs)))
+        if tag == "img":
+            head, data = str(dict(attrs)["src"]).split(",")
+            assert head == "data:image/jpeg;base64" and dict(attrs)["alt"]
+            with Image.open(io.BytesIO(base64.b64decode(data, validate=True))) as picture:
+                assert max(picture.size) <= 96 and min(picture.size) >= 1
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.fixture(scope="session")
+def read_page() -> type[Page]:
+    """Reads HTML that must be whole and need no other file; names in it are the text that they are."""
+    return Page
 
 
 @pytest.fixture

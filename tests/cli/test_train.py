@@ -43,6 +43,52 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     assert all(row["label"] in Path(row["image"]).name for row in rows)
 
 
+def test_a_model_decides_what_images_are_like_unless_told(
+    model: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [word for name, value in zip(TINY[::2], TINY[1::2], strict=True) if name not in SIZES
+             for word in (name, value)]  # fmt: skip
+    words = ["--init", str(model), "--data", str(colour_folder), *short, "--validation-share", "0.2"]
+    assert run(*words, "--run", str(tmp_path / "as-it-is"), "--lora-rank", "2", "--lora-on", "query", "up") == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert "a new head of 3 classes, all zero, replaces that of 10" in shown and "of them trained" in shown
+    more = ["--image-size", "32", "48", "--std", "0.5", "--train-blocks", "1", "--average", "0.9", "--patience", "1"]
+    assert run(*words, "--run", str(tmp_path / "other"), *more) == 0
+    of_model, first, second = (
+        json.loads((folder / "model.json").read_text())
+        for folder in (model, tmp_path / "as-it-is" / "model", tmp_path / "other" / "model")
+    )
+    assert first["preprocess"] == of_model["preprocess"] and first["classes"] == ["blue", "green", "red"]
+    changed = {name for name, value in second["preprocess"].items() if value != of_model["preprocess"][name]}
+    assert changed == {"image_size", "std"} and second["preprocess"]["image_size"] == [32, 48]
+    record = json.loads((tmp_path / "other" / "run.json").read_text())
+    assert record["config"]["start"]["train_blocks"] == 1 and record["config"]["model"]["variant"] is None
+
+
+SIZES = ("--width", "--depth", "--heads", "--mlp-width")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--init", "{model}", "--variant", "ViT-S/16"], "variant='ViT-S/16' cannot be given with init="),
+        (["--init", "{model}", "--train-blocks", "3"], "train_blocks=3 is more than the 2 blocks of the model"),
+        (["--init", "{model}", "--lora-rank", "2", "--lora-on", "fc1"], "query"),
+        (["--init={model}/nowhere"], "does not exist"),
+        (["--train-blocks", "0"], "train_blocks=0 keeps weights as they are: it needs init"),
+        (["--init", "{model}", "--channels", "3"], "takes; choose 1: the images are converted"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_starting_from_a_model_are_named(
+    words: list[str], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [word.format(model=model) for word in words]
+    assert run(*filled, "--run", str(tmp_path / "run"), "--device", "cpu") == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.split()) or message in " ".join(captured.out.split())
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_default_recipe_follows_the_data() -> None:
     from vitrail.cli.train import _default_recipe
 

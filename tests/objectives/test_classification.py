@@ -8,12 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
+from vitrail.data.source import Label, Mixture, Sample
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
-from vitrail.objectives.classification import Classification
+from vitrail.objectives.classification import Classification, balanced_weights
 
 
 class Fixed(nn.Module):
@@ -190,3 +193,116 @@ def test_label_smoothing_is_below_1() -> None:
         Classification(nn.Identity(), label_smoothing=-0.1)
     with pytest.raises(ConfigError, match="label_smoothing=nan"):
         Classification(nn.Identity(), label_smoothing=math.nan)
+
+
+class Labelled:
+    """A source of labels without images."""
+
+    def __init__(self, labels: list[Label], classes: int, prefix: str = "class") -> None:
+        self.labels = labels
+        self.classes = tuple(f"{prefix} {number}" for number in range(classes))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        raise AssertionError("counting opens no image")
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def label(self, index: int) -> Label:
+        return self.labels[index]
+
+
+@given(labels=st.lists(st.one_of(st.none(), st.integers(0, 6)), min_size=1, max_size=60))
+def test_balanced_classes_count_alike_and_1_on_average(labels: list[int | None]) -> None:
+    weights = balanced_weights(Labelled(labels, 7)).double()
+    counted = [label for label in labels if label is not None]
+    sums = {label: counted.count(label) * float(weights[label]) for label in set(counted)}
+    for total in sums.values():
+        assert total == pytest.approx(len(counted) / len(sums), rel=1e-5)
+    assert sum(sums.values()) == pytest.approx(len(counted), rel=1e-5)
+    assert all(float(weights[label]) == 1 for label in range(7) if label not in sums)
+
+
+def test_of_several_labels_each_is_counted() -> None:
+    weights = balanced_weights(Labelled([(0, 1), (0,), (), (0, 2)], 4))
+    torch.testing.assert_close(weights, torch.tensor([5 / 9, 5 / 3, 5 / 3, 1.0]))
+
+
+def test_a_mixture_counts_by_the_shares_that_are_drawn() -> None:
+    mixture = Mixture([Labelled([0, 1], 2), Labelled([0] * 30, 1, "other")], [0.75, 0.25])
+    drawn = torch.tensor([0.375, 0.375, 0.25])
+    torch.testing.assert_close(balanced_weights(mixture), 1 / (3 * drawn))
+
+
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_each_image_weighs_as_its_class_does(smoothing: float) -> None:
+    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3
+    labels = [0, 4, 2, 2, 1, 3]
+    objective = Classification(Fixed(logits), label_smoothing=smoothing, class_weights=WEIGHTS)
+    rows = logits.double().numpy()
+    each = [
+        float(WEIGHTS[label]) * softmax_loss(row, label, smoothing) for row, label in zip(rows, labels, strict=True)
+    ]
+    assert objective(make_batch(labels)).loss.item() == pytest.approx(np.mean(each), rel=1e-5)
+    sure = replace(make_batch(labels), targets=torch.nn.functional.one_hot(torch.tensor(labels), 5).float())
+    assert objective(sure).loss.item() == pytest.approx(np.mean(each), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_weighted_loss_of_a_mixture_is_the_mixture_of_weighted_losses(loss: str, smoothing: float) -> None:
+    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) * 3
+    labels, others, shares = [0, 4, 2, 2], [4, 1, 3, 0], [1.0, 0.75, 0.4, 0.5]
+    objective = Classification(Fixed(logits), loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)  # type: ignore[arg-type]
+    alone = []
+    for row in range(4):
+        pair = []
+        for label in (labels[row], others[row]):
+            one = Classification(
+                Fixed(logits[row : row + 1]),
+                loss=loss,
+                label_smoothing=smoothing,
+                class_weights=WEIGHTS,  # type: ignore[arg-type]
+            )
+            pair.append(one(make_batch([label])).loss.item())
+        alone.append(shares[row] * pair[0] + (1 - shares[row]) * pair[1])
+    targets = torch.zeros(4, 5)
+    for row in range(4):
+        targets[row, labels[row]] += shares[row]
+        targets[row, others[row]] += 1 - shares[row]
+    found = objective(replace(make_batch(labels), targets=targets)).loss.item()
+    assert found == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_with_sigmoid_the_true_answers_weigh() -> None:
+    logits = torch.tensor([[2.0, -1, 0.5], [0, 3, -2]])
+    targets = torch.tensor([[1.0, 0, 1], [0, 0, 0]])
+    weights = torch.tensor([0.5, 2.0, 3.0])
+    objective = Classification(Fixed(logits), loss="sigmoid", class_weights=weights)
+    p = 1 / (1 + np.exp(-logits.double().numpy()))
+    each = np.where(targets.numpy() == 1, -weights.numpy() * np.log(p), -np.log(1 - p)).sum(1)
+    found = objective(replace(make_batch([-1, -1]), targets=targets)).loss.item()
+    assert found == pytest.approx(each.mean(), rel=1e-5)
+
+
+def test_equal_weights_change_nothing() -> None:
+    logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(4))
+    batch = make_batch([0, 1, 2, 3, 4], [True, True, False, True, True])
+    for targets in (None, torch.full((5, 5), 0.2)):
+        plain, weighted = (
+            Classification(Fixed(logits), label_smoothing=0.1, class_weights=weights)(replace(batch, targets=targets))
+            for weights in (None, torch.ones(5))
+        )
+        torch.testing.assert_close(weighted.loss, plain.loss)
+
+
+def test_class_weights_go_with_the_module_and_not_into_its_state() -> None:
+    objective = Classification(Fixed(torch.zeros(1, 5)), class_weights=WEIGHTS)
+    assert set(objective.state_dict()) == {"network.logits"}
+    assert objective.double().class_weights is not None and objective.class_weights.dtype == torch.float64

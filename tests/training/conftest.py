@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,22 +15,27 @@ import torch
 from torch import Tensor
 
 from vitrail.data.pipeline import TrainingBatches
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.data.sources.fashion_mnist import BUNDLED
 from vitrail.data.sources.idx import find_idx, read_idx
+from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.objectives.classification import Classification
-from vitrail.plain import from_plain
 from vitrail.recipes import RECIPES
+from vitrail.training.average import Average
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
+from vitrail.training.folder import read_record
 from vitrail.training.journal import read_journal
-from vitrail.training.loop import Plan
 from vitrail.training.optimizer import make_optimizer
+from vitrail.training.parts import Parts
+from vitrail.training.plan import Plan
 from vitrail.training.run import train
 from vitrail.training.schedule import Schedule
 from vitrail.training.state import TrainState
+from vitrail.weights.bundle import Bundle
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +64,47 @@ def small(three_splits: Path) -> Callable[..., TrainConfig]:
             "checkpoints": 3, "keep": "best", "dropout": 0.2, "stochastic_depth": 0.3, "learning_rate": 1e-2,
         }  # fmt: skip
         return RECIPES["demo"]().override(**{**defaults, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes models of random weights to start from, in folders, by default of a transformer of three blocks for colour
+    images of 21 x 28 and four classes; fields can be replaced. The same fields give the same folder."""
+    made: dict[str, Path] = {}
+
+    def make(variant: str = "ViT-Pico/7", classes: tuple[str, ...] = ("a", "b", "c", "d"), **fields: Any) -> Path:
+        name = repr((variant, classes, sorted(fields.items())))
+        if name not in made:
+            sizes = {} if variant.startswith("BiT") else {"width": 16, "depth": 3, "heads": 2, "mlp_width": 24}
+            torch.manual_seed(11)
+            size = (21, 28) if variant == "ViT-Pico/7" else (32, 48)
+            network = create(variant, **{"image_size": size, "num_classes": len(classes), **sizes, **fields})
+            if network.head is not None:
+                torch.nn.init.normal_(network.head.weight, std=0.1)
+            config = network.config
+            preprocess = Preprocess(
+                image_size=config.image_size, channels=config.channels, mean=(0.4,), std=(0.3,), resize="crop"
+            )
+            made[name] = Bundle(network, classes, preprocess).save(tmp_path_factory.mktemp("initial") / "model")
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def from_model(tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Makes configs of short runs from a model on a folder of images."""
+
+    def make(model: Path, data: Path, **fields: Any) -> TrainConfig:
+        defaults = {
+            "init": str(model), "data": str(data), "run": str(tmp_path / "run"), "steps": 12, "batch_size": 8,
+            "device": "cpu", "precision": "float32", "threads": 2, "evaluations": 3, "checkpoints": 3,
+            "validation_share": 0.2, "image_size": (21, 28), "learning_rate": 1e-2, "variant": None,
+            "position_std": None,
+        }  # fmt: skip
+        return RECIPES["folder"]().override(**{**defaults, **fields})
 
     return make
 
@@ -113,7 +158,8 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
             device=torch.device("cpu"),
             classes=len(splits.classes),
         )
-        return TrainState(objective, make_optimizer(objective, rates), batches), plan
+        average = Average(objective, rates.average) if rates.average else None
+        return TrainState(objective, make_optimizer(objective, rates), batches, average=average), plan
 
     return build
 
@@ -132,22 +178,22 @@ def flat() -> Callable[[Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def outcome(
-    prepare: Callable[[TrainConfig], tuple[TrainState, Plan]], flat: Callable[[Any], dict[str, Any]]
-) -> Callable[[Path], dict[str, Any]]:
+def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
     """All that two equal runs have equal: the newest checkpoint's tensors (as bytes) and values, the losses in the
     journal, the validation figures, and the model's bytes."""
 
     def collect(run: Path) -> dict[str, Any]:
-        config = from_plain(TrainConfig, json.loads((run / "run.json").read_text(encoding="utf-8"))["config"])
-        state, _ = prepare(config)
+        record = read_record(run)
+        parts = Parts(record.config, origin=record.origin)
+        state = parts.state(parts.network()[0])
         assert Checkpoints(run / "checkpoints").restore(state) == []
         tensors = {
             name: leaf.contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else leaf
             for name, leaf in flat(state.tensors()).items()
         }
         moments = [name for name in tensors if "exp_avg" in name or "momentum_buffer" in name]
-        assert len(moments) >= len(list(state.objective.parameters())) and "/random/cpu" in tensors
+        moved = [parameter for parameter in state.objective.parameters() if parameter.requires_grad]
+        assert len(moments) >= len(moved) and "/random/cpu" in tensors
         events = read_journal(run / "journal.jsonl")
         names = ("step", "loss", "accuracy", "gradient_norm", "learning_rate")
         return {

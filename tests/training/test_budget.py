@@ -35,7 +35,7 @@ from vitrail.models.fused import ONEDNN, predicting
 from vitrail.models.vit import Block
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
-from vitrail.training.loop import Plan
+from vitrail.training.plan import Plan
 from vitrail.training.state import TrainState
 
 BUDGET = Path(__file__).with_name("budget.json")

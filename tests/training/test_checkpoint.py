@@ -19,7 +19,8 @@ from vitrail.errors import RunError
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
-from vitrail.training.loop import Plan, train_step
+from vitrail.training.loop import train_step
+from vitrail.training.plan import Plan
 from vitrail.training.run import train
 from vitrail.training.state import Best, TrainState
 

@@ -15,7 +15,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNetConfig
 from vitrail.plain import from_plain, to_plain
 from vitrail.recipes import RECIPES
-from vitrail.training.config import FLAT, PARTS, ModelConfig, OptimizerConfig, TrainConfig
+from vitrail.training.config import FLAT, PARTS, ModelConfig, OptimizerConfig, StartConfig, TrainConfig
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 0}, "batch_size=0 is less than 1\naccumulation=1 is more than batch_size=0"),
@@ -39,6 +39,27 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"beta2": -0.1}, "beta2=-0.1 is not in [0, 1)"),
     ({"momentum": 1.5}, "momentum=1.5 is not in [0, 1)"),
     ({"label_smoothing": math.nan}, "label_smoothing=nan is not in [0, 1)"),
+    ({"average": 1.0}, "average=1.0 is not in [0, 1)"),
+    ({"layer_decay": 0.0}, "layer_decay=0.0 is not in (0, 1]"),
+    ({"layer_decay": math.nan}, "layer_decay=nan is not in (0, 1]"),
+    ({"patience": 0}, "patience=0 is less than 1"),
+    ({"init": "m", "train_blocks": -1}, "train_blocks=-1 is less than 0"),
+    ({"init": "m", "lora_rank": 0}, "lora_rank=0 is less than 1"),
+    ({"init": "m", "lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0.0 is not above 0"),
+    ({"init": "m", "lora_alpha": 2.0}, "lora_alpha=2.0 needs lora_rank"),
+    ({"init": "m", "lora_rank": 2, "train_blocks": 1}, "train_blocks=1 and lora_rank=2 exclude each other"),
+    ({"train_blocks": 0}, "train_blocks=0 keeps weights as they are: it needs init, a model to start from"),
+    ({"lora_rank": 4}, "lora_rank=4 keeps weights as they are: it needs init, a model to start from"),
+    (
+        {"init": "m", "variant": "ViT-S/16"},
+        "variant='ViT-S/16' cannot be given with init='m': the architecture is the "
+        "model's; only dropout, stochastic_depth, patch_dropout can",
+    ),
+    (
+        {"init": "m", "depth": 3, "dropout": 0.1},
+        "depth=3 cannot be given with init='m': the architecture is the "
+        "model's; only dropout, stochastic_depth, patch_dropout can",
+    ),
     ({"seed": 2**32}, "seed=4294967296 is not below 2**32"),
     ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),
     ({"max_skipped": -0.1}, "max_skipped=-0.1 is not in [0, 1]"),
@@ -49,6 +70,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"compile": "yes"}, "compile='yes' is not one of 'auto', 'on', 'off', 'graphs'"),
     ({"keep": "all"}, "keep='all' is not one of 'best', 'last'"),
     ({"loss": "hinge"}, "loss='hinge' is not one of 'softmax', 'sigmoid'"),
+    ({"class_weights": "equal"}, "class_weights='equal' is not one of 'none', 'balanced'"),
 ]
 
 
@@ -65,8 +87,10 @@ def test_the_limits_themselves_are_allowed() -> None:
     TrainConfig().override(
         batch_size=1, accumulation=1, steps=1, evaluations=0, checkpoints=1, threads=0, seed=2**32 - 1, clip=0.0,
         weight_decay=0.0, validation_share=0.0, warmup=0.0, beta1=0.0, beta2=0.0, momentum=0.0, label_smoothing=0.0,
-        max_skipped=1.0,
+        max_skipped=1.0, average=0.0, layer_decay=1.0, patience=1, init="m", train_blocks=0, dropout=0.1,
+        stochastic_depth=0.1, patch_dropout=0.1,
     )  # fmt: skip
+    TrainConfig().override(init="m", lora_rank=1, lora_alpha=0.5)
     TrainConfig().override(max_skipped=0.0, seed=0, accumulation=8, batch_size=8)
 
 
@@ -115,9 +139,13 @@ def test_no_two_parts_have_a_field_of_the_same_name() -> None:
     assert len(set(own + parts)) == len(own + parts) == len(FLAT)
     assert set(FLAT) == set(own + parts)
     assert {item.name: item.type for item in dataclasses.fields(TrainConfig) if item.name in PARTS} == {
-        "model": "ModelConfig", "images": "Preprocess", "augment": "Augment", "optimization": "OptimizerConfig",
+        "start": "StartConfig", "model": "ModelConfig", "images": "Preprocess", "augment": "Augment",
+        "optimization": "OptimizerConfig",
     }  # fmt: skip
-    assert {"model": ModelConfig, "images": Preprocess, "augment": Augment, "optimization": OptimizerConfig} == PARTS
+    assert {
+        "start": StartConfig, "model": ModelConfig, "images": Preprocess, "augment": Augment,
+        "optimization": OptimizerConfig,
+    } == PARTS  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,10 @@ def test_attention_in_bf16_is_one_fused_kernel_without_a_matrix_of_weights(varia
     assert all("flash" in name or "cudnn" in name for name in seen.kernels), seen.kernels
 
 
-def test_a_step_waits_for_nothing_on_the_gpu(tiny: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fields", [{}, {"average": 0.9, "layer_decay": 0.5, "class_weights": "balanced"}], ids=str)
+def test_a_step_waits_for_nothing_on_the_gpu(
+    fields: dict[str, Any], tiny: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Changing the learning rate included. CUDA itself names every wait."""
 
     def strictly(state: Any, plan: Any, batch: Any) -> Any:
@@ -126,7 +129,7 @@ def test_a_step_waits_for_nothing_on_the_gpu(tiny: Callable[..., TrainConfig], m
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr("vitrail.training.loop.train_step", strictly)
-    train(tiny(device="cuda", precision="bf16", steps=6))
+    train(tiny(device="cuda", precision="bf16", steps=6, **fields))
 
 
 def test_bench_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.pipeline import Batch
 from vitrail.training.config import TrainConfig
-from vitrail.training.loop import Plan, train_step
+from vitrail.training.loop import train_step
+from vitrail.training.plan import Plan
 from vitrail.training.state import TrainState
 
 Prepare = Callable[[TrainConfig], tuple[TrainState, Plan]]
@@ -135,6 +136,27 @@ def test_the_schedule_sets_the_learning_rate_of_every_group(make: Callable[..., 
         assert {group["lr"] for group in state.optimizer.param_groups} == {plan.schedule(step)}
 
 
+def test_each_group_has_its_own_share_of_the_schedule(make: Callable[..., Any]) -> None:
+    state, plan = make(steps=10, warmup=0.4, layer_decay=0.5)
+    for step in range(5):
+        state.step = step
+        train_step(state, plan, next(state.batches))
+        rates = sorted({group["lr"] for group in state.optimizer.param_groups})
+        assert rates == [plan.schedule(step) * 0.5**layer for layer in (3, 2, 1, 0)], "two blocks between stem and head"
+
+
+def test_the_mean_follows_each_step(make: Callable[..., Any]) -> None:
+    state, plan = make(average=0.15)
+    before = {name: tensor.clone() for name, tensor in state.average.mean.items()}
+    assert before.keys() == weights(state).keys()
+    for step, kept in ((0, 0.1), (1, 0.15)):
+        state.step = step
+        train_step(state, plan, next(state.batches))
+        for name, tensor in weights(state).items():
+            before[name] = kept * before[name] + (1 - kept) * tensor
+            torch.testing.assert_close(state.average.mean[name], before[name], rtol=1e-5, atol=1e-7)
+
+
 def test_gradients_are_gone_after_a_step(make: Callable[..., Any]) -> None:
     state, plan = make()
     figures = train_step(state, plan, next(state.batches))
@@ -204,7 +226,7 @@ def test_the_counter_counts() -> None:
 @pytest.mark.parametrize("fields", [
     {}, {"accumulation": 3}, {"precision": "bf16"}, {"optimizer": "sgd"}, {"clip": 0.0}, {"shift": 2},
     {"preset": "bp", "cutmix": 1.0, "colour_jitter": (0.4, 0.4, 0.4, 0.1)},
-    {"label_smoothing": 0.0},
+    {"label_smoothing": 0.0}, {"average": 0.9, "layer_decay": 0.5},
 ], ids=str)  # fmt: skip
 def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:
     state, plan = make(**fields)

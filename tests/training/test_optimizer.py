@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from vitrail.models.variants import create
-from vitrail.training.config import OptimizerConfig
+from vitrail.training.config import OptimizerConfig, StartConfig
+from vitrail.training.layers import choose_weights, layers_of
 from vitrail.training.optimizer import make_optimizer, split_by_decay
 
 
@@ -101,3 +104,41 @@ def test_sgd_with_momentum_is_the_formula() -> None:
             expected[index] = expected[index] - rate * velocities[index]
         for parameter, value in zip(module.both(), expected, strict=True):
             torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(("name", "sizes", "depth"), [
+    ("ViT-Pico/7", {"image_size": (14, 21), "width": 8, "depth": 3, "heads": 2}, 3),
+    ("BiT-R26x1", {"image_size": (33, 40), "width": 32}, 8),
+], ids=["ViT", "BiT"])  # fmt: skip
+def test_layer_decay_scales_by_depth(name: str, sizes: dict[str, Any], depth: int, optimizer: str) -> None:
+    network = create(name, num_classes=3, **sizes)
+    numbers = layers_of(network).numbers()
+    made = make_optimizer(network, OptimizerConfig(optimizer=optimizer, layer_decay=0.65))  # type: ignore[arg-type]
+    seen = {}
+    for group in made.param_groups:
+        assert group["params"]
+        for parameter in group["params"]:
+            seen[id(parameter)] = group["scale"], group["weight_decay"]
+    decayed = {id(parameter) for parameter in split_by_decay(network)[0]}
+    assert set(seen) == set(numbers)
+    for parameter, (scale, decay) in seen.items():
+        assert scale == pytest.approx(0.65 ** (depth + 1 - numbers[parameter]), rel=1e-12)
+        assert (decay > 0) == (parameter in decayed)
+    assert seen[id(network.head.weight)][0] == 1.0
+    assert seen[id(next(network.parameters()))][0] == pytest.approx(0.65 ** (depth + 1))
+
+
+def test_without_layer_decay_there_are_two_groups() -> None:
+    made = make_optimizer(Pair(), OptimizerConfig())
+    assert [(group["scale"], len(group["params"])) for group in made.param_groups] == [(1.0, 1), (1.0, 1)]
+
+
+def test_adapters_decay_and_what_is_not_trained_is_left_out() -> None:
+    network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=8, depth=2, heads=2)
+    choose_weights(network, StartConfig(init="m", lora_rank=2))
+    decayed, plain = split_by_decay(network)
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    factors = {f"blocks.{block}.attention.qkv.adapter.{factor}" for block in (0, 1) for factor in "ab"}
+    assert {names[id(parameter)] for parameter in decayed} == {*factors, "head.weight"}
+    assert {names[id(parameter)] for parameter in plain} == {"head.bias"}

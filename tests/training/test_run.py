@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import vitrail.training.parts as parts_module
 import vitrail.training.run as run_module
 from vitrail.data.pipeline import Batch
 from vitrail.data.sources import open_data
@@ -26,7 +27,7 @@ from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
 from vitrail.training.journal import read_journal
-from vitrail.training.loop import Plan
+from vitrail.training.plan import Plan
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.state import TrainState
 from vitrail.weights.load import load
@@ -193,7 +194,7 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
             *(Noting(getattr(splits, name), log, name) for name in ("train", "validation", "test")), splits.notes
         )
 
-    monkeypatch.setattr(run_module, "open_data", open_and_note)
+    monkeypatch.setattr(parts_module, "open_data", open_and_note)
     trained: list[Batch] = []
     real = run_module.fit
 
@@ -239,6 +240,21 @@ def test_the_seed_decides(small: Callable[..., TrainConfig], tmp_path: Path) -> 
         return (folder / "model" / "model.safetensors").read_bytes()
 
     assert model("a", 1) == model("b", 1) != model("c", 2)
+
+
+def test_runs_that_choose_leave_the_test_split_alone(
+    tiny: Tiny, tmp_path: Path, stop_at: Callable[[int], Display]
+) -> None:
+    first = train(tiny(run=str(tmp_path / "first")))
+    with pytest.raises(Stopped):
+        train(tiny(), measure_test=False, display=stop_at(5))
+    second = resume(tmp_path / "run", measure_test=False)
+    assert set(second.metrics) == {"validation_accuracy"} and "test_accuracy" in first.metrics
+    events = read_journal(second.folder / "journal.jsonl")
+    assert {event["split"] for event in events if event["event"] == "evaluation"} == {"validation"}
+    assert {example.path.name for example in second.examples} != {example.path.name for example in first.examples}
+    models = [(result.folder / "model" / "model.safetensors").read_bytes() for result in (first, second)]
+    assert models[0] == models[1]
 
 
 def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
@@ -351,7 +367,7 @@ def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path)
             (colour_folder / "red" / "00.png").unlink()
 
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last")
-    with pytest.raises(DataError, match=r"^cannot read .*red/00\.png: No such file"):
+    with pytest.raises(DataError, match=r"^1 training images cannot be decoded, .*red/00\.png: No such file"):
         train(config, display=Vanish())
 
 
@@ -397,7 +413,7 @@ def test_a_compiled_run_follows_a_plain_one_and_resumes_exactly(
     stop_at: Callable[[int], Display],
     types_unchecked: None,
 ) -> None:
-    monkeypatch.setattr(run_module, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(parts_module, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     fields = {"steps": 12, "stochastic_depth": 0.0, "dropout": 0.0}
     folders = [train(tiny(compile=name, run=str(tmp_path / name), **fields)).folder for name in ("on", "off")]
     with pytest.raises(Stopped):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import tyro
 
-__all__ = ["parse"]
+__all__ = ["given", "parse"]
 
 T = TypeVar("T")
 
@@ -25,3 +26,11 @@ def parse(cls: type[T], words: Sequence[str], *, usage: str, description: str, d
     )
     assert parsed is not None, "tyro leaves rather than return nothing"
     return parsed
+
+
+def given(words: Sequence[str], option: str) -> str | None:
+    """The value that is given for an option, before all options are parsed; None where it is not given."""
+    for word, following in pairwise([*words, ""]):
+        if word == option or word.startswith(f"{option}="):
+            return word.partition("=")[2] or following
+    return None

@@ -1,10 +1,9 @@
-"""`vitrail train`: a run from scratch, or the rest of one that was stopped."""
+"""`vitrail train`: a run from scratch or from a model, or the rest of one that was stopped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -12,20 +11,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.options import parse
+from vitrail.cli.options import given, parse
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.recipes import RECIPES
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import ModelConfig, TrainConfig
 from vitrail.training.display import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
 
 __all__ = ["main"]
 
 USAGE = "vitrail train [RECIPE]"
-DESCRIPTION = """Train a Vision Transformer from scratch.
+DESCRIPTION = """Train a Vision Transformer from scratch, or from a model with --init.
 
 RECIPE is one of {recipes}; the options below show its settings and replace them. Without one it is demo, on bundled
-images, or folder where --data names something else. Ctrl-C saves and stops; go on with: vitrail train --resume RUN."""
+images, or folder where --data names something else. With --init the architecture is the model's, and so are image size
+and normalisation unless given. Ctrl-C saves and stops; go on with: vitrail train --resume RUN."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +46,31 @@ def main(words: Sequence[str], started: float) -> int:
             run = parse(Resume, words, usage="vitrail train", description=Resume.__doc__ or "").resume
             result = resume(run, display=display, started=started)
         else:
-            result = train(_config(words), display=display, started=started)
+            config, initial = _config(words)
+            result = train(config, initial=initial, display=display, started=started)
     except Stopped as stop:
         raise Stopped(f"{stop}\nGo on with: vitrail train --resume {stop.run}", stop.run) from None
     _report(console, result)
     return 0
 
 
-def _config(words: Sequence[str]) -> TrainConfig:
+def _config(words: Sequence[str]) -> tuple[TrainConfig, Bundle | None]:
+    """The run, and the model to start it from, which decides what images have to be like where options do not."""
     name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else (_default_recipe(words), words)
     if name not in RECIPES:
         raise ConfigError(f"unknown recipe {name!r}; {nearest(name, RECIPES)}")
+    recipe, initial = RECIPES[name](), None
+    if (init := given(rest, "--init")) is not None:
+        initial = load(init, device="cpu")
+        recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig(), images=initial.preprocess)
     description = DESCRIPTION.format(recipes=", ".join(RECIPES))
-    return parse(TrainConfig, rest, usage=USAGE, description=description, default=RECIPES[name]())
+    return parse(TrainConfig, rest, usage=USAGE, description=description, default=recipe), initial
 
 
 def _default_recipe(words: Sequence[str]) -> str:
     """The recipe for data that was named without one."""
-    for word, following in pairwise([*words, ""]):
-        if word == "--data" or word.startswith("--data="):
-            data = word.partition("=")[2] or following
-            return {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")
-    return "demo"
+    data = given(words, "--data")
+    return "demo" if data is None else {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")
 
 
 def _report(console: Console, result: RunResult) -> None:
@@ -90,6 +95,8 @@ def _report(console: Console, result: RunResult) -> None:
                 else ""
             )
             console.print(f"{split} accuracy [bold]{accuracy:.2%}[/] ({meaning}{chosen})", highlight=False)
+    if summary["steps"] < (planned := result.bundle.provenance["steps"]):
+        console.print(f"ended early, after {summary['steps']:,.0f} of {planned:,} steps", highlight=False)
     console.print(
         f"{summary['images_per_second']:,.0f} images/s; waiting for data {summary['waiting_share']:.1%} of a step; "
         f"first step after {summary['seconds_to_first_step']:.1f} s; peak memory "

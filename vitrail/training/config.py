@@ -14,24 +14,30 @@ from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
 from vitrail.models.layers import Activation
+from vitrail.models.lora import Projection
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import PositionKind, Where
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.weights.bundle import Scores
 
-__all__ = ["ModelConfig", "OptimizerConfig", "TrainConfig"]
+__all__ = ["ModelConfig", "OptimizerConfig", "StartConfig", "TrainConfig"]
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["cosine", "linear", "constant"]
 Keep = Literal["best", "last"]
+ClassWeights = Literal["none", "balanced"]
+
+WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "patch_dropout")
+"""Fields of `ModelConfig` that fit any weights, so that a run from a model can set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The network: a size by name, and what departs from it."""
+    """The network: a size by name, and what departs from it; or that of the model to start from."""
 
-    variant: str = "ViT-Pico/7"
-    """Size and patch, as `vitrail models` lists them: ViT-S/16, the hybrid R50+ViT-B/16, BiT-R50x1."""
+    variant: str | None = None
+    """Size and patch, as `vitrail models` lists them: ViT-S/16, the hybrid R50+ViT-B/16, BiT-R50x1. By default
+    ViT-Pico/7, or with --init the model's."""
     width: int | None = None
     """Length of a token; by default the variant's, like depth, heads and mlp-width. For a BiT: its first channels."""
     depth: int | None = None
@@ -72,10 +78,34 @@ class ModelConfig:
     def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> AnyConfig:
         """The network's config for data of this shape; None leaves a field as the variant has it. Raises
         `ConfigError`."""
-        fields = {name: value for name, value in vars(self).items() if value is not None and name != "variant"}
-        if self.variant.startswith("BiT"):
+        variant = self.variant or "ViT-Pico/7"
+        fields = {name: value for name, value in self.given.items() if name != "variant"}
+        if variant.startswith("BiT"):
             fields.pop("position_std", None)  # which the demo sets: a ResNet has no positions
-        return variant_config(self.variant, image_size=image_size, channels=channels, num_classes=num_classes, **fields)
+        return variant_config(variant, image_size=image_size, channels=channels, num_classes=num_classes, **fields)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """The model that a run starts from, and which of its weights move."""
+
+    init: str | None = None
+    """A model to start from instead of random weights: its folder or its run's, another library's file or folder, or a
+    name on the hub. Its head stays where the classes have the same names; else a new one of zeros replaces it."""
+    train_blocks: int | None = None
+    """With --init: so many of the last blocks are trained, with final norm, pooling and head; 0: the head alone. A
+    ResNet's units are its blocks. By default all weights are trained."""
+    lora_rank: int | None = None
+    """With --init: the head is trained, and of the blocks low-rank changes of this rank (2106.09685)."""
+    lora_alpha: float | None = None
+    """They count alpha / rank times; by default once."""
+    lora_on: tuple[Projection, ...] = ("query", "value")
+    """Which weights of each block they change: query, key, value, out, up, down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +130,11 @@ class OptimizerConfig:
     """SGD's."""
     clip: float = 1.0
     """Largest norm of the gradient, over all weights; 0 for no limit."""
+    layer_decay: float = 1.0
+    """Each block's learning rate is so much of that of the block above it; the head has all of it (2106.08254)."""
+    average: float = 0.0
+    """Share of the running mean of the weights that a step leaves, such as 0.999 (Polyak averaging): the mean is what
+    is measured and kept. At step t at most (1 + t) / (10 + t), so that the start is soon forgotten. 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +168,9 @@ class TrainConfig:
     """Classes exclude each other (softmax), or each is a question of its own (sigmoid)."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
+    class_weights: ClassWeights = "none"
+    """balanced: every class counts as much as any other, however many images it has."""
+    start: StartConfig = field(default_factory=StartConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     images: Preprocess = field(default_factory=lambda: Preprocess(image_size=(224, 224)))
     augment: Augment = field(default_factory=Augment)
@@ -153,6 +191,8 @@ class TrainConfig:
     """Decides initial weights, order, augmentation and dropout."""
     evaluations: int = 10
     """How often to measure on the validation split during the run."""
+    patience: int | None = None
+    """End the run after so many of these in a row without a better accuracy; the learning rate's course stays."""
     checkpoints: int = 10
     """How often to save the training state during the run."""
     keep: Keep = "best"
@@ -191,26 +231,31 @@ class TrainConfig:
         return dataclasses.replace(self, **own, **parts)
 
     def _problems(self) -> list[str]:
-        optimization = self.optimization
+        optimization, start = self.optimization, self.start
         found = []
         for name, value, low in (
             ("batch_size", self.batch_size, 1), ("accumulation", self.accumulation, 1), ("steps", self.steps, 1),
             ("evaluations", self.evaluations, 0), ("checkpoints", self.checkpoints, 1), ("threads", self.threads, 0),
             ("processes", self.processes, 0), ("per_class", self.per_class, 1), ("subset_seed", self.subset_seed, 0),
             ("seed", self.seed, 0), ("clip", optimization.clip, 0), ("weight_decay", optimization.weight_decay, 0),
+            ("patience", self.patience, 1), ("train_blocks", start.train_blocks, 0), ("lora_rank", start.lora_rank, 1),
         ):  # fmt: skip
             if value is not None and not value >= low:
                 found.append(f"{name}={value} is less than {low}")
-        for name, value in (("epochs", self.epochs), ("learning_rate", optimization.learning_rate)):
-            if not 0 < value < math.inf:
+        for name, value in (
+            ("epochs", self.epochs), ("learning_rate", optimization.learning_rate), ("lora_alpha", start.lora_alpha),
+        ):  # fmt: skip
+            if value is not None and not 0 < value < math.inf:
                 found.append(f"{name}={value} is not above 0")
         for name, value in (
             ("validation_share", self.validation_share), ("warmup", optimization.warmup), ("beta1", optimization.beta1),
             ("beta2", optimization.beta2), ("momentum", optimization.momentum),
-            ("label_smoothing", self.label_smoothing),
+            ("label_smoothing", self.label_smoothing), ("average", optimization.average),
         ):  # fmt: skip
             if not 0 <= value < 1:
                 found.append(f"{name}={value} is not in [0, 1)")
+        if not 0 < optimization.layer_decay <= 1:
+            found.append(f"layer_decay={optimization.layer_decay} is not in (0, 1]")
         if self.seed >= 2**32:
             found.append(f"seed={self.seed} is not below 2**32")
         if not 0 <= self.max_skipped <= 1:
@@ -220,14 +265,38 @@ class TrainConfig:
         for name, choice, choices in (
             ("optimizer", optimization.optimizer, OptimizerName), ("schedule", optimization.schedule, ScheduleName),
             ("precision", self.precision, TrainingPrecision), ("compile", self.compile, Compile),
-            ("keep", self.keep, Keep), ("loss", self.loss, Scores),
+            ("keep", self.keep, Keep), ("loss", self.loss, Scores), ("class_weights", self.class_weights, ClassWeights),
         ):  # fmt: skip
             if choice not in get_args(choices):
                 found.append(f"{name}={choice!r} is not one of {', '.join(map(repr, get_args(choices)))}")
-        return found
+        return [*found, *_misfits(start, self.model)]
 
 
-PARTS = {"model": ModelConfig, "images": Preprocess, "augment": Augment, "optimization": OptimizerConfig}
+def _misfits(start: StartConfig, model: ModelConfig) -> list[str]:
+    """What does not go together in the choice of a network and of its weights."""
+    found = []
+    if start.init is None:
+        for name in ("train_blocks", "lora_rank"):
+            if (value := getattr(start, name)) is not None:
+                found.append(f"{name}={value} keeps weights as they are: it needs init, a model to start from")
+    else:
+        for name, value in model.given.items():
+            if name not in WITHOUT_WEIGHTS:
+                found.append(
+                    f"{name}={value!r} cannot be given with init={start.init!r}: the architecture is the model's; only "
+                    f"{', '.join(WITHOUT_WEIGHTS)} can"
+                )
+    if start.lora_rank is None and start.lora_alpha is not None:
+        found.append(f"lora_alpha={start.lora_alpha} needs lora_rank")
+    if start.lora_rank is not None and start.train_blocks is not None:
+        found.append(f"train_blocks={start.train_blocks} and lora_rank={start.lora_rank} exclude each other")
+    return found
+
+
+PARTS = {
+    "start": StartConfig, "model": ModelConfig, "images": Preprocess, "augment": Augment,
+    "optimization": OptimizerConfig,
+}  # fmt: skip
 FLAT = {item.name: "" for item in dataclasses.fields(TrainConfig) if item.name not in PARTS} | {
     item.name: part for part, cls in PARTS.items() for item in dataclasses.fields(cls)
 }

@@ -12,6 +12,7 @@ from vitrail.errors import RunError
 from vitrail.files import saving
 from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
+from vitrail.training.start import Origin
 
 __all__ = ["Record", "new_folder", "read_record"]
 
@@ -44,6 +45,8 @@ class Record(NamedTuple):
     config: TrainConfig
     fingerprint: str
     images: int
+    origin: Origin | None
+    """The model that the run started from, if any."""
 
 
 def read_record(folder: Path) -> Record:
@@ -54,6 +57,7 @@ def read_record(folder: Path) -> Record:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         config = from_plain(TrainConfig, record["config"])
-        return Record(config, str(record["data"]["fingerprint"]), int(record["data"]["train"]))
+        origin = Origin.from_plain(record.get("init"))
+        return Record(config, str(record["data"]["fingerprint"]), int(record["data"]["train"]), origin)
     except (ValueError, TypeError, KeyError) as error:
         raise RunError(f"{path} is damaged: {error}") from error

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
-from vitrail.data.augment import Augment
 from vitrail.data.pipeline import Batch
-from vitrail.data.preprocess import Preprocess
-from vitrail.machine import TrainingPrecision, autocast
-from vitrail.training.schedule import Schedule
+from vitrail.machine import autocast
+from vitrail.training.plan import Plan
 from vitrail.training.state import TrainState
 from vitrail.training.watch import Watch
 
-__all__ = ["Plan", "fit", "train_step"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What stays the same from step to step."""
-
-    steps: int
-    schedule: Schedule
-    accumulation: int
-    clip: float
-    seed: int
-    augment: Augment
-    preprocess: Preprocess
-    precision: TrainingPrecision
-    device: torch.device
-    classes: int = 0
-    """Of the data: columns of the targets that mixup and CutMix make."""
+__all__ = ["fit", "train_step"]
 
 
 def fit(state: TrainState, plan: Plan, watch: Watch) -> None:
-    """Trains until the plan's last step. Nothing in here waits for a number that the device has yet to compute.
+    """Trains until the plan is over. Nothing in here waits for a number that the device has yet to compute.
 
     Raises what `watch` does: `Stopped` on request, `NonFiniteLoss`, `DataError` for too many broken images,
     `SaveError`.
     """
     state.objective.train()
-    while state.step < plan.steps:
+    while not plan.is_over(state):
         with watch.waiting():
             batch = next(state.batches)
         figures = train_step(state, plan, batch.to(plan.device))
@@ -59,7 +39,7 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     """
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["scale"]
     batch = plan.augment(batch, seed=plan.seed, classes=plan.classes)
     valid = batch.valid.sum().clamp(min=1)
     figures: dict[str, Tensor] = {}
@@ -73,6 +53,8 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     figures["gradient_norm"] = _clip(state.objective, plan.clip)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
+    if state.average is not None:
+        state.average.update(state.step)
     return figures
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
+from vitrail.training.average import Average
 
 __all__ = ["Best", "TrainState"]
 
@@ -21,6 +24,8 @@ class Best:
 
     accuracy: float = -1.0
     step: int = -1
+    waited: int = 0
+    """Evaluations since then."""
 
 
 @dataclass
@@ -36,11 +41,31 @@ class TrainState:
     best: Best = field(default_factory=Best)
     skipped: set[str] = field(default_factory=set)
     """Keys of the training samples that could not be decoded."""
+    average: Average | None = None
+
+    @property
+    def measured(self) -> str:
+        """Which weights are measured and kept, as the journal calls them."""
+        return "trained" if self.average is None else "averaged"
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the network has the mean of its weights, where there is one."""
+        if self.average is None:
+            yield
+            return
+        self.average.swap()
+        try:
+            yield
+        finally:
+            self.average.swap()
 
     def tensors(self) -> dict[str, Any]:
-        """Weights, optimiser state and random-number generators, as torch.distributed.checkpoint takes them."""
+        """Weights and their mean, optimiser state and random-number generators, as torch.distributed.checkpoint takes
+        them."""
         weights, optimizer = get_state_dict(self.objective, self.optimizer)
-        return {"weights": weights, "optimizer": optimizer, "random": _random_state()}
+        mean = {} if self.average is None else {"average": self.average.mean}
+        return {"weights": weights, "optimizer": optimizer, "random": _random_state(), **mean}
 
     def restore_tensors(self, tensors: dict[str, Any]) -> None:
         """Takes over what `tensors` gave."""
@@ -50,6 +75,8 @@ class TrainState:
             model_state_dict=tensors["weights"],
             optim_state_dict=tensors["optimizer"],
         )
+        if self.average is not None:
+            self.average.restore(tensors["average"])
         torch.set_rng_state(tensors["random"]["cpu"])
         if "cuda" in tensors["random"]:
             torch.cuda.set_rng_state(tensors["random"]["cuda"])

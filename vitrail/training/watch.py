@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,12 +15,23 @@ from vitrail.errors import DataError, Stopped
 from vitrail.machine import peak_memory
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.display import Display
+from vitrail.training.examiner import Examiner
 from vitrail.training.journal import Journal
-from vitrail.training.meter import Meter, check_finite
-from vitrail.training.state import Best, TrainState
+from vitrail.training.meter import Meter
+from vitrail.training.plan import Plan
+from vitrail.training.state import TrainState
 from vitrail.training.stop import StopRequest
 
-__all__ = ["Intervals", "Watch"]
+__all__ = ["Intervals", "Outlets", "Watch"]
+
+
+@dataclass(frozen=True)
+class Outlets:
+    """Where a run's news goes."""
+
+    journal: Journal
+    checkpoints: Checkpoints
+    display: Display
 
 
 @dataclass(frozen=True)
@@ -54,28 +65,21 @@ class Watch:
     def __init__(
         self,
         state: TrainState,
-        *,
-        steps: int,
+        plan: Plan,
+        outlets: Outlets,
         intervals: Intervals,
-        journal: Journal,
-        checkpoints: Checkpoints,
-        display: Display,
+        examiner: Examiner,
+        *,
         stop: StopRequest,
-        evaluate: Callable[[], dict[str, float]] | None,
-        keep_best: Callable[[], None] | None,
-        most_skipped: int,
         started: float,
     ) -> None:
+        """`started` is when the user began to wait (perf_counter)."""
         self.state = state
-        self.steps = steps
+        self.plan = plan
+        self.outlets = outlets
         self.intervals = intervals
-        self.journal = journal
-        self.checkpoints = checkpoints
-        self.display = display
+        self.examiner = examiner
         self.stop = stop
-        self.evaluate = evaluate
-        self.keep_best = keep_best
-        self.most_skipped = most_skipped
         self.clock = Clock(started)
         self.meter = Meter()
 
@@ -99,18 +103,24 @@ class Watch:
         if self._due(self.intervals.evaluate):
             self.report()
             with self._elsewhere():
-                self._evaluate()
-        stopping = self.stop.requested and step < self.steps
-        if self._due(self.intervals.checkpoint) or stopping:
+                self.examiner.evaluate()
+        over = self.plan.is_over(self.state)
+        if due := self.examiner.due(over=over):
+            self.report()
+            with self._elsewhere():
+                self.examiner.probe(due)
+        if over and step < self.plan.steps:
+            self._say_early()
+        stopping = self.stop.requested and not over
+        if self._due(self.intervals.checkpoint) or over or stopping:
             self.report()  # sees to it that no state is saved whose loss was not finite
             with self._elsewhere():
-                path = self.checkpoints.save(self.state)
-                self.journal.write("checkpoint", step=step, path=path.name)
-            if not stopping:
-                return
-            self.journal.write("stopped", step=step)
+                path = self.outlets.checkpoints.save(self.state)
+                self.outlets.journal.write("checkpoint", step=step, path=path.name)
+        if stopping:
+            self.outlets.journal.write("stopped", step=step)
             raise Stopped(
-                f"stopped at step {step:,} of {self.steps:,}; the state is saved in {path}", path.parent.parent
+                f"stopped at step {step:,} of {self.plan.steps:,}; the state is saved in {path}", path.parent.parent
             )
 
     def report(self) -> None:
@@ -119,17 +129,18 @@ class Watch:
             return
         clock, now = self.clock, time.perf_counter()
         seconds = now - clock.mark - clock.elsewhere
-        figures["learning_rate"] = self.state.optimizer.param_groups[0]["lr"]
+        figures["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the head's
         figures["images_per_second"] = (clock.images - clock.marked_images) / seconds
         clock.training += seconds
         clock.mark, clock.elsewhere, clock.marked_images = now, 0.0, clock.images
-        self.journal.write("step", step=self.state.step, **figures)
-        self.display.step(self.state.step, figures)
+        self.outlets.journal.write("step", step=self.state.step, **figures)
+        self.outlets.display.step(self.state.step, figures)
 
     def summary(self, device: torch.device) -> dict[str, float]:
-        """The run's speed and memory: seconds, shares and bytes."""
+        """The run's length, speed and memory: steps, seconds, shares and bytes."""
         clock = self.clock
         return {
+            "steps": float(self.state.step),
             "seconds": time.perf_counter() - clock.started,
             "seconds_to_first_step": clock.to_first_step,
             "training_seconds": clock.training,
@@ -139,32 +150,28 @@ class Watch:
         }
 
     def _due(self, interval: int | None) -> bool:
-        return interval is not None and (self.state.step % interval == 0 or self.state.step == self.steps)
+        return interval is not None and (self.state.step % interval == 0 or self.state.step == self.plan.steps)
 
     def _skip(self, batch: Batch) -> None:
+        skipped, most = self.state.skipped, self.plan.most_skipped
         for item in batch.skipped:
-            if item.key not in self.state.skipped:
-                self.state.skipped.add(item.key)
-                self.journal.write("skipped", step=self.state.step, key=item.key, reason=item.reason)
-                self.display.note(f"skipped {item.key}: {item.reason}")
-        if len(self.state.skipped) > self.most_skipped:
+            if item.key not in skipped:
+                skipped.add(item.key)
+                self.outlets.journal.write("skipped", step=self.state.step, key=item.key, reason=item.reason)
+                self.outlets.display.note(f"skipped {item.key}: {item.reason}")
+        if len(skipped) > most:
             raise DataError(
-                f"{len(self.state.skipped)} training images cannot be decoded, more than the {self.most_skipped} that "
+                f"{len(skipped)} training images cannot be decoded, more than the {most} that "
                 f"--max-skipped allows; the last: {batch.skipped[-1].key} {batch.skipped[-1].reason}"
             )
 
-    def _evaluate(self) -> None:
-        if self.evaluate is None:
-            return
-        result = self.evaluate()
-        check_finite(result, self.state.step)
-        best = result["accuracy"] > self.state.best.accuracy
-        if best:
-            self.state.best = Best(result["accuracy"], self.state.step)
-            if self.keep_best is not None:
-                self.keep_best()
-        self.journal.write("evaluation", step=self.state.step, split="validation", best=best, **result)
-        self.display.evaluated(self.state.step, result, best)
+    def _say_early(self) -> None:
+        step, best = self.state.step, self.state.best
+        self.outlets.journal.write("ended early", step=step, patience=self.plan.patience, best=best.step)
+        self.outlets.display.note(
+            f"ended early, after step {step:,} of {self.plan.steps:,}: {best.waited} evaluations without a better "
+            f"validation accuracy than that of step {best.step:,}"
+        )
 
     @contextmanager
     def _elsewhere(self) -> Iterator[None]:

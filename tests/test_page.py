@@ -1,0 +1,93 @@
+"""What pages share: names stay text, pictures stay small, and nothing is fetched."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitrail.page import SIDE, STYLE, document, escape, figure, printable, table, thumbnail
+
+EVIL = "</td><script>alert('1 & 2')</script>\u202e\x00\udcff"
+
+
+def picture_in(tag: str) -> Image.Image:
+    data = re.search(r'base64,([^"]*)"', tag)
+    assert data is not None
+    picture = Image.open(io.BytesIO(base64.b64decode(data[1], validate=True)))
+    assert picture.format == "JPEG"
+    return picture
+
+
+@given(st.text(st.characters()))
+def test_any_name_is_text(read_page: Callable[[str], Any], name: str) -> None:
+    text = document(name, [table((name,), [(name,)]), figure(thumbnail(None, name), [name, name])])
+    page = read_page(text)
+    shown = printable(name)
+    # The window's title, the heading, the table's head and body, and two lines under the picture.
+    assert page.text.count(shown) == (6 if shown else 0)
+    assert {*page.names} == {
+        "html", "head", "meta", "title", "style", "body", "h1", "div", "table", "thead", "tbody", "tr", "th", "td",
+        "figure", "figcaption", "br",
+    }  # fmt: skip
+    text.encode("utf-8")
+
+
+def test_names_keep_their_letters() -> None:
+    for name in ("naïve café", "漢字", "שלום", "a\\b", "🙂"):
+        assert printable(name) == name
+    assert printable(EVIL) == "</td><script>alert('1 & 2')</script>\\u202e\\x00\\udcff"
+    assert escape("<&>\"'") == "&lt;&amp;&gt;&quot;&#x27;"
+    assert escape("a\u202eb") == "a\\u202eb"
+
+
+def test_a_page_is_light_and_dark_and_fits_a_telephone(read_page: Callable[[str], Any]) -> None:
+    page = read_page(document("title", ["<p>part</p>"], style="p { color: red; }"))
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    assert ("html", {"lang": "en"}) in page.tags and page.names.count("h1") == 1
+    (style,) = [text for text in page.text if ":root" in text]
+    assert style == f"{STYLE}p {{ color: red; }}" and "prefers-color-scheme: dark" in style
+    names = set(re.findall(r"var\((--\w+)\)", STYLE)) - {"--tone"}
+    light, dark = STYLE.split("@media")[:2]
+    for name in names:
+        assert f"{name}: #" in light and f"{name}: #" in dark.split("} }")[0]
+
+
+def test_tables_have_heads_and_scroll(read_page: Callable[[str], Any]) -> None:
+    page = read_page(table(("class", "images"), [("rose", "12"), ("tulip", "3")]))
+    assert page.names == ["div", "table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td", "tr", "td", "td"]
+    assert page.tags[0] == ("div", {"class": "scroll"}) and page.tags[4] == ("th", {"scope": "col"})
+    assert [text for text in page.text if text.strip()] == ["class", "images", "rose", "12", "tulip", "3"]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((10, 7), (90, 63)),
+        ((48, 20), (96, 40)),
+        ((49, 20), (49, 20)),
+        ((96, 96), (96, 96)),
+        ((960, 96), (96, 10)),
+        ((1, 5000), (1, 96)),
+    ],
+)
+def test_thumbnails_are_small_and_sharp(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    picture = Image.new("RGB", size, (200, 30, 30))
+    found = picture_in(thumbnail(picture, "x"))
+    assert found.size == expected and max(found.size) <= SIDE
+    assert picture.size == size, "the picture that was given is left as it is"
+    assert np.abs(np.asarray(found.convert("RGB"), int) - (200, 30, 30)).max() <= 3
+
+
+def test_a_grey_picture_and_none() -> None:
+    assert picture_in(thumbnail(Image.new("L", (20, 30), 7), "x")).mode == "L"
+    assert thumbnail(None, "x") == '<div class="none">no picture</div>'
+    assert 'alt="&lt;b&gt;"' in thumbnail(Image.new("L", (2, 3)), "<b>")

@@ -1,0 +1,303 @@
+"""Runs that start from a model: whose weights they begin with, what they leave alone, and going on without the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vitrail.training.run as run_module
+from tests.conftest import make_idx_folder
+from vitrail.errors import BundleError, ConfigError, RunError, Stopped
+from vitrail.models.positions import resize_grid
+from vitrail.training.config import TrainConfig
+from vitrail.training.display import Display
+from vitrail.training.journal import read_journal
+from vitrail.training.run import resume, train
+from vitrail.training.start import weights_sha256
+from vitrail.training.state import TrainState
+from vitrail.weights.load import load
+
+Initial = Callable[..., Path]
+FromModel = Callable[..., TrainConfig]
+StopAt = Callable[[int], Display]
+COLOURS = ("blue", "green", "red")
+
+
+class Notes(Display):
+    """Keeps what the run says."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The weights that each run begins with."""
+    seen: list[dict[str, Tensor]] = []
+    real = run_module.fit
+
+    def fit(state: TrainState, *rest: Any) -> None:
+        seen.append({name: tensor.clone() for name, tensor in state.objective.network.state_dict().items()})
+        real(state, *rest)
+
+    monkeypatch.setattr(run_module, "fit", fit)
+    return seen
+
+
+def test_other_classes_get_a_head_of_zeros(
+    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
+) -> None:
+    model = initial(head_hidden=6)
+    notes = Notes()
+    result = train(from_model(model, colour_folder), display=notes)
+    before, (begun,) = load(model).network.state_dict(), beginnings
+    assert begun["head.weight"].shape == (3, 16) and not begun["head.weight"].any() and not begun["head.bias"].any()
+    assert set(begun) == set(before) - {"head_hidden.weight", "head_hidden.bias"}
+    for name, tensor in begun.items():
+        assert name.startswith("head") or torch.equal(tensor, before[name]), name
+    assert f"a new head of 3 classes, all zero, replaces that of 4 of model '{model}'" in notes.notes
+    assert notes.said[-1].startswith(f"{model} with ") and "trained" not in notes.said[-1]
+    assert result.bundle.classes == COLOURS and result.bundle.network.config.head_hidden == 0
+    assert load(result.folder).preprocess == from_model(model, colour_folder).images
+
+
+def test_the_same_classes_keep_the_head(
+    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
+) -> None:
+    model = initial(classes=COLOURS, head_hidden=6)
+    notes = Notes()
+    train(from_model(model, colour_folder), display=notes)
+    before, (begun,) = load(model).network.state_dict(), beginnings
+    assert begun.keys() == before.keys() and all(torch.equal(begun[name], before[name]) for name in before)
+    assert f"the head of model '{model}' is kept: the classes are the same" in notes.notes
+
+
+def test_as_many_classes_of_other_names_are_other_classes(
+    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
+) -> None:
+    train(from_model(initial(classes=("blue", "red", "green")), colour_folder))
+    assert not beginnings[0]["head.weight"].any()
+
+
+def test_positions_are_resized_to_the_images(
+    initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
+) -> None:
+    model, notes = initial(), Notes()
+    train(from_model(model, colour_folder, image_size=(35, 14), steps=1, evaluations=1), display=notes)
+    before, (begun,) = load(model).network.state_dict()["positions.embedding"], beginnings
+    expected = resize_grid(before[:, 1:], (3, 4), (5, 2), "linear-corners")
+    assert torch.equal(begun["positions.embedding"], torch.cat([before[:, :1], expected], dim=1))
+    assert "image size (21, 28) became (35, 14); positions were resized" in notes.notes
+
+
+def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+    fields = {"dropout": 0.25, "stochastic_depth": 0.5, "patch_dropout": 0.3}
+    config = load(train(from_model(initial(), colour_folder, steps=1, **fields)).folder).network.config
+    assert {name: getattr(config, name) for name in fields} == fields
+    kept = load(train(from_model(initial(dropout=0.125), colour_folder, steps=1, name="second", run=None)).folder)
+    assert kept.network.config.dropout == 0.125, "the model's own"
+
+
+def test_a_loaded_model_is_not_changed(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+    bundle = load(initial(), device="cpu")
+    before = {name: tensor.clone() for name, tensor in bundle.network.state_dict().items()}
+    plain = replace(bundle)
+    result = train(from_model(initial(), colour_folder), initial=bundle)
+    assert bundle == plain and bundle.network is plain.network
+    for name, tensor in bundle.network.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert name.startswith("head") or not torch.equal(tensor, result.bundle.network.state_dict()[name])
+
+
+def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Callable[..., TrainConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"^initial is a model to start from, and config\.start\.init does not say"):
+        train(tiny(), initial=load(initial(), device="cpu"))
+
+
+def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_model: FromModel, tmp_path: Path) -> None:
+    data = make_idx_folder(tmp_path / "grey", train=60, test=10)
+    result = train(from_model(initial(), data))
+    assert result.bundle.network.config.channels == 3 and set(result.metrics) == {
+        "validation_accuracy", "test_accuracy",
+    }  # fmt: skip
+
+
+MISTAKES = [
+    ({"channels": 1}, "channels=1 is not the 3 that model '{model}' takes; choose 3: the images are converted"),
+    ({"image_size": (20, 28)}, "image_size=(20, 28) is not a multiple of patch_size=(7, 7); the nearest that is: "
+     "(21, 28)"),
+    ({"train_blocks": 4}, "train_blocks=4 is more than the 3 blocks of the model"),
+    ({"patience": 2, "evaluations": 0, "keep": "last"}, "patience=2 needs a validation split and evaluations to choose "
+     "by; validation_share=0.2 and evaluations=0 leave none. Leave it out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), MISTAKES, ids=[next(iter(fields)) for fields, _ in MISTAKES])
+def test_what_does_not_fit_the_model_leaves_nothing_behind(
+    fields: dict[str, Any], message: str, initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(from_model(initial(), colour_folder, **fields))
+    assert str(caught.value) == message.format(model=initial()) and not (tmp_path / "run").exists()
+
+
+def test_a_resnet_has_units_but_no_adapters_and_no_dropout(
+    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    model = initial("BiT-R26x1", width=32)
+    fields = {"image_size": (32, 48), "steps": 2, "evaluations": 1}
+    with pytest.raises(ConfigError, match=r"^dropout=0\.1 is of transformers, and model '.*' is a ResNet$"):
+        train(from_model(model, colour_folder, dropout=0.1, **fields))
+    with pytest.raises(ConfigError, match=r"^lora_rank=2 is of the dense layers of a transformer's blocks; a ResNet"):
+        train(from_model(model, colour_folder, lora_rank=2, **fields))
+    with pytest.raises(ConfigError, match=r"^train_blocks=9 is more than the 8 blocks of the model$"):
+        train(from_model(model, colour_folder, train_blocks=9, **fields))
+    assert not (tmp_path / "run").exists()
+    before = load(model).network.state_dict()
+    after = train(from_model(model, colour_folder, train_blocks=1, layer_decay=0.5, **fields)).bundle.network
+    changed = {name for name, tensor in after.state_dict().items() if not torch.equal(tensor, before[name])}
+    last = {name for name in before if name.startswith(("stages.3.1.", "norm.", "head."))}
+    assert changed <= last and {"stages.3.1.conv3.weight", "norm.weight", "head.weight"} <= changed
+
+
+def test_a_model_that_is_not_there_is_named(from_model: FromModel, colour_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"^model '.*nowhere' does not exist"):
+        train(from_model(tmp_path / "nowhere", colour_folder))
+    assert not (tmp_path / "run").exists()
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "frozen": {"train_blocks": 1, "layer_decay": 0.7, "dropout": 0.2, "stochastic_depth": 0.4},
+    "head alone": {"train_blocks": 0, "optimizer": "sgd", "class_weights": "balanced"},
+    "adapters, averaged": {"lora_rank": 2, "lora_on": ("value", "down"), "average": 0.9, "dropout": 0.1},
+    "all, averaged": {"average": 0.99, "layer_decay": 0.8, "keep": "last", "patch_dropout": 0.4},
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_stopping_changes_no_bit_and_the_model_need_not_stay(
+    kind: str,
+    initial: Initial,
+    from_model: FromModel,
+    colour_folder: Path,
+    tmp_path: Path,
+    stop_at: StopAt,
+    outcome: Callable[[Path], dict[str, Any]],
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(initial(), model)
+    train(from_model(model, colour_folder, run=str(tmp_path / "straight"), **MIXED[kind]))
+    with pytest.raises(Stopped):
+        train(from_model(model, colour_folder, **MIXED[kind]), display=stop_at(7))
+    shutil.rmtree(model)
+    torch.manual_seed(99)
+    resume(tmp_path / "run")
+    found, expected = outcome(tmp_path / "run"), outcome(tmp_path / "straight")
+    assert any("average" in name for name in found["tensors"]) == ("average" in MIXED[kind])
+    for part in expected:
+        assert found[part] == expected[part], f"{part} differs"
+
+
+def test_before_the_first_checkpoint_the_model_is_needed_again(
+    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    class Crash(Display):
+        def step(self, step: int, figures: dict[str, float]) -> None:
+            if step == 2:
+                raise MemoryError
+
+    model, run = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(initial(), model)
+    straight = train(from_model(model, colour_folder, run=str(tmp_path / "straight"), lora_rank=2))
+    with pytest.raises(MemoryError):
+        train(from_model(model, colour_folder, lora_rank=2), display=Crash())
+    begins = f"run {run} ended before its first checkpoint, so it starts from model '{model}' again, "
+    hidden = model.rename(tmp_path / "hidden")
+    with pytest.raises(RunError) as caught:
+        resume(run)
+    assert str(caught.value).startswith(f"{begins}which cannot be loaded: model '{model}' does not exist")
+    shutil.copytree(initial(classes=COLOURS), model)
+    with pytest.raises(RunError) as caught:
+        resume(run)
+    assert str(caught.value) == f"{begins}whose weights are others now than when the run began"
+    shutil.rmtree(model)
+    hidden.rename(model)
+    again = resume(run).bundle.network.state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in straight.bundle.network.state_dict().items())
+
+
+def test_run_json_and_the_model_say_where_weights_come_from(
+    initial: Initial, from_model: FromModel, colour_folder: Path
+) -> None:
+    model = initial()
+    result = train(from_model(model, colour_folder, steps=1))
+    record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
+    sha256 = weights_sha256(load(model).network)
+    assert record["init"]["sha256"] == sha256 and record["init"]["architecture"] == "ViT"
+    assert record["init"]["network"]["depth"] == 3 and record["init"]["network"]["num_classes"] == 3
+    provenance = load(result.folder).provenance
+    assert (provenance["init"], provenance["init_sha256"]) == (str(model), sha256)
+
+
+def test_the_hash_is_of_the_weights_alone(initial: Initial) -> None:
+    network = load(initial()).network
+    before = weights_sha256(network)
+    assert weights_sha256(load(initial()).network) == before
+    with torch.no_grad():
+        network.head.bias[1] += 1e-6
+    assert weights_sha256(network) != before
+
+
+@pytest.mark.parametrize("fields", [{}, {"average": 0.5}], ids=str)
+def test_adapters_are_merged_into_what_is_saved(
+    fields: dict[str, Any], initial: Initial, from_model: FromModel, colour_folder: Path
+) -> None:
+    config = from_model(initial(), colour_folder, lora_rank=2, lora_on=("query", "value", "up"), keep="last", **fields)
+    result = train(config)
+    before, after = load(initial()).network.state_dict(), load(result.folder).network.state_dict()
+    assert after.keys() == before.keys()
+    width, changed = 16, set()
+    for name, tensor in after.items():
+        if not name.startswith("head") and not torch.equal(tensor, before[name]):
+            changed.add(name)
+        if name.endswith("qkv.weight"):
+            assert torch.equal(tensor[width : 2 * width], before[name][width : 2 * width]), "keys stay"
+    assert changed == {f"blocks.{n}.{part}.weight" for n in range(3) for part in ("attention.qkv", "mlp.up")}
+
+
+def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+    result = train(from_model(initial(), colour_folder, lora_rank=2, learning_rate=0.1, steps=24, evaluations=8))
+    events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "evaluation"]
+    during = [event for event in events if "best" in event]
+    best = max(during, key=lambda event: (event["accuracy"], -event["step"]))
+    kept = next(event for event in events if event.get("kept") and event["split"] == "validation")
+    assert (kept["step"], kept["accuracy"]) == (best["step"], best["accuracy"])
+    assert kept["cross_entropy"] == pytest.approx(best["cross_entropy"], rel=1e-4)
+    network = load(result.folder).network
+    assert all(torch.equal(network.state_dict()[n], t) for n, t in result.bundle.network.state_dict().items())
+
+
+def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+    notes = Notes()
+    config = from_model(initial(), colour_folder, train_blocks=0, steps=60, learning_rate=0.1)
+    result = train(config, display=notes)
+    before = load(initial()).network.state_dict()
+    for name, tensor in result.bundle.network.state_dict().items():
+        assert name.startswith("head.") or torch.equal(tensor, before[name])
+    assert result.metrics["validation_accuracy"] > 0.6
+    assert "51 of them trained" in notes.said[-1]
