@@ -24,7 +24,7 @@ FLOORS = (
     ("objectives", "evaluation"),
     ("weights",),
     ("models", "data"),
-    ("files", "hub", "machine", "plain"),
+    ("files", "hub", "machine", "page", "plain"),
     ("errors",),
 )
 """From the roof down, as docs/design.md draws it. Rooms on one floor do not import each other."""

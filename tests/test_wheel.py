@@ -28,7 +28,9 @@ def test_the_wheel_is_whole_and_small(tmp_path: Path) -> None:
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     assert "MIT License" in notice and "Zalando" in notice
     assert {
-        f"vitrail/{path.relative_to(ROOT / 'vitrail').as_posix()}" for path in (ROOT / "vitrail").rglob("*.py")
+        f"vitrail/{path.relative_to(ROOT / 'vitrail').as_posix()}"
+        for kind in ("*.py", "*.toml")
+        for path in (ROOT / "vitrail").rglob(kind)
     } <= names
     assert {"vitrail/py.typed", "vitrail/data/sources/bundled/train-images-idx3-ubyte.gz"} <= names
     assert not any(name.startswith(("tests/", "docs/")) for name in names)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from tests.conftest import make_colour_folder
 from vitrail.cli import main
+from vitrail.data.preprocess import Preprocess
+from vitrail.models.variants import create
 from vitrail.training.run import RunResult
+from vitrail.weights.bundle import Bundle
+
+Evaluate = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -78,7 +89,7 @@ def test_classes_that_the_model_does_not_know_are_named(
 ) -> None:
     assert main(["evaluate", str(model), "--data", str(colour_folder)]) == 2
     error = capsys.readouterr().err
-    assert "blue, green, red" in error and "Ankle boot" in error
+    assert "'blue', 'green', 'red'" in error and "'T-shirt/top'" in error
 
 
 def test_a_split_that_is_not_there_is_an_error(
@@ -87,3 +98,191 @@ def test_a_split_that_is_not_there_is_an_error(
     (labelled / "T-shirt-top").rename(tmp_path / "aside")
     assert main(["evaluate", str(model), "--data", str(labelled), "--split", "test"]) == 2
     assert "has no test split; it has: train, validation" in capsys.readouterr().err
+
+
+# --- by features, with detail, with other names
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    """Runs the verb with a cache of its own, and returns the exit code and what was printed and said."""
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+
+    def run(model: Path, data: Path | str, *words: str) -> tuple[int, str, str]:
+        code = main(["evaluate", str(model), "--data", str(data), *words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def make_model(path: Path, classes: tuple[str, ...]) -> Path:
+    """A model with random weights for images of 14 x 21 pixels."""
+    torch.manual_seed(0)
+    network = create(
+        "ViT-Pico/7", image_size=(14, 21), num_classes=len(classes), width=16, depth=1, heads=2, mlp_width=32,
+        position_std=0.5,
+    )  # fmt: skip
+    if classes:
+        torch.nn.init.normal_(network.head.weight)
+    return Bundle(network, classes, Preprocess(image_size=(14, 21))).save(path)
+
+
+@pytest.fixture
+def colours(tmp_path: Path) -> Path:
+    """Three colours in a training and a test split, 27 and 9 images."""
+    root = make_colour_folder(tmp_path / "colours" / "train")
+    for name in ("blue", "green", "red"):
+        (root.parent / "test" / name).mkdir(parents=True)
+        for number in ("09", "10", "11"):
+            (root / name / f"{number}.png").rename(root.parent / "test" / name / f"{number}.png")
+    return root.parent
+
+
+def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "headless", ())
+    words = ("--by", "linear,knn,fewshot", "--shots", "1", "5", "--k", "1", "7", "--json")
+    code, out, errors = evaluate(model, colours, *words)
+    assert code == 0 and "cache" not in errors
+    row = json.loads(out)["test"]
+    assert {"linear", "linear_penalty", "knn_1", "knn_7", "fewshot_1", "fewshot_5_deviation"} <= set(row)
+    assert (row["images"], row["training_images"], row["skipped"]) == (9, 27, 0)
+    assert row["knn_1"] > 0.6  # colours are easy
+    code, again, errors = evaluate(model, colours, *words)
+    assert json.loads(again) == json.loads(out)
+    assert "features of 27 images read from the cache" in errors and "features of 9 images read" in errors
+    assert json.loads(evaluate(model, colours, *words, "--no-cache")[1]) == json.loads(out)
+
+
+def test_all_evaluators_stand_in_one_table(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    code, out, _ = evaluate(model, colours, "--by", "accuracy,knn,fewshot", "--shots", "1", "--l2", "loo")
+    assert code == 0
+    for text in ("balanced accuracy", "calibration error", "knn, k = 20", "fewshot, 1 shot", "±", "training images"):
+        assert text in out, out
+    code, out, _ = evaluate(model, colours, "--by", "accuracy,knn", "--split", "all", "--json")
+    rows = json.loads(out)
+    assert "knn_1" not in rows["train"] and {"accuracy", "accuracy_low", "knn_1"} <= set(rows["test"])
+    assert rows["train"]["images"] == 27
+
+
+def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    code, out, _ = evaluate(model, colours, "--per-class", "--confusion", "--bootstrap", "0")
+    assert code == 0 and "precision" in out and "true class" in out and " to " not in out
+    code, out, _ = evaluate(model, colours, "--per-class", "--confusion", "--json")
+    row = json.loads(out)["test"]
+    assert sum(cell[2] for cell in row["confusion"]) == 9
+    assert sum(cell[2] for cell in row["confusion"] if cell[0] == cell[1]) == round(row["accuracy"] * 9)
+    assert [(one["name"], one["images"]) for one in row["per_class"]] == [("blue", 3), ("green", 3), ("red", 3)]
+    code, _, errors = evaluate(model, colours, "--by", "knn", "--per-class")
+    assert code == 2 and "--per-class and --confusion are of the model's own head; add accuracy to --by" in errors
+
+
+def test_another_image_size_gives_other_features(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "headless", ())
+    evaluate(model, colours, "--by", "knn")
+    code, out, _ = evaluate(model, colours, "--by", "knn", "--image-size", "28", "14")
+    assert code == 0 and "the cache has features of this data, but of other" in out
+
+
+IMAGENET = tuple(f"class {number}" for number in range(1000))
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> Path:
+    """Two folders as ImageNet-V2 has them, whose files are called after ImageNet's validation images."""
+    root = tmp_path / "numbered"
+    random = np.random.default_rng(0)
+    for number, name in enumerate(("7", "7", "7", "998", "998", "998"), start=1):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (12, 17, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / name / f"ILSVRC2012_val_{number:08}.png")
+    return root
+
+
+def test_folders_of_imagenets_numbers_are_measured_with_a_note(
+    evaluate: Evaluate, tmp_path: Path, numbered: Path
+) -> None:
+    model = make_model(tmp_path / "model", IMAGENET)
+    code, out, errors = evaluate(model, numbered, "--split", "all", "--confusion", "--json")
+    assert code == 0 and "the data's classes are numbers, and were taken for ImageNet's" in errors
+    row = json.loads(out)["train"]
+    assert row["images"] == 6 and {cell[0] for cell in row["confusion"]} == {"class 7", "class 998"}
+
+
+def test_real_labels_are_read_from_a_file(evaluate: Evaluate, tmp_path: Path, numbered: Path) -> None:
+    model = make_model(tmp_path / "model", IMAGENET)
+    labels: list[list[int]] = [[], *([list(range(1000))] * 2), *([[]] * 49_997)]
+    (tmp_path / "real.json").write_text(json.dumps(labels))
+    code, out, _ = evaluate(model, numbered, "--split", "all", "--real", str(tmp_path / "real.json"), "--json")
+    row = json.loads(out)["train"]
+    assert code == 0 and (row["real_accuracy"], row["real_images"]) == (1, 2)
+    code, _, errors = evaluate(model, numbered, "--split", "all", "--real", str(tmp_path / "none.json"))
+    assert code == 2 and "none.json, the ReaL labels: No such file or directory" in errors
+
+
+def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "model", ("tench", "goldfish", "kite"))
+    names = {"blue": "n01443537", "green": "n01608432", "red": "n01440764"}
+    for split in ("train", "test"):
+        for old, new in names.items():
+            (colours / split / old).rename(colours / split / new)
+    (tmp_path / "names.txt").write_text("n01440764 tench, Tinca tinca\nn01443537 goldfish\nn01608432 kite\n")
+    code, out, errors = evaluate(model, colours, "--class-names", str(tmp_path / "names.txt"), "--per-class", "--json")
+    assert code == 0 and "were found in a list of WordNet ids" in errors
+    assert {one["name"] for one in json.loads(out)["test"]["per_class"]} == {"tench", "goldfish", "kite"}
+    code, _, errors = evaluate(model, colours)
+    assert code == 2 and "are none of the model's" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--by", "knnn"), "unknown evaluator 'knnn'; nearest: knn"),
+        (("--by", "accuracy"), "this model has no head, so it tells no classes apart; fine-tune it, or measure its"),
+        (
+            ("--by", "fewshot"),
+            "25 shots need 25 training images of each class; fewer have: blue (9), green (9), red (9)",
+        ),
+        (("--by", "knn", "--split", "train"), "knn: what learns from the training split cannot be measured on it"),
+        (("--by", "knn", "--k", "99"), "99"),
+        (("--by", "fewshot", "--seeds", "0"), "seeds=() must be whole numbers"),
+        (("--cache", "x", "--no-cache"), "--cache names a folder to keep features in, and --no-cache keeps none"),
+        (("--strict",), "--strict is for the tasks of a --suite"),
+        (("--suite", "offline", "--by", "knn", "--k", "5"), "leave out --by, --k"),
+        (("--suite", "vtab1k"), "'vtab1k' is neither a suite (nearest: vtab-1k"),
+    ],
+)
+def test_wrong_use_is_explained(
+    evaluate: Evaluate, tmp_path: Path, colours: Path, words: tuple[str, ...], message: str
+) -> None:
+    code, out, errors = evaluate(make_model(tmp_path / "headless", ()), colours, *words)
+    assert code == 2 and not out and message in errors, errors
+
+
+def test_data_without_labels_is_named(evaluate: Evaluate, tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    Image.new("RGB", (9, 9)).save(tmp_path / "one.png")
+    table.write_text("path,label\none.png,\n")
+    for by in ("knn", "accuracy"):
+        code, _, errors = evaluate(make_model(tmp_path / by, ("a", "b")), table, "--by", by, "--split", "all")
+        assert code == 2 and "label" in errors, errors
+
+
+def test_something_to_measure_on_must_be_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(model)]) == 2
+    assert "name a data set by --data, or a suite of them by --suite" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = """
+import sys
+from vitrail.cli import main
+try:
+    main(["evaluate", "--help"])
+except SystemExit:
+    sys.exit("torch" in sys.modules)
+sys.exit(2)
+"""
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import vitrail.training.loop as loop_module
 from vitrail.data.sources import open_data
-from vitrail.errors import RunError, Stopped
+from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.accuracy import Accuracy
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
@@ -203,3 +203,33 @@ def test_probes_go_on_when_a_run_is_resumed(
         train(tiny(), probes=probes, display=stop_at(5))
     resume(tmp_path / "run", probes=probes)
     assert [event["step"] for event in events_of(tmp_path / "run", "probe")] == [4, 8, 12]
+
+
+def test_evaluators_are_run_by_their_names(
+    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"probe": "fewshot,knn", "probe_every": 6, "average": 0.5}
+    result = train(from_model(initial(), colour_folder, **settings))
+    events = events_of(result.folder, "probe")
+    assert [event["step"] for event in events] == [6, 12]
+    for event in events:
+        assert event["weights"] == "averaged" and 0 <= event["fewshot_25"] <= 1 and 0 <= event["knn_1"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"probe": "fewshots"}, "unknown evaluator 'fewshots'.*fewshot"),
+        (
+            {"probe": "knn", "validation_share": 0.0, "keep": "last", "evaluations": 0},
+            "the data has no validation split",
+        ),
+        ({"probe_every": 0}, "probe_every=0 is less than 1"),
+    ],
+)
+def test_probes_that_cannot_be_made(
+    fields: dict[str, Any], message: str, initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(from_model(initial(), colour_folder, **fields))
+    assert not (tmp_path / "run").exists()

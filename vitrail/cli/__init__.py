@@ -15,6 +15,7 @@ __all__ = ["VERBS", "main"]
 
 VERBS = {
     "train": "train a network, on the bundled images or on yours",
+    "finetune": "teach a pre-trained model your classes",
     "evaluate": "measure a model on a data set",
     "predict": "name what is on images",
     "embed": "write the features of every image of a data set, for other tools",

@@ -193,6 +193,11 @@ class TrainConfig:
     """How often to measure on the validation split during the run."""
     patience: int | None = None
     """End the run after so many of these in a row without a better accuracy; the learning rate's course stays."""
+    probe: str = ""
+    """Evaluators of the model's features to run meanwhile, on the validation split, with commas between them: linear,
+    fewshot, knn. Their figures go to the journal."""
+    probe_every: int | None = None
+    """Steps between two of these; by default as many as between two evaluations."""
     checkpoints: int = 10
     """How often to save the training state during the run."""
     keep: Keep = "best"
@@ -238,7 +243,8 @@ class TrainConfig:
             ("evaluations", self.evaluations, 0), ("checkpoints", self.checkpoints, 1), ("threads", self.threads, 0),
             ("processes", self.processes, 0), ("per_class", self.per_class, 1), ("subset_seed", self.subset_seed, 0),
             ("seed", self.seed, 0), ("clip", optimization.clip, 0), ("weight_decay", optimization.weight_decay, 0),
-            ("patience", self.patience, 1), ("train_blocks", start.train_blocks, 0), ("lora_rank", start.lora_rank, 1),
+            ("patience", self.patience, 1), ("probe_every", self.probe_every, 1),
+            ("train_blocks", start.train_blocks, 0), ("lora_rank", start.lora_rank, 1),
         ):  # fmt: skip
             if value is not None and not value >= low:
                 found.append(f"{name}={value} is less than {low}")

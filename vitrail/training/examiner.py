@@ -89,8 +89,11 @@ class Examiner:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             bundle = self.current()
             for probe in due:
-                values = {"name": probe.name, "weights": self.state.measured, **probe.measure(bundle)}
+                figures = probe.measure(bundle)
+                values = {"name": probe.name, "weights": self.state.measured, **figures}
                 self.journal.write("probe", step=self.state.step, **values)
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+                self.display.say(f"step {self.state.step:,}: {shown}")
 
     def current(self) -> Bundle:
         """The model as it would be kept now, in evaluation mode, with weights of its own."""

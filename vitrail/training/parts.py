@@ -14,6 +14,7 @@ from vitrail.data.source import fingerprint, is_multi_label
 from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
+from vitrail.evaluation.evaluators import probe
 from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import compile_blocks, resolve_compile
 from vitrail.models.float8 import check_float8, use_float8
@@ -22,6 +23,7 @@ from vitrail.objectives.classification import Classification, balanced_weights
 from vitrail.plain import to_plain
 from vitrail.training.average import Average
 from vitrail.training.config import TrainConfig
+from vitrail.training.examiner import Probe
 from vitrail.training.layers import check_choice, choose_weights
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.plan import Plan
@@ -62,6 +64,7 @@ class Parts:
         check_choice(config.start, network_config)
         self.splits = self._open()
         self._check_choosing()
+        self.probes = self._probes()
         self.fingerprint = fingerprint(self.splits.train, self.splits.validation, self.splits.test)
         if not measure_test:
             self.splits = replace(self.splits, test=None)
@@ -183,6 +186,16 @@ class Parts:
                 "loss='sigmoid'"
             )
         return mix_in(splits, config.mix)
+
+    def _probes(self) -> tuple[Probe, ...]:
+        """What the config wants to be measured during the run. Few-shot takes what small classes have."""
+        config = self.config
+        if not config.probe:
+            return ()
+        steps = config.total_steps(len(self.splits.train))
+        every = config.probe_every or math.ceil(steps / max(config.evaluations, 1))
+        settings = {"fewshot": {"allow_fewer": True}}
+        return (Probe(config.probe, every, probe(config.probe, self.splits, settings, readers=config.readers)),)
 
     def _check_choosing(self) -> None:
         """What chooses by the validation split needs one, and measurements on it."""

@@ -182,16 +182,16 @@ class _Run:
         )
 
     def _examiner(self, state: TrainState, bundle: Bundle, probes: Sequence[Probe]) -> Examiner:
-        config = self.parts.config
+        parts, config = self.parts, self.parts.config
         return Examiner(
             state,
             bundle,
             self.journal,
             self.display,
             evaluator=Accuracy(config.images, readers=config.readers),
-            validation=self.parts.splits.validation,
+            validation=parts.splits.validation,
             best_in=self.folder / "model" if config.keep == "best" else None,
-            probes=probes,
+            probes=(*parts.probes, *probes),
         )
 
     def _announce(self, network: AnyNetwork, notes: tuple[str, ...]) -> None:

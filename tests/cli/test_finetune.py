@@ -1,0 +1,174 @@
+"""`vitrail finetune`: from any model, on an untidy folder, to a model, a report and the next commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitrail
+from vitrail.cli import main
+from vitrail.data.preprocess import Preprocess
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import convert
+
+QUICK = ["--steps", "30", "--device", "cpu", "--threads", "1", "--precision", "float32", "--no-flip"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformer that other layouts have a place for, of three classes, for images of 32 x 32."""
+    torch.manual_seed(0)
+    network = vitrail.create(
+        "ViT-Pico/8", width=32, depth=2, heads=2, mlp_width=64, num_classes=3, image_size=(32, 32),
+        activation="gelu-tanh",
+    )  # fmt: skip
+    bundle = Bundle(network, ("cat", "dog", "owl"), Preprocess(image_size=(32, 32)))
+    return bundle.save(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def badges(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RGBA PNGs of uneven sizes, in folders with odd names, one of them broken."""
+    root, random = tmp_path_factory.mktemp("data") / "my badges", np.random.default_rng(0)
+    for channel, name in enumerate(("Grün & co", "red <b>", "日本")):
+        (root / name).mkdir(parents=True)
+        for number in range(14):
+            height, width = 9 + 5 * number, 70 - 4 * number
+            pixels = random.integers(0, 60, (height, width, 4), dtype=np.uint8)
+            pixels[..., channel] += 190
+            pixels[..., 3] = 255 - 10 * number
+            Image.fromarray(pixels).save(root / name / f"badge {number}.png")
+    (root / "日本" / "cut.png").write_bytes((root / "日本" / "badge 3.png").read_bytes()[:60])
+    return root
+
+
+@pytest.mark.parametrize("layout", ["vitrail", "google", "huggingface"])
+def test_it_works_untouched_from_every_layout(
+    layout: str, model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    source = model
+    if layout != "vitrail":
+        source = tmp_path / ("model.npz" if layout == "google" else "model-hf")
+        convert(model, source, layout)
+    words = ["finetune", str(source), "--data", str(badges), "--max-skipped", "0.1", *QUICK]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "image size 32 x 32: the model's own" in out
+    assert re.search(r"a new head of 3 classes, all zero, replaces that of 3", out)
+    (run,) = Path("runs").iterdir()
+    assert f"vitrail predict {run}/model {run}/examples" in out and f"{run}/report.html" in out
+    assert "日本/cut.png" in (run / "journal.jsonl").read_text(encoding="utf-8")
+    bundle = vitrail.load(run / "model")
+    assert bundle.classes == ("Grün & co", "red <b>", "日本")
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "red &lt;b&gt;" in page and "<b>" not in page.replace("</b>", "")
+    assert main(["predict", str(run / "model"), str(badges / "日本" / "badge 5.png"), "--json"]) == 0
+    prediction = json.loads(capsys.readouterr().out)
+    assert prediction["label"] == "日本"
+
+
+def test_options_replace_what_the_rule_says(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = [str(model), "--data", str(badges), "--run", str(run), "--image-size", "24", "40", "--batch-size", "16"]
+    more = ["--train-blocks", "1", "--learning-rate", "0.02", "--average", "0.9", "--class-weights", "balanced"]
+    assert main(["finetune", *words, *more, "--max-skipped", "0.1", *QUICK]) == 0
+    config = json.loads((run / "run.json").read_text())["config"]
+    assert config["images"]["image_size"] == [24, 40] and config["batch_size"] == 16 and config["steps"] == 30
+    assert config["start"]["train_blocks"] == 1 and config["optimization"]["learning_rate"] == 0.02
+    assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.5, 1.0]
+    assert "image size 24 x 40: as given" in capsys.readouterr().out
+    before, after = vitrail.load(model).network, vitrail.load(run / "model").network
+    assert torch.equal(before.blocks[0].mlp.up.weight, after.blocks[0].mlp.up.weight)
+    assert not torch.equal(before.blocks[1].mlp.up.weight, after.blocks[1].mlp.up.weight)
+
+
+def test_the_papers_protocol(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
+    assert main(["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--name", "p", *quick]) == 0
+    out = capsys.readouterr().out
+    for rate in ("0.001", "0.003", "0.01", "0.03"):
+        assert f"learning rate {rate}: " in out and Path("runs/p-learning-rates", rate, "model").is_dir()
+    assert "was the best of 4" in out
+    config = json.loads(Path("runs/p/run.json").read_text())["config"]
+    assert config["optimization"]["optimizer"] == "sgd" and config["validation_share"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--data is missing: say which images to fine-tune on"),
+        (["--data", "nowhere"], "nowhere"),
+        (["--data", "{badges}", "--variant", "ViT-B/16"], "the architecture is the model's"),
+        (["--data", "{badges}", "--init", "other"], "MODEL is what is started from"),
+        (["--data", "{badges}", "--image-size", "33", "32"], "is not a multiple of patch_size"),
+        (["--data", "{badges}", "--train-blocks", "7"], "train_blocks=7"),
+        (["--data", "{badges}", "--lora-rank", "4", "--train-blocks", "1"], "exclude each other"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(
+    words: list[str], message: str, model: Path, badges: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    filled = [word.replace("{badges}", str(badges)) for word in words]
+    try:
+        code = main(["finetune", str(model), *filled])
+    except SystemExit as left:  # settings that contradict each other are told in a frame
+        code = left.code
+    error = re.sub(r"[│\s]+", " ", capsys.readouterr().err)
+    assert code == 2 and message in error and "Traceback" not in error and not Path("runs").exists()
+
+
+def test_a_model_that_is_not_there(badges: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "no-such-model", "--data", str(badges)]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+def test_help_needs_neither_model_nor_data() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "vitrail", "finetune", "--help"], capture_output=True, text=True, env={"COLUMNS": "200"}
+    )
+    assert shown.returncode == 0, shown.stderr
+    for option in ("MODEL", "--protocol", "--lora-rank", "--layer-decay", "--patience", "--image-size"):
+        assert option in shown.stdout
+    assert "999983" not in shown.stdout
+
+
+def test_a_stopped_run_goes_on_to_its_report(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vitrail.errors import Stopped
+    from vitrail.training import watch
+
+    run = tmp_path / "run"
+    words = ["finetune", str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.Watch, "report", _stop_at(20, watch.Watch.report))
+        assert main(words) == Stopped.exit_code
+    assert f"Go on with: vitrail finetune --resume {run}" in capsys.readouterr().err
+    assert main(["finetune", "--resume", str(run)]) == 0
+    assert (run / "report.html").is_file() and "report.html" in capsys.readouterr().out
+
+
+def _stop_at(step: int, usual: object) -> object:
+    def report(self: object) -> None:
+        usual(self)  # type: ignore[operator]
+        if self.state.step >= step:  # type: ignore[attr-defined]
+            self.stop.requested = True  # type: ignore[attr-defined]
+
+    return report

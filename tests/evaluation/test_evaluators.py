@@ -1,0 +1,325 @@
+"""Evaluators by name against the functions and the network behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vitrail.data.pipeline import Readers
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.source import Label, Sample, Subset
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.accuracy import Accuracy
+from vitrail.evaluation.evaluators import (
+    ByAccuracy,
+    ByFewShot,
+    ByLinear,
+    ByNeighbours,
+    evaluators_of,
+    measure,
+    probe,
+)
+from vitrail.evaluation.fewshot import few_shot
+from vitrail.evaluation.knn import knn
+from vitrail.evaluation.linear import linear_probe
+from vitrail.evaluation.outputs import Outputs
+from vitrail.models.variants import create
+from vitrail.training.config import TrainConfig
+from vitrail.training.examiner import Probe
+from vitrail.training.journal import read_journal
+from vitrail.training.run import train
+from vitrail.weights.bundle import Bundle
+
+CLASSES = ("a", "b", "c")
+PREPROCESS = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,))
+HERE = Readers(0)
+
+
+class Pictures:
+    """Random images in memory, brighter in one channel by class; `broken` are not images."""
+
+    def __init__(
+        self,
+        count: int,
+        seed: int = 0,
+        *,
+        broken: tuple[int, ...] = (),
+        labels: list[Label] | None = None,
+        classes: tuple[str, ...] = CLASSES,
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.classes = classes
+        self.labels: list[Label] = [index % 3 for index in range(count)] if labels is None else labels
+        self.images = random.integers(0, 200, (count, 9, 12, 3), dtype=np.uint8)
+        for image, label in zip(self.images, self.labels, strict=True):
+            if isinstance(label, int):
+                image[..., label] += 40
+        self.broken = broken
+        self.prefix = f"{seed}/"
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        image = b"<html>" if index in self.broken else self.images[index]
+        return Sample(self.key(index), image, self.label(index))
+
+    def key(self, index: int) -> str:
+        return f"{self.prefix}{index}"
+
+    def label(self, index: int) -> Label:
+        return self.labels[index]
+
+
+def make_bundle(classes: tuple[str, ...] = CLASSES, seed: int = 3) -> Bundle:
+    torch.manual_seed(seed)
+    network = create(
+        "ViT-Pico/7", image_size=(14, 21), num_classes=len(classes), width=16, depth=2, heads=2, mlp_width=32,
+        position_std=0.5,
+    )  # fmt: skip
+    if classes:
+        torch.nn.init.normal_(network.head.weight)
+    return Bundle(network, classes, PREPROCESS)
+
+
+def make_outputs(bundle: Bundle | None = None, **options: object) -> Outputs:
+    return Outputs(bundle or make_bundle(), batch_size=7, readers=HERE, **options)  # type: ignore[arg-type]
+
+
+def embedded(bundle: Bundle, source: Pictures, rows: list[int] | None = None) -> np.ndarray:
+    """The features of some samples, from the bundle itself."""
+    return bundle.embed([source.images[row] for row in (range(len(source)) if rows is None else rows)]).numpy()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bundle], list[int]]:
+    """Has a bundle's network note how many images it embeds at a time."""
+
+    def watch(bundle: Bundle) -> list[int]:
+        seen: list[int] = []
+        embed = bundle.network.embed
+
+        def counting(images: Tensor) -> Tensor:
+            seen.append(len(images))
+            return embed(images)
+
+        monkeypatch.setattr(bundle.network, "embed", counting)
+        return seen
+
+    return watch
+
+
+# --- accuracy
+
+
+def test_accuracy_is_what_training_measures_with_intervals_around_it() -> None:
+    source, bundle = Pictures(40, broken=(3, 17)), make_bundle()
+    found = ByAccuracy(bootstrap=200)(make_outputs(bundle), source, source)
+    known = Accuracy(PREPROCESS, batch_size=40, readers=HERE)(bundle.network, source)
+    assert found["accuracy"] == known["accuracy"] and 0 < known["accuracy"] < 1
+    assert found["cross_entropy"] == pytest.approx(known["cross_entropy"], rel=1e-5)
+    assert (found["images"], found["skipped"]) == (38, 2)
+    for name in ("accuracy", "balanced_accuracy", "cross_entropy"):
+        assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
+    assert not [name for name in ByAccuracy(bootstrap=0)(make_outputs(bundle), source, source) if "_low" in name]
+
+
+def test_classes_in_another_order_are_found_by_their_names() -> None:
+    notes: list[str] = []
+    straight = Pictures(30)
+    turned = Pictures(30, labels=[2 - index % 3 for index in range(30)], classes=("c", "b", "a"))
+    turned.images = straight.images
+    bundle = make_bundle()
+    found = ByAccuracy(0)(make_outputs(bundle, on_note=notes.append), turned, turned)
+    assert found == ByAccuracy(0)(make_outputs(bundle), straight, straight)
+    assert notes == ["the data's classes have names of the model's"]
+
+
+def test_samples_without_a_label_are_left_out_and_counted() -> None:
+    labels: list[Label] = [index % 3 if index % 4 else None for index in range(20)]
+    source = Pictures(20, labels=labels)
+    found = ByAccuracy(0)(make_outputs(), source, source)
+    assert (found["images"], found["unlabelled"]) == (15, 5)
+    assert ByNeighbours((1,))(make_outputs(), source, source)["images"] == 15
+
+
+def test_a_model_without_a_head_has_no_accuracy() -> None:
+    source = Pictures(6)
+    with pytest.raises(ConfigError, match="this model has no head, so it tells no classes apart"):
+        ByAccuracy()(make_outputs(make_bundle(())), source, source)
+    assert ByNeighbours((1,))(make_outputs(make_bundle(())), source, source)["knn_1"] == 1  # each is its own nearest
+
+
+# --- features
+
+
+def test_evaluators_measure_the_features_that_the_bundle_embeds() -> None:
+    bundle, train, test = make_bundle(), Pictures(45, 1), Pictures(21, 2)
+    outputs = make_outputs(bundle)
+    known = (
+        embedded(bundle, train), np.array(train.labels, np.int64), embedded(bundle, test),
+        np.array(test.labels, np.int64),
+    )  # fmt: skip
+    linear = linear_probe(*known, num_classes=3, penalties=(1.0, 0.1), held_out=0.2)
+    found = ByLinear((1.0, 0.1), 0.2)(outputs, train, test)
+    assert found == {
+        "linear": linear.figures.accuracy, "linear_penalty": linear.penalty, "training_images": 45, "images": 21,
+        "skipped": 0,
+    }  # fmt: skip
+    votes = knn(*known, num_classes=3, k=(1, 4), temperature=0.5)
+    found = ByNeighbours((1, 4), 0.5)(outputs, train, test)
+    assert [found["knn_1"], found["knn_4"]] == [row.figures.accuracy for row in votes]
+    shots = few_shot(*known, num_classes=3, shots=(1, 6), seeds=2, l2="loo")
+    found = ByFewShot((1, 6), 2, "loo")(outputs, train, test)
+    for row in shots.rows:
+        assert (found[f"fewshot_{row.shots}"], found[f"fewshot_{row.shots}_deviation"]) == (row.mean, row.std)
+
+
+def test_features_are_computed_once_for_all(counted: Callable[[Bundle], list[int]]) -> None:
+    bundle, train, test = make_bundle(), Pictures(45, 1), Pictures(21, 2)
+    seen = counted(bundle)
+    names = "fewshot,linear,knn"
+    found = measure(evaluators_of(names, {"fewshot": {"shots": [1]}}), make_outputs(bundle), train, test)
+    assert sum(seen) == 45 + 21
+    assert {"linear", "knn_1", "knn_20", "fewshot_1"} <= set(found) and "knn_100" not in found
+
+
+def test_few_shots_need_the_features_of_what_is_drawn_alone(counted: Callable[[Bundle], list[int]]) -> None:
+    labels: list[Label] = [index % 3 if index % 11 else None for index in range(120)]
+    bundle, train, test = make_bundle(), Pictures(120, 1, labels=labels), Pictures(9, 2)
+    rows = [row for row in range(120) if labels[row] is not None]
+    known = (
+        embedded(bundle, train, rows), np.array([labels[row] for row in rows], np.int64), embedded(bundle, test),
+        np.array(test.labels, np.int64),
+    )  # fmt: skip
+    seen = counted(bundle)
+    found = ByFewShot((2, 3), 3)(make_outputs(bundle), train, test)
+    assert sum(seen) <= 3 * 3 * 3 + 9
+    for row in few_shot(*known, num_classes=3, shots=(2, 3), seeds=3).rows:
+        assert (found[f"fewshot_{row.shots}"], found[f"fewshot_{row.shots}_deviation"]) == (row.mean, row.std)
+
+
+def test_few_shots_learn_from_others_where_some_cannot_be_decoded(counted: Callable[[Bundle], list[int]]) -> None:
+    broken = tuple(row for row in range(60) if row % 10 in (0, 3, 4, 7))
+    train, test, bundle = Pictures(60, 1, broken=broken), Pictures(9, 2), make_bundle()
+    outputs, evaluator = make_outputs(bundle), ByFewShot((2,), 3)
+    seen = counted(bundle)
+    found = evaluator(outputs, train, test)
+    assert sum(seen) < 60 and 0 < len(outputs.skipped) < len(broken)
+    after = make_outputs(bundle)
+    after.features(train)
+    assert evaluator(after, train, test) == found
+    with pytest.raises(DataError, match="none of 9 images to learn from can be decoded"):
+        evaluator(outputs, Pictures(9, broken=tuple(range(9))), test)
+    few = Pictures(9, broken=(2, 5))
+    with pytest.raises(DataError, match=r"3 shots need 3 training images of each class; fewer have: c \(1\)"):
+        ByFewShot((3,))(outputs, few, test)
+
+
+def test_images_of_several_labels_are_for_linear_and_knn() -> None:
+    labels: list[Label] = [(index % 3,) if index % 2 else (0, 2) for index in range(24)]
+    source = Pictures(24, labels=labels)
+    outputs = make_outputs()
+    found = measure(evaluators_of("accuracy,linear,knn"), outputs, source, source)
+    shares = ("mean_average_precision", "linear_mean_average_precision", "knn_5_mean_average_precision", "exact_match")
+    assert all(0 <= found[name] <= 1 for name in shares)
+    with pytest.raises(DataError, match="fewshot needs images with one label each"):
+        ByFewShot((1,))(outputs, source, source)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "linear", "fewshot", "knn"])
+def test_data_without_labels_is_refused_before_anything_is_computed(
+    name: str, counted: Callable[[Bundle], list[int]]
+) -> None:
+    bundle = make_bundle()
+    seen = counted(bundle)
+    with pytest.raises(DataError, match=rf"none of 6 images has a label, and {name} needs to know their classes"):
+        measure(evaluators_of(name), make_outputs(bundle), Pictures(99), Pictures(6, labels=[None] * 6))
+    assert not seen
+
+
+def test_fewer_images_than_shots_are_named_before_anything_is_computed(
+    counted: Callable[[Bundle], list[int]],
+) -> None:
+    bundle = make_bundle()
+    seen = counted(bundle)
+    train = Subset(Pictures(30), [0, 1, 3, 4, 5, 6, 7])
+    with pytest.raises(DataError, match=r"2 shots need 2 training images of each class; fewer have: c \(1\)"):
+        ByFewShot((1, 2))(make_outputs(bundle), train, Pictures(9))
+    assert not seen
+    assert 0 <= ByFewShot((1, 2), allow_fewer=True)(make_outputs(bundle), train, Pictures(9))["fewshot_2"] <= 1
+
+
+def test_nothing_that_can_be_decoded_is_an_error() -> None:
+    with pytest.raises(DataError, match="none of 3 images can be decoded; the first: "):
+        ByNeighbours()(make_outputs(), Pictures(3, broken=(0, 1, 2)), Pictures(3))
+
+
+# --- by name
+
+
+def test_unknown_evaluators_and_settings_are_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown evaluator 'knnn'; nearest: knn"):
+        evaluators_of("accuracy,knnn")
+    with pytest.raises(ConfigError, match=r"evaluator fewshot: unknown field 'shot'; nearest: shots"):
+        evaluators_of("fewshot", {"fewshot": {"shot": [1]}})
+    with pytest.raises(ConfigError, match=r"evaluator fewshot: l2=0.0 must be a number above 0, or 'loo'"):
+        evaluators_of("fewshot", {"fewshot": {"l2": 0}})
+    with pytest.raises(ConfigError, match=r"evaluator knn: ByNeighbours: .*\"k\""):
+        evaluators_of("knn", {"knn": {"k": ["five"]}})
+
+
+def test_settings_are_taken_as_files_give_them() -> None:
+    found = evaluators_of("fewshot, knn", {"fewshot": {"l2": 4, "shots": [2, 3]}, "knn": {"temperature": 1}})
+    assert found == {"fewshot": ByFewShot((2, 3), l2=4.0), "knn": ByNeighbours(temperature=1.0)}
+    assert evaluators_of("fewshot", {"fewshot": {"l2": "loo"}}) == {"fewshot": ByFewShot(l2="loo")}
+
+
+# --- probes
+
+
+def test_a_probe_measures_the_model_it_is_given_on_the_validation_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
+    train, validation = Pictures(45, 1), Pictures(21, 2)
+    splits = Splits(train, validation, Pictures(3, broken=(0, 1, 2)))
+    settings = {"knn": {"k": [3]}, "fewshot": {"shots": [2]}}
+    names = "knn,fewshot"
+    measured = probe(names, splits, settings, readers=HERE)
+    for seed in (3, 4):
+        bundle = make_bundle(seed=seed)
+        assert measured(bundle) == measure(evaluators_of(names, settings), make_outputs(bundle), train, validation)
+    bundle = make_bundle()
+    before = measured(bundle)
+    with torch.no_grad():
+        for parameter in bundle.network.parameters():
+            parameter.zero_()
+    assert measured(bundle) != before
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_probed_on_its_averaged_weights(tiny: Callable[..., TrainConfig]) -> None:
+    config = tiny(average=0.5, keep="last")
+    splits = open_data(config.data, validation_share=config.validation_share)
+    measured = probe("knn,fewshot", splits, {"knn": {"k": [5]}, "fewshot": {"shots": [2]}})
+    result = train(config, probes=[Probe("features", 6, measured)])
+    events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "probe"]
+    assert [(event["step"], event["weights"]) for event in events] == [(6, "averaged"), (12, "averaged")]
+    known = measured(result.bundle)
+    assert {name: events[1][name] for name in known} == known
+    assert {"knn_5", "fewshot_2", "fewshot_2_deviation"} <= set(known)
+
+
+def test_a_probe_needs_a_validation_split() -> None:
+    with pytest.raises(ConfigError, match="knn cannot be measured during the run: the data has no validation split"):
+        probe("knn", Splits(Pictures(3), None, Pictures(3)))
+    with pytest.raises(ConfigError, match=r"unknown evaluator 'kn'; nearest: knn"):
+        probe("kn", Splits(Pictures(3), Pictures(3), None))

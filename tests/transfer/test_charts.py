@@ -1,0 +1,415 @@
+"""Charts, read back from their SVG: what is drawn is what was given, at round ticks, inside the picture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import unicodedata
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from vitrail.evaluation.calibration import CalibrationBin
+from vitrail.page import STYLE as PAGE_STYLE
+from vitrail.transfer.charts import (
+    FLIP,
+    LETTER,
+    MOST_DOTS,
+    STRONG,
+    STYLE,
+    Mark,
+    Series,
+    axis,
+    heat_map,
+    key,
+    line_chart,
+    reliability_diagram,
+    shorten,
+)
+
+VALUES = st.one_of(*(st.floats(-most, most, width=32) for most in (2.0**40, 1.0, 2.0**-30)))
+AWKWARD = st.sampled_from([math.nan, math.inf, -math.inf])
+EVIL = "</title><script>alert('1 & 2')</script>\u202e\x00"
+
+
+class Drawing:
+    """An SVG, whose numbers can be asked for."""
+
+    def __init__(self, text: str) -> None:
+        self.root = ElementTree.fromstring(text)
+        left, top, self.width, self.height = map(float, self.root.attrib["viewBox"].split())
+        assert (left, top) == (0, 0)
+        assert self.root.attrib["role"] == "img" and self.root.attrib["aria-label"]
+
+    def all(self, tag: str, css: str = "") -> list[ElementTree.Element]:
+        """Elements of a tag with all of these style classes."""
+        return [one for one in self.root.iter(tag) if {*css.split()} <= {*one.get("class", "").split()}]
+
+    def texts(self) -> list[str]:
+        return ["".join(one.itertext()) for one in self.all("text")]
+
+    def path(self, css: str) -> list[list[tuple[float, float]]]:
+        """The corners of a line, gap by gap."""
+        (element,) = self.all("path", css)
+        pieces = element.attrib["d"].split("M")[1:]
+        return [[tuple(map(float, corner.split())) for corner in piece.split("L")] for piece in pieces]  # type: ignore[misc]
+
+    def dots(self, css: str) -> list[tuple[float, float, float]]:
+        return [
+            (float(one.attrib["cx"]), float(one.attrib["cy"]), float(one.attrib["r"]))
+            for one in self.all("circle", css)
+        ]
+
+    def corners(self) -> Iterator[tuple[float, float]]:
+        """Points that everything drawn lies between; a letter is as wide as `LETTER`."""
+        for path in self.all("path"):
+            x = y = 0.0
+            for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", path.attrib["d"]):
+                given = [float(number) for number in numbers.split()]
+                if command in "ML":
+                    x, y = given
+                elif command in "Hh":
+                    x = given[0] if command == "H" else x + given[0]
+                else:
+                    assert command in "Vv"
+                    y = given[0] if command == "V" else y + given[0]
+                yield x, y
+        for circle in self.all("circle"):
+            x, y, radius = (float(circle.attrib[name]) for name in ("cx", "cy", "r"))
+            yield from ((x - radius, y - radius), (x + radius, y + radius))
+        for box in self.all("rect"):
+            x, y, width, height = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
+            yield from ((x, y), (x + width, y + height))
+        for text in self.all("text"):
+            shown = (text.text or "") + "".join(child.tail or "" for child in text)
+            letters = sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in shown)
+            strong = "strong" in text.get("class", "")
+            size = float(text.get("font-size", 11)) / 11
+            length = letters * (STRONG if strong else LETTER) * size
+            x, y = float(text.attrib["x"]), float(text.attrib["y"])
+            begin = {"start": 0.0, "middle": -length / 2, "end": -length}[text.get("text-anchor", "start")]
+            turn = math.radians(float((text.get("transform") or "rotate(0").removeprefix("rotate(").split()[0]))
+            for along, up in itertools.product((begin, begin + length), (-8 * size, 2 * size)):
+                yield x + along * math.cos(turn) - up * math.sin(turn), y + along * math.sin(turn) + up * math.cos(turn)
+
+    def check_inside(self) -> None:
+        for x, y in self.corners():
+            assert -0.01 <= x <= self.width + 0.01 and -0.01 <= y <= self.height + 0.01, (x, y)
+
+    def scale(self, anchor: str) -> tuple[float, float]:
+        """Value at 0 pixels and for each pixel, from the first and the last of the numbers that stand at an axis.
+
+        Those at the left end ("end") where they are written, those below have it in their middle ("middle").
+        """
+        found = []
+        for text in self.all("text"):
+            number = re.fullmatch(r"(-?[\d,.e+-]+)%?", "".join(text.itertext()))
+            if number and text.get("text-anchor") == anchor and not text.get("class"):
+                place = float(text.attrib["y"]) - 4 if anchor == "end" else float(text.attrib["x"])
+                found.append((place, float(number[1].replace(",", ""))))
+        (first, low), *_, (last, high) = found
+        pixel = (high - low) / (last - first)
+        return low - first * pixel, pixel
+
+
+def values_of(drawing: Drawing, corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Pixels as values, by what is written at the axes."""
+    (left, across), (top, up) = drawing.scale("middle"), drawing.scale("end")
+    return [(left + x * across, top + y * up) for x, y in corners]
+
+
+@given(st.lists(VALUES, min_size=1), st.booleans())
+@example([0.0], True)
+@example([0.1, 0.3], True)
+@example([1e-45, 2e-45], True)
+@example([1.0, 1.0 + 1e-12], True)
+@example([0.30000000000000004, 0.9], True)
+def test_ticks_are_round_even_and_inside(values: list[float], round_edges: bool) -> None:
+    found = axis(values, round_edges=round_edges)
+    assert found.low < found.high
+    slack = 1e-6 * (found.high - found.low)
+    assert found.low <= min(values) + slack and found.high >= max(values) - slack
+    assert all(found.low <= tick <= found.high for tick in found.ticks)
+    assert 2 <= len(found.ticks) <= 8 if round_edges else len(found.ticks) <= 7
+    factor = found.step / 10.0 ** math.floor(math.log10(found.step) + 1e-9)
+    assert min(abs(factor - round_number) for round_number in (1, 2, 5)) < 1e-9
+    for tick in found.ticks:
+        assert abs(tick / found.step - round(tick / found.step)) < 1e-4
+    for before, after in itertools.pairwise(found.ticks):
+        assert after - before == pytest.approx(found.step, rel=1e-4)
+    labels = [found.label(tick) for tick in found.ticks]
+    assert len({*labels}) == len(labels)
+    for label, tick in zip(labels, found.ticks, strict=True):
+        assert float(label.replace(",", "")) == pytest.approx(tick, rel=1e-6, abs=1e-9 * found.step)
+    if round_edges:
+        assert (found.ticks[0], found.ticks[-1]) == (found.low, found.high)
+        span = max(values) - min(values)
+        if span > 1e-6 * max(map(abs, values)):
+            assert found.high - found.low <= 2.01 * span, "the values fill half of the axis"
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "ticks"),
+    [
+        ([0.43, 0.78], {}, (0.4, 0.5, 0.6, 0.7, 0.8)),
+        ([0.0, 2.3], {}, (0, 0.5, 1, 1.5, 2, 2.5)),
+        ([91.0, 100.0], {"within": (0.0, 100.0)}, (90, 92, 94, 96, 98, 100)),
+        ([100.0], {"within": (0.0, 100.0)}, (90, 92, 94, 96, 98, 100)),
+        ([0.0], {"within": (0.0, 100.0)}, (0, 0.2, 0.4, 0.6, 0.8, 1)),
+        ([0.0, 374.0], {"round_edges": False, "whole": True}, (0, 100, 200, 300)),
+        ([0.0, 2.0], {"round_edges": False, "whole": True}, (0, 1, 2)),
+        ([0.0, 3e5], {"round_edges": False, "whole": True}, (0, 100_000, 200_000, 300_000)),
+        ([-3e-5, 5e-5], {}, (-4e-5, -2e-5, 0, 2e-5, 4e-5, 6e-5)),
+    ],
+)
+def test_axes_as_one_would_draw_them(values: list[float], options: dict[str, object], ticks: tuple[float, ...]) -> None:
+    found = axis(values, **options)  # type: ignore[arg-type]
+    assert found.ticks == ticks
+    assert found.share(found.low) == 0 and found.share(found.high) == 1
+
+
+def test_labels() -> None:
+    assert [axis([0.0, 1.0]).label(tick, "%") for tick in (0.0, 0.2)] == ["0.0%", "0.2%"]
+    assert [axis([0.0, 3e4]).label(tick) for tick in (0.0, 10_000.0)] == ["0", "10,000"]
+    assert axis([0.0, 3e-6]).label(2e-6) == "2e-06" and axis([0.0, 1e9]).label(8e8) == "8e+08"
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> list[tuple[float, float]]:
+    steps = sorted(draw(st.sets(st.integers(0, 500_000), min_size=1, max_size=60)))
+    scale = draw(st.sampled_from([1e-6, 1.0, 100.0, 1e5]))
+    values = st.floats(-1, 1, width=32).map(lambda value: value * scale) | AWKWARD
+    return [(float(step), draw(values)) for step in steps]
+
+
+@given(lines(), lines() | st.none(), st.sampled_from(["", "%"]), st.booleans())
+def test_lines_are_what_was_given(
+    first: list[tuple[float, float]], second: list[tuple[float, float]] | None, unit: str, zero: bool
+) -> None:
+    series = [Series("a<b", first)] + ([] if second is None else [Series("c", second)])
+    chart = line_chart(series, label="a & b", unit=unit, zero=zero)
+    every = [point for one in series for point in one.finite]
+    if not every:
+        assert chart == ""
+        return
+    drawing = Drawing(chart)
+    drawing.check_inside()
+    (_, across), (_, up) = drawing.scale("middle"), drawing.scale("end")
+    for one, css in zip(series, ("one", "two"), strict=False):
+        pieces = drawing.path(f"line {css}")
+        expected = [
+            list(group)
+            for whole, group in itertools.groupby(one.points, key=lambda point: math.isfinite(point[1]))
+            if whole
+        ]
+        assert [len(piece) for piece in pieces] == [len(piece) for piece in expected]
+        for (x, y), (step, value) in zip(
+            values_of(drawing, [*itertools.chain(*pieces)]), [*itertools.chain(*expected)], strict=True
+        ):
+            assert abs(x - step) <= 0.03 * abs(across) and abs(y - value) <= 0.03 * abs(up)
+        alone = [piece for piece in expected if len(piece) == 1]
+        few = len(one.finite) <= MOST_DOTS
+        assert len(drawing.dots(f"dot {css}")) == (len(one.finite) if few else len(alone))
+    if zero:
+        left, pixel = drawing.scale("end")
+        bottom = max(y for _, y in drawing.corners() if y < drawing.height - 35)
+        assert left + bottom * pixel <= 1e-9 or min(value for _, value in every) > 0
+
+
+def test_one_point_and_a_constant_are_seen() -> None:
+    for points in ([(7.0, 0.5)], [(0.0, 0.0)], [(float(step), 100.0) for step in range(1, 6)]):
+        drawing = Drawing(line_chart([Series("x", points)], label="x", unit="%", within=(0.0, 100.0)))
+        drawing.check_inside()
+        assert len(drawing.dots("dot one")) == len(points)
+        assert values_of(drawing, [dot[:2] for dot in drawing.dots("dot one")]) == [
+            pytest.approx(point, abs=0.1) for point in points
+        ]
+        assert not any(float(text.removesuffix("%")) > 100 for text in drawing.texts() if text.endswith("%"))
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    assert line_chart([], label="x") == ""
+    assert line_chart([Series("x", [])], label="x") == ""
+    assert line_chart([Series("x", [(0.0, math.nan), (1.0, math.inf)])], label="x") == ""
+
+
+@pytest.mark.parametrize("step", [0, 1, 50, 99, 100])
+def test_a_mark_stands_at_its_point(step: int) -> None:
+    points = [(float(at), 80 + at / 10) for at in range(101)]
+    mark = Mark(float(step), 80 + step / 10, f"best, kept: {80 + step / 10:.2f}%")
+    drawing = Drawing(line_chart([Series("x", points)], label="x", unit="%", mark=mark))
+    drawing.check_inside()
+    ((x, y, _),) = drawing.dots("dot")
+    assert values_of(drawing, [(x, y)]) == [pytest.approx((step, 80 + step / 10), abs=0.05)]
+    assert mark.text in drawing.texts()
+    ((line,),) = [element.attrib["d"].split("M")[1:] for element in drawing.all("path", "mark")]
+    assert float(line.split()[0]) == x
+
+
+def test_names_in_charts_are_text() -> None:
+    chart = line_chart([Series(EVIL, [(0.0, 1.0), (1.0, 2.0)])], label=EVIL, mark=Mark(1.0, 2.0, EVIL))
+    shown = "</title><script>alert('1 & 2')</script>\\u202e\\x00"
+    drawing = Drawing(chart)
+    assert drawing.root.attrib["aria-label"] == shown and shown in drawing.texts()
+    assert f"{shown}, step 1: 2" in [one.text for one in drawing.all("title")]
+    assert "<script" not in chart + key([EVIL, EVIL])
+
+
+def test_the_key_names_two_lines_and_not_one() -> None:
+    assert key([]) == "" and key(["a"]) == ""
+    assert key(["a", "b"]) == '<br><span class="key one">a</span> <span class="key two">b</span>'
+
+
+def bins(*filled: tuple[float, float, int]) -> list[CalibrationBin]:
+    """Bins of these confidences, accuracies and images, and an empty one."""
+    found = [CalibrationBin(0.0, 0.0, images, accuracy, confidence) for confidence, accuracy, images in filled]
+    return [CalibrationBin(0.0, 0.0, 0, None, None), *found]
+
+
+shares = st.floats(0, 1)
+
+
+@given(
+    st.lists(st.tuples(shares, shares, st.integers(1, 10**6)), min_size=1, max_size=15),
+    st.lists(st.tuples(shares, shares, st.integers(1, 10**6)), min_size=1, max_size=15) | st.none(),
+)
+def test_a_reliability_diagram_has_a_dot_for_each_bin(
+    before: list[tuple[float, float, int]], after: list[tuple[float, float, int]] | None
+) -> None:
+    drawing = Drawing(reliability_diagram(bins(*before), None if after is None else bins(*after), label="x"))
+    drawing.check_inside()
+    drawn = [("one", before)] if after is None else [("two", before), ("one", after)]
+    assert len(drawing.dots("dot")) == len(before) + len(after or ())
+    for css, filled in drawn:
+        dots = drawing.dots(f"dot {css}")
+        for value, (confidence, accuracy, _) in zip(values_of(drawing, [dot[:2] for dot in dots]), filled, strict=True):
+            assert value == pytest.approx((100 * confidence, 100 * accuracy), abs=0.02)
+        total = sum(images for _, _, images in filled)
+        for (_, _, radius), (_, _, images) in zip(dots, filled, strict=True):
+            assert radius == 1.5 or math.isclose(radius**2 / 81, images / total, abs_tol=0.01)
+    ((ideal,),) = [drawing.path("ideal")]
+    assert values_of(drawing, ideal) == [pytest.approx((0, 0), abs=1e-6), pytest.approx((100, 100), abs=1e-6)]
+    (x, y), (right, up) = ideal
+    assert right - x == y - up, "it is square"
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], list[str]]:
+    classes = draw(st.integers(1, 40))
+    places = draw(st.sets(st.tuples(st.integers(0, classes - 1), st.integers(0, classes - 1)), max_size=30))
+    cells = [(*place, draw(st.integers(1, 10**6))) for place in sorted(places)]
+    return cells, [
+        draw(st.text(max_size=3)) + f"class {number} " + "漢字 long" * (number % 4) for number in range(classes)
+    ]
+
+
+@given(matrices())
+def test_a_heat_map_has_each_count_in_its_place(made: tuple[list[tuple[int, int, int]], list[str]]) -> None:
+    cells, names = made
+    drawing = Drawing(heat_map(cells, names, label="x"))
+    drawing.check_inside()
+    assert (float(drawing.root.attrib["width"]), float(drawing.root.attrib["height"])) == (
+        drawing.width,
+        drawing.height,
+    )
+    boxes = drawing.all("rect", "heat")
+    assert len(boxes) == len(cells)
+    (grid,) = drawing.all("path", "grid")
+    horizontal, vertical = (
+        [tuple(map(float, one)) for one in re.findall(rf"M([\d.]+) ([\d.]+){way}", grid.attrib["d"])] for way in "hv"
+    )
+    assert len(horizontal) == len(vertical) == len(names) + 1
+    counts = drawing.all("text", "count")
+    for (row, column, count), box, text in zip(cells, boxes, counts, strict=True):
+        x, y, width, height = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert vertical[column][0] < x and x + width < vertical[column + 1][0]
+        assert horizontal[row][1] < y and y + height < horizontal[row + 1][1]
+        share = count / sum(other for at, _, other in cells if at == row)
+        strength = float(box.attrib["fill-opacity"])
+        assert strength == pytest.approx(0.05 + 0.95 * share, abs=1e-3)
+        assert ("on" in text.attrib["class"].split()) == (0.05 + 0.95 * share > FLIP)
+        assert text.text == (f"{count:,}" if count < 10_000 else f"{count / 1000:.0f}k")
+        assert abs(float(text.attrib["x"]) - (x + width / 2)) <= 0.5
+        length = 0.6 * len(text.text) * float(text.attrib["font-size"])
+        assert length <= width
+
+
+def test_a_heat_map_names_rows_and_columns() -> None:
+    names = ["rose", "a very long name of a tulip", EVIL]
+    drawing = Drawing(heat_map([(0, 1, 3), (0, 0, 1), (2, 2, 5)], names, label="x"))
+    labels = [one for one in drawing.all("text") if one.find("title") is not None]
+    assert [one.findtext("title") for one in labels][::2] == [
+        "rose",
+        names[1],
+        "</title><script>alert('1 & 2')</script>\\u202e\\x00",
+    ]
+    assert labels[2].find("title").tail == "a very…a tulip"  # type: ignore[union-attr]
+    rows, columns = labels[::2], labels[1::2]
+    assert [float(one.attrib["y"]) for one in rows] == sorted(float(one.attrib["y"]) for one in rows)
+    assert [float(one.attrib["x"]) for one in columns] == sorted(float(one.attrib["x"]) for one in columns)
+    assert [one.findtext("title") for one in drawing.all("g")][:2] == [
+        "rose → a very long name of a tulip: 3 of 4 (75.0%)", "rose → rose: 1 of 4 (25.0%)",
+    ]  # fmt: skip
+
+
+def luminance(colour: tuple[float, ...]) -> float:
+    """Of a colour from 0 to 255, as WCAG 2 defines it."""
+    shares = [part / 255 for part in colour]
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    dark, light = sorted((luminance(a), luminance(b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def colour(style: str, name: str) -> tuple[float, ...]:
+    found = re.search(rf"{name}: #(\w\w)(\w\w)(\w\w);", style)
+    assert found is not None
+    return tuple(int(part, 16) for part in found.groups())
+
+
+@pytest.mark.parametrize(("half", "canvas", "text"), [(0, (255,) * 3, (0,) * 3), (1, (18,) * 3, (255,) * 3)])
+def test_all_can_be_read_in_light_and_in_dark(half: int, canvas: tuple[int, ...], text: tuple[int, ...]) -> None:
+    """Canvas and CanvasText as Chromium has them. WCAG 2 asks for 4.5 of text and 3 of lines."""
+    heat, other = colour(STYLE.split("@media")[half], "--heat"), tuple(255 - part for part in text)
+    for percent in range(5, 101):
+        strength = percent / 100
+        shade = tuple(strength * a + (1 - strength) * b for a, b in zip(heat, canvas, strict=True))
+        assert contrast(shade, other if strength > FLIP else text) >= 4.5, percent
+    page = PAGE_STYLE.split("@media")[half]
+    assert contrast(colour(page, "--dim"), canvas) >= 4.5
+    for name in ("--note", "--warning"):
+        assert contrast(colour(page, name), canvas) >= 3
+
+
+def test_styles_are_those_that_are_drawn() -> None:
+    chart = line_chart([Series("x", [(0.0, 1.0), (9.0, 2.0)])] * 2, label="x", mark=Mark(9.0, 2.0, "x"))
+    charts = [chart, reliability_diagram(bins((0.5, 0.5, 2)), None, label="x"), heat_map([(0, 0, 1)], ["a"], label="x")]
+    used = {word for text in charts for css in re.findall(r'class="([^"]*)"', text) for word in css.split()}
+    assert used - {"one"} <= {*re.findall(r"\.([a-z]+)", STYLE)}
+    assert {*re.findall(r"var\((--\w+)\)", STYLE)} <= {*re.findall(r"(--\w+):", STYLE + PAGE_STYLE)}
+
+
+@given(st.text(st.characters(exclude_categories=["C", "Zs", "Zl", "Zp"])), st.integers(3, 30))
+def test_shortened_names_fit(name: str, most: int) -> None:
+    found = shorten(name, most)
+    assert sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in found) <= most
+    assert found.isprintable()
+    if "…" in found and "…" not in name:
+        begin, _, end = found.partition("…")
+        assert name.startswith(begin) and name.endswith(end)
+    else:
+        assert found == name
+
+
+def test_shorten() -> None:
+    assert shorten("class number 14", 15) == "class number 14"
+    assert shorten("a class number 14", 15) == "a class…mber 14"
+    assert shorten("漢字漢字漢字", 8) == "漢字…字"
+    assert shorten("x" * 100_000, 5) == "xx…xx"

@@ -1,0 +1,240 @@
+"""The parts of a page that show a report's figures, read back from the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vitrail.data.source import Sample
+from vitrail.errors import UndecodableImage
+from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.report import ClassificationReport, report
+from vitrail.transfer import figures
+from vitrail.transfer.figures import (
+    calibration_section,
+    classes_section,
+    confusion_section,
+    mistakes_section,
+    summary_section,
+)
+
+
+def made(guesses: Sequence[tuple[int, int]], classes: int = 4, sure: float = 3.0) -> Predictions:
+    """Predictions of images by their label and what they are taken for, each a little surer than the one before."""
+    labels = np.asarray([label for label, _ in guesses])
+    logits = np.zeros((len(guesses), classes), np.float32)
+    for row, (_, guess) in enumerate(guesses):
+        logits[row, guess] = sure + row / 100
+    keys = tuple(f"{number}.png" for number in range(len(guesses)))
+    names = tuple(f"class {number}" for number in range(classes))
+    return Predictions(logits, labels, None, keys, np.arange(len(guesses)), names)
+
+
+def several() -> Predictions:
+    targets = np.asarray([[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0]], np.uint8)
+    logits = np.asarray([[2, 3, -1], [1, -2, -3], [-1, -2, -4], [2, -1, -5]], np.float32)
+    return replace(made([(0, 0)] * 4, 3), logits=logits, labels=np.full(4, -1), targets=targets, scores="sigmoid")
+
+
+def rows(page: Any) -> list[list[str]]:
+    """The text of each row of the page's tables."""
+    cells = [text for text in page.text if text.strip()]
+    widths: list[int] = []
+    for tag in page.names:
+        if tag == "tr":
+            widths.append(0)
+        if tag in ("th", "td"):
+            widths[-1] += 1
+    start = len(cells) - sum(widths)
+    found = []
+    for width in widths:
+        found.append(cells[start : start + width])
+        start += width
+    return found
+
+
+@pytest.fixture
+def table_of(read_page: Callable[[str], Any]) -> Callable[[Iterator[str]], list[list[str]]]:
+    """The rows of a section's last table."""
+
+    def read(parts: Iterator[str]) -> list[list[str]]:
+        text = "\n".join(parts)
+        read_page(text)
+        return rows(read_page(text[text.rindex("<table>") : text.rindex("</table>") + 8]))
+
+    return read
+
+
+def test_the_summary_has_every_figure(table_of: Callable[..., list[list[str]]]) -> None:
+    found = report(made([(0, 0)] * 3 + [(1, 0)], 6), bootstrap=100)
+    low, high = found.accuracy.low, found.accuracy.high
+    assert low is not None and high is not None
+    shown = table_of(summary_section(found, "test"))
+    assert shown[0] == ["figure", "test", "95% interval"]
+    assert shown[1] == ["accuracy", "75.00%", f"{low:.2%} to {high:.2%}"]
+    assert [row[0] for row in shown[2:]] == ["balanced accuracy", "top-5 accuracy", "cross-entropy, nats"]
+    assert shown[2][1] == "50.00%" and shown[3][1] == "100.00%"
+    without = table_of(summary_section(report(made([(0, 0), (1, 0)]), bootstrap=0), "validation"))
+    assert without[1] == ["accuracy", "50.00%", "-"] and len(without) == 4
+
+
+def test_the_summary_of_several_labels(table_of: Callable[..., list[list[str]]]) -> None:
+    found = report(several(), bootstrap=0)
+    assert found.multi_label is not None and found.multi_label.mean_average_precision is not None
+    shown = {row[0]: row[1] for row in table_of(summary_section(found, "test"))}
+    assert shown["mean average precision"] == f"{found.multi_label.mean_average_precision:.2%}"
+    assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
+    assert "F1 over all answers" in shown and "accuracy" not in shown
+    nothing = replace(several(), targets=np.zeros((4, 3), np.uint8))
+    assert "mean average precision" not in {row[0] for row in table_of(summary_section(report(nothing), "test"))}
+
+
+def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[..., list[list[str]]]) -> None:
+    guesses = [(0, 0)] * 6 + [(0, 1)] * 2 + [(1, 0)] * 3 + [(1, 1)] + [(2, 0)] * 2 + [(3, 3)]
+    text = "\n".join(confusion_section(report(made(guesses), bootstrap=0)))
+    assert table_of(iter([text])) == [
+        ["class", "taken for", "images", "of the class"],
+        ["class 1", "class 0", "3", "75.0%"],
+        ["class 2", "class 0", "2", "100.0%"],
+        ["class 0", "class 1", "2", "25.0%"],
+    ]
+    assert text.count('<rect class="heat"') == 6 and 'aria-label="Confusion matrix of 4 classes;' in text
+    assert "class 0 → class 1: 2 of 8 (25.0%)" in text
+
+
+def test_classes_that_nothing_is_or_was_taken_for_have_no_row() -> None:
+    text = "\n".join(confusion_section(report(made([(2, 2), (30, 2)], 50), bootstrap=0)))
+    assert re.findall(r"<title>(class \d+)</title>", text) == ["class 2", "class 2", "class 30", "class 30"]
+    assert "class 30 → class 2: 1 of 1 (100.0%)" in text
+
+
+@pytest.mark.parametrize(("classes", "matrix", "pairs"), [(40, True, 10), (41, False, 40)])
+def test_many_classes_have_no_matrix(
+    table_of: Callable[..., list[list[str]]], classes: int, matrix: bool, pairs: int
+) -> None:
+    guesses = [(number, (number + more) % classes) for number in range(classes) for more in (0, 1)]
+    text = "\n".join(confusion_section(report(made(guesses, classes), bootstrap=0)))
+    assert ("<svg" in text) == matrix
+    assert len(table_of(iter([text]))) == pairs + 1
+    assert f"and {classes - pairs} rarer pair" in text
+
+
+def test_a_model_without_mistakes(read_page: Callable[[str], Any]) -> None:
+    found = report(made([(0, 0), (1, 1)]), bootstrap=0)
+    text = "\n".join([*confusion_section(found), *mistakes_section(found, Pictures({}))])
+    page = read_page(text)
+    assert "No image was taken for another class." in page.text and "There are none." in page.text
+    assert "table" not in page.names and page.names.count("rect") == 2
+
+
+def test_of_several_labels_there_is_neither_matrix_nor_calibration() -> None:
+    found = report(several(), bootstrap=0, temperature=2.0)
+    assert [*confusion_section(found), *calibration_section(found)] == []
+
+
+def test_the_worst_class_comes_first(table_of: Callable[..., list[list[str]]]) -> None:
+    guesses = [(0, 0)] * 3 + [(1, 0)] + [(1, 1)] * 3 + [(2, 3)] * 2
+    assert table_of(classes_section(report(made(guesses, 6), bootstrap=0))) == [
+        ["class", "images", "accuracy", "precision", "F1"],
+        ["class 2", "2", "0.0%", "-", "0.0%"],
+        ["class 1", "4", "75.0%", "100.0%", "85.7%"],
+        ["class 0", "3", "100.0%", "75.0%", "85.7%"],
+        ["class 3", "0", "-", "0.0%", "0.0%"],
+    ]
+
+
+def test_classes_of_several_labels_go_by_average_precision(table_of: Callable[..., list[list[str]]]) -> None:
+    found = report(several(), bootstrap=0)
+    shown = table_of(classes_section(found))
+    assert shown[0] == ["class", "images", "average precision", "recall", "precision", "F1"]
+    wanted = sorted((row.average_precision, row.name) for row in found.per_class if row.average_precision is not None)
+    assert [(row[2], row[0]) for row in shown[1:]] == [(f"{value:.1%}", name) for value, name in wanted]
+
+
+def test_two_hundred_classes_are_listed(table_of: Callable[..., list[list[str]]]) -> None:
+    text = "\n".join(classes_section(report(made([(number, number) for number in range(203)], 203), bootstrap=0)))
+    assert len(table_of(iter([text]))) == 201 and "and 3 better classes" in text
+
+
+def test_calibration_before_and_after(table_of: Callable[..., list[list[str]]]) -> None:
+    predictions = made([(0, 0)] * 5 + [(1, 0)] * 5)
+    found = report(predictions, bootstrap=0, temperature=3.0)
+    assert found.calibration is not None and found.scaled is not None
+    text = "\n".join(calibration_section(found))
+    before, after = found.calibration, found.scaled
+    assert table_of(iter([text])) == [
+        ["figure", "as it is", "with temperature 3"],
+        ["expected calibration error", f"{before.error.value:.2%}", f"{after.error.value:.2%}"],
+        ["cross-entropy, nats", f"{before.cross_entropy.value:.4f}", f"{after.cross_entropy.value:.4f}"],
+        ["Brier score", f"{before.brier.value:.4f}", f"{after.brier.value:.4f}"],
+    ]
+    assert f"{100 * before.error.value:.1f} points off on average, and {100 * after.error.value:.1f} with" in text
+    assert text.count('class="dot one"') == sum(one.images > 0 for one in after.bins)
+    assert text.count('class="dot two"') == sum(one.images > 0 for one in before.bins)
+    assert text.index('key one">with temperature 3<') < text.index('key two">as it is<')
+
+
+def test_calibration_without_a_temperature(table_of: Callable[..., list[list[str]]]) -> None:
+    text = "\n".join(calibration_section(report(made([(0, 0), (1, 0)]), bootstrap=0)))
+    assert table_of(iter([text]))[0] == ["figure", "as it is"]
+    assert "temperature" not in text and 'class="dot two"' not in text and "key" not in text
+
+
+class Pictures:
+    """A source that has some images and not others."""
+
+    classes = ("class 0", "class 1")
+
+    def __init__(self, images: dict[int, np.ndarray]) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Sample:
+        if index not in self.images:
+            raise UndecodableImage("is gone")
+        return Sample(self.key(index), self.images[index], 0)
+
+    def key(self, index: int) -> str:
+        return f"{index}.png"
+
+    def label(self, index: int) -> int:
+        return 0
+
+
+def test_mistakes_have_their_pictures(read_page: Callable[[str], Any]) -> None:
+    found = report(made([(0, 0), (1, 2), (3, 0)]), bootstrap=0)
+    source = Pictures({2: np.full((9, 30, 1), 200, np.uint8)})
+    page = read_page("\n".join(mistakes_section(found, source)))
+    captions = [text for text in page.text if text.strip()][2:]
+    worst = found.worst[0]
+    assert (worst.index, found.worst[1].index) == (2, 1)
+    assert captions == [
+        "true: class 3", "predicted: class 0", f"{worst.probability:.1%}", "2.png",
+        "no picture",
+        "true: class 1", "predicted: class 2", f"{found.worst[1].probability:.1%}", "1.png",
+    ]  # fmt: skip
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert image["alt"] == "true: class 3, predicted: class 0"
+
+
+def test_mistakes_of_several_labels_and_long_names(read_page: Callable[[str], Any]) -> None:
+    long = "x" * 200
+    predictions = replace(several(), classes=(long, "<b>", "c"), keys=("a/" + "y" * 200 + ".png", "b", "c", "d"))
+    found = report(predictions, bootstrap=0)
+    text = "\n".join(mistakes_section(found, Pictures({})))
+    assert f"true: &lt;b&gt;<br>predicted: {'x' * 30}…{'x' * 29}<br>73.1% for its likeliest class<br>b<" in text
+    read_page(text)
+
+
+def test_twenty_mistakes_are_shown() -> None:
+    found: ClassificationReport = report(made([(0, 1)] * 30), bootstrap=0, worst=30)
+    assert len(found.worst) == 30
+    text = "\n".join(mistakes_section(found, Pictures({})))
+    assert text.count("<figure>") == figures.MOST_MISTAKES == 20

@@ -1,0 +1,103 @@
+"""Fine-tuning from a model to a report, by the rule and by the paper's protocol."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from vitrail.errors import DataError
+from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.journal import read_journal
+from vitrail.transfer.finetune import FinetuneResult, finetune, plan
+from vitrail.transfer.rules import Given
+from vitrail.weights.bundle import Bundle
+
+
+@pytest.fixture
+def model(tiny_bundle: Bundle, tmp_path: Path) -> Path:
+    return tiny_bundle.save(tmp_path / "model")
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(bundle: Bundle, model: Path, data: Path, **given: object) -> TrainConfig:
+    base = TrainConfig(data=str(data), start=StartConfig(init=str(model)), device="cpu")
+    return plan(bundle, base, given=Given(**given)).config
+
+
+def test_the_plan_is_for_this_model_and_this_data(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    config = planned(tiny_bundle, model, colours)
+    assert config.images == tiny_bundle.preprocess and config.start.init == str(model)
+    assert config.data == str(colours) and (config.batch_size, config.steps) == (4, 135)  # 27 images, 20 times each
+    assert planned(tiny_bundle, model, colours, image_size=(28, 35)).images.image_size == (28, 35)
+
+
+def test_a_model_learns_another_task_and_is_looked_at(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    config = replace(planned(tiny_bundle, model, colours), steps=60, precision="float32")
+    found = finetune(config, initial=tiny_bundle)
+    assert isinstance(found, FinetuneResult) and found.trials == ()
+    assert found.split == "test" and found.report is not None and found.report.images == 12
+    assert found.report.accuracy.value == found.run.metrics["test_accuracy"] > 0.9  # colours tell the classes
+    assert found.report.scaled is not None, "a temperature from the validation split"
+    assert found.page == Path("runs/colours0/report.html") or found.page == found.run.folder / "report.html"
+    assert found.page.is_file() and "blue" in found.page.read_text(encoding="utf-8")
+    bundle = vitrail.load(found.run.folder / "model")
+    assert bundle.classes == ("blue", "green", "red") and bundle.provenance["init"] == str(model)
+    assert tiny_bundle.classes == ("a", "b", "c", "d") and not torch.equal(
+        bundle.network.patches.projection.weight, tiny_bundle.network.patches.projection.weight
+    )
+
+
+def test_without_a_test_split_no_temperature_is_judged_by_what_it_was_fitted_to(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    config = replace(planned(tiny_bundle, model, colours / "train"), steps=2, precision="float32")
+    found = finetune(config, initial=tiny_bundle)
+    assert found.split == "validation" and found.report is not None and found.report.scaled is None
+
+
+def test_with_nothing_held_out_nothing_is_measured(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    base = TrainConfig(data=str(colours / "train"), start=StartConfig(init=str(model)), validation_share=0.0)
+    config = replace(plan(tiny_bundle, base).config, steps=2, precision="float32")
+    found = finetune(config, initial=tiny_bundle)
+    assert (found.split, found.report, found.page) == (None, None, None)
+    assert vitrail.load(found.run.folder / "model").classes == ("blue", "green", "red")
+
+
+def test_the_papers_protocol_chooses_and_then_learns_from_all(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    base = TrainConfig(data=str(colours), start=StartConfig(init=str(model)), device="cpu", name="paper")
+    config = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21), batch_size=4)).config
+    config = replace(config, steps=4, precision="float32")
+    heard: list[float] = []
+    found = finetune(
+        config, protocol="paper", rates=(0.003, 0.03), initial=tiny_bundle, on_trial=lambda t: heard.append(t.rate)
+    )
+    assert heard == [0.003, 0.03] and len(found.trials) == 2
+    assert found.run.folder == Path("runs/paper")
+    assert found.trials[0].folder.parent == Path("runs/paper-learning-rates")
+    (started,) = [event for event in read_journal(found.run.folder / "journal.jsonl") if event["event"] == "started"]
+    assert started["steps"] == 4
+    assert found.run.bundle.provenance["validation_share"] == 0.0 and found.split == "test"
+    assert "validation_accuracy" not in found.run.metrics, "all images were learned from"
+
+
+def test_data_that_cannot_be_used_says_so_before_anything_is_written(
+    tiny_bundle: Bundle, model: Path, in_folder: Path
+) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        plan(tiny_bundle, TrainConfig(data="nowhere", start=StartConfig(init=str(model))))
+    assert not (in_folder / "runs").exists()

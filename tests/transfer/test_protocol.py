@@ -1,0 +1,105 @@
+"""The paper's protocol: its table, and choosing a learning rate by runs on held-out images."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, RunError
+from vitrail.models.variants import variant_config
+from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.journal import read_journal
+from vitrail.transfer.protocol import Trial, choose_rate, paper_rule, row_for, whole_set
+from vitrail.transfer.rules import DataFacts, Given
+from vitrail.weights.bundle import Bundle
+
+PLENTY = 10**12
+
+
+@pytest.mark.parametrize(
+    ("images", "steps", "warmup", "rates", "share"),
+    [
+        (2040, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1),
+        (50_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02),
+        (1_281_167, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01),
+    ],
+)
+def test_rows_are_those_of_table_4(
+    images: int, steps: int, warmup: int, rates: tuple[float, ...], share: float
+) -> None:
+    row = row_for(images)
+    assert (row.steps, row.warmup, row.rates, row.share) == (steps, warmup, rates, share)
+
+
+def test_settings_are_the_papers() -> None:
+    base = TrainConfig(data="pets", start=StartConfig(init="B_16.npz"), images=Preprocess(image_size=(224, 224)))
+    network = variant_config("ViT-B/16", num_classes=21_843)
+    found = paper_rule(base, network, DataFacts(3680, 37, 400, False, True), memory=PLENTY)
+    config, optimization = found.config, found.config.optimization
+    assert (config.steps, config.batch_size, config.images.image_size) == (500, 512, (384, 384))
+    assert (optimization.optimizer, optimization.momentum, optimization.weight_decay) == ("sgd", 0.9, 0.0)
+    assert (optimization.schedule, optimization.clip, optimization.warmup) == ("cosine", 1.0, 0.2)
+    assert optimization.layer_decay == 1 and optimization.average == 0
+    assert (config.label_smoothing, config.augment.mixup, config.augment.crop_area) == (0, None, (0.05, 1.0))
+    assert (config.data, config.start.init, config.validation_share) == ("pets", "B_16.npz", 0.1)
+    assert "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]
+
+
+def test_a_large_patch_divides_the_size_and_parts_fit() -> None:
+    base = TrainConfig(start=StartConfig(init="model"))
+    facts = DataFacts(1000, 10, 400, False, True)
+    network = variant_config("ViT-H/14", num_classes=10)
+    assert paper_rule(base, network, facts, memory=PLENTY).config.images.image_size == (378, 378)
+    small = paper_rule(base, network, facts, memory=16 * 10**9, given=Given(image_size=(140, 140))).config
+    assert small.images.image_size == (140, 140) and small.accumulation > 1 and small.batch_size == 512
+
+
+@pytest.fixture
+def base(tiny_bundle: Bundle, colours: Path, tmp_path: Path) -> TrainConfig:
+    model = tiny_bundle.save(tmp_path / "model")
+    return TrainConfig(
+        data=str(colours), start=StartConfig(init=str(model)), images=tiny_bundle.preprocess, steps=3, batch_size=4,
+        validation_share=0.3, keep="last", evaluations=1, checkpoints=1,
+    )  # fmt: skip
+
+
+def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tmp_path: Path) -> None:
+    heard: list[Trial] = []
+    trials = choose_rate(base, (0.01, 1e-5, 0.1), tmp_path / "rates", on_trial=heard.append)
+    assert {trial.rate for trial in trials} == {0.01, 1e-5, 0.1} and [trial.rate for trial in heard] == [
+        0.01,
+        1e-5,
+        0.1,
+    ]
+    assert list(trials) == sorted(trials, key=lambda trial: (-trial.accuracy, trial.rate))
+    for trial in trials:
+        assert trial.folder == tmp_path / "rates" / f"{trial.rate:g}"
+        record = json.loads((trial.folder / "run.json").read_text())
+        assert record["config"]["optimization"]["learning_rate"] == trial.rate
+        splits = {event["split"] for event in read_journal(trial.folder / "journal.jsonl") if "split" in event}
+        assert splits == {"validation"}
+
+
+def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tmp_path: Path) -> None:
+    first = choose_rate(base, (0.01, 0.02), tmp_path / "rates")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("journal.jsonl")}
+    (more,) = [trial for trial in choose_rate(base, (0.01, 0.03), tmp_path / "rates") if trial.rate == 0.03]
+    assert more.folder.exists() and choose_rate(base, (0.01, 0.02), tmp_path / "rates") == first
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    with pytest.raises(RunError, match=r"rates/0\.01 holds a run with other settings; choose another --name"):
+        choose_rate(replace(base, seed=1), (0.01,), tmp_path / "rates")
+
+
+def test_no_held_out_image_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, validation_share=0.0, evaluations=0)
+    with pytest.raises(ConfigError, match="leaves no image to choose the learning rate by; give --learning-rate"):
+        choose_rate(config, (0.01,), tmp_path / "rates")
+
+
+def test_the_last_run_learns_from_all_images(base: TrainConfig) -> None:
+    config = whole_set(base, 0.03)
+    assert (config.optimization.learning_rate, config.validation_share, config.keep) == (0.03, 0.0, "last")

@@ -1,0 +1,353 @@
+"""The report of a run, from what the run left in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.pipeline import Skipped
+from vitrail.data.source import Source
+from vitrail.data.sources import open_data
+from vitrail.errors import RunError, SaveError
+from vitrail.evaluation.predictions import Predictions, predict_all
+from vitrail.evaluation.report import ClassificationReport, report
+from vitrail.models.variants import build
+from vitrail.plain import to_plain
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
+from vitrail.training.journal import Journal
+from vitrail.training.run import train
+from vitrail.transfer.report import MOST_POINTS, write_report
+from vitrail.weights.bundle import Bundle
+
+EVIL = "<script>alert('1 & 2')<"
+LONG = "y" * 200
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders whose names are markup, long, or run from right to left, and a file that is no image."""
+    root = tmp_path_factory.mktemp("evil") / "data & <b>"
+    random = np.random.default_rng(0)
+    for split, count in (("train", 10), ("test", 4)):
+        for channel, name in enumerate((EVIL, LONG, "שלום")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 80, (9 + number, 30 - number, 3), dtype=np.uint8)
+                pixels[..., channel] += 150
+                Image.fromarray(pixels).save(root / split / name / f"<i>{number}.png")
+    for split in ("train", "test"):
+        (root / split / LONG / "broken.png").write_text("<img src=x>")
+    (root / "test" / "שלום" / "wrong.png").write_bytes((root / "test" / EVIL / "<i>0.png").read_bytes())
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(evil: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
+    """A run on that folder, with averaging."""
+    config = RECIPES["folder"]().override(
+        data=str(evil), run=str(tmp_path_factory.mktemp("runs") / "a <run>"), variant="ViT-Pico/7", width=16, depth=1,
+        heads=2, mlp_width=32, image_size=(14, 21), steps=12, batch_size=8, precision="float32", device="cpu",
+        threads=1, evaluations=3, checkpoints=1, validation_share=0.2, average=0.5, keep="best", max_skipped=0.5,
+    )  # fmt: skip
+    result = train(config)
+    return result.folder, result.bundle
+
+
+def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read_page: Callable[[str], Any]) -> None:
+    folder, bundle = trained
+    source = open_data(str(evil), validation_share=0.2).test
+    assert source is not None
+    found = report(predict_all(bundle.network, source, bundle.preprocess), temperature=1.5)
+    commands = (f"vitrail predict {folder}/model '{EVIL}'", "vitrail evaluate")
+    path = write_report(folder, bundle, source, "test", found, next_commands=commands)
+    assert path == folder / "report.html"
+    page = read_page(path.read_text(encoding="utf-8"))
+    shown = "\n".join(page.text)
+    assert page.names.count("h1") == 1
+    assert "Report of a <run>" in page.text
+    assert [text for text in page.text if text in SECTIONS] == SECTIONS
+    assert EVIL in page.text and LONG in page.text and "שלום" in page.text
+    assert f"{found.accuracy.value:.2%} accuracy" in page.text and "13 test images of 3 classes." in shown
+    assert f"ViT-Pico/7, trained from scratch on {evil}." in page.text
+    assert page.names.count("svg") == 5, "loss, accuracy, learning rate, confusion and calibration"
+    assert page.names.count("rect") == len(found.confusion)
+    assert page.names.count("img") == len(found.worst) > 0
+    assert "2 images left out" in page.text
+    left_out = [text for text in page.text if text.endswith("broken.png")]
+    assert len(left_out) == 2 and all(LONG in name for name in left_out)
+    assert "\n".join(commands) in page.text
+    assert not list(folder.glob("*.partial"))
+
+
+SECTIONS = [
+    "What was done", "How it learned", "What is taken for what", "Each class, the worst first",
+    "How far to trust its probabilities", "The worst mistakes", "2 images left out", "Next",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
+    """Writes the folder of a run that had these settings and events, and makes a model for it."""
+
+    def make(
+        events: Iterable[tuple[str, dict[str, Any]]] = (), *, kept: int | None = None, steps: int = 100, **fields: Any
+    ) -> tuple[Path, Bundle]:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        config = TrainConfig().override(**{"data": "flowers", "image_size": (14, 21), "batch_size": 32, **fields})
+        data = {"train": 320, "validation": 40, "test": 0, "fingerprint": "0", "classes": ["a", "b"], "notes": ["cut"]}
+        record = {"config": to_plain(config), "steps": steps, "init": None, "data": data, "machine": {"device": "X"}}
+        (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
+        for name, values in events:
+            Journal(folder / "journal.jsonl").write(name, **values)
+        network = build(
+            replace(
+                TrainConfig().model,
+                variant="ViT-Pico/7", width=16, depth=1, heads=2, mlp_width=32,
+            ).resolve(num_classes=2, image_size=(14, 21), channels=3)
+        )  # fmt: skip
+        provenance = {} if kept is None else {"step": kept}
+        return folder, Bundle(network, ("a", "b"), config.images, provenance=provenance)
+
+    return make
+
+
+@pytest.fixture
+def measured() -> ClassificationReport:
+    """Two images, one of which is right."""
+    logits = np.asarray([[2, 0], [1, 0]], np.float32)
+    return report(Predictions(logits, np.asarray([0, 1]), None, ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20)
+
+
+def step(number: int, loss: float, rate: float = 1e-3) -> tuple[str, dict[str, Any]]:
+    return "step", {"step": number, "loss": loss, "learning_rate": rate, "images_per_second": 1.0}
+
+
+def evaluation(number: int, accuracy: float, weights: str = "trained", **more: Any) -> tuple[str, dict[str, Any]]:
+    values = {"step": number, "split": "validation", "weights": weights, "accuracy": accuracy}
+    return "evaluation", {**values, **more}
+
+
+@pytest.fixture
+def written(
+    run: Callable[..., tuple[Path, Bundle]],
+    measured: ClassificationReport,
+    source: Source,
+    read_page: Callable[[str], Any],
+) -> Callable[..., str]:
+    """The text of the report of such a run."""
+
+    def write(*arguments: Any, split: str = "validation", **fields: Any) -> str:
+        folder, bundle = run(*arguments, **fields)
+        text = write_report(folder, bundle, source, split, measured).read_text(encoding="utf-8")
+        read_page(text)
+        return text
+
+    return write
+
+
+@pytest.fixture
+def source(colour_folder: Path) -> Source:
+    """Images that two predictions can be of."""
+    return open_data(str(colour_folder), validation_share=0.0).train
+
+
+def settings_in(text: str) -> dict[str, str]:
+    text = text[text.index("<h2>What was done") :].partition("</table>")[0]
+    return dict(re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td></tr>", text))
+
+
+def charts_in(text: str) -> dict[str, str]:
+    """The figures of "How it learned", by the beginning of their captions."""
+    section = text[text.index("<h2>How it learned") :].partition("<h2>What is")[0]
+    found = re.findall(r"<figcaption>([A-Za-z ]+)(.*?)</figure>", section, re.S)
+    return dict(found)
+
+
+def ends(text: str, css: str = "one") -> list[str]:
+    """Where a line begins and ends."""
+    (path,) = re.findall(rf'class="line {css}" d="([^"]*)"', text)
+    corners = re.findall(r"[ML][\d. ]+", path)
+    return [corners[0], corners[-1], str(len(corners))]
+
+
+def test_settings_that_matter(written: Callable[..., str]) -> None:
+    text = written(
+        [
+            ("ended early", {"step": 60, "patience": 3, "best": 30}),
+            ("finished", {"step": 60, "seconds": 130.0, "images_per_second": 1234.5, "peak_memory_bytes": 2.0**30}),
+        ],
+        kept=30, init="google/vit", train_blocks=2, optimizer="sgd", learning_rate=3e-3, layer_decay=0.75,
+        schedule="cosine", warmup=0.1, average=0.999, label_smoothing=0.1, class_weights="balanced", mixup=0.2,
+        crop_area=(0.3, 1.0), seed=7, precision="bf16",
+    )  # fmt: skip
+    found = settings_in(text)
+    assert re.fullmatch(r"google/vit, [\d,]+ parameters", found.pop("model"))
+    assert found == {
+        "trained": "the last 2 blocks and the head",
+        "data": "flowers: 320 train, 40 validation images of 2 classes",
+        "image size": "14 x 21 pixels (height x width)",
+        "steps": "100 of 32 images: 10.0 passes over the training images",
+        "optimiser": "SGD with momentum 0.9, weight decay 0.05",
+        "learning rate": "0.003, cosine, warm-up 10% of the steps; of each block 0.75 times that of the block above it",
+        "augmentation": "crop area 0.3 1.0, flip, mixup 0.2",
+        "averaging": "running mean of the weights, decay 0.999",
+        "label smoothing": "0.1",
+        "class weights": "balanced",
+        "kept": "the best weights, of step 30",
+        "precision": "bf16",
+        "seed": "7",
+        "ended early": "after step 60: 3 evaluations were no better",
+        "took": "2 min on X: 1,234 images/s, 1.00 GiB of memory at the peak",
+    }
+    assert "google/vit, fine-tuned on flowers." in text and '<p class="dim">cut.</p>' in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "trained"),
+    [
+        ({"init": "x", "train_blocks": 0}, "the head"),
+        ({"init": "x", "train_blocks": 1}, "the last 1 block and the head"),
+        ({"init": "x", "lora_rank": 4}, "the head, and changes of rank 4 to query, value of each block"),
+        ({}, "all weights"),
+    ],
+)
+def test_which_weights_moved(written: Callable[..., str], fields: dict[str, Any], trained: str) -> None:
+    assert settings_in(written(**fields))["trained"] == trained
+
+
+def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
+    text = written(flip=False, keep="last", validation_share=0.0, evaluations=0, split="test")
+    found = settings_in(text)
+    assert found["augmentation"] == "none"
+    assert not {"averaging", "label smoothing", "class weights", "kept", "ended early", "took"} & {*found}
+    assert "How it learned" not in text and "chose which weights" not in text and "left out" not in text
+    assert "<h2>Next" not in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(8.4, "8 s"), (119.0, "119 s"), (121.0, "2 min"), (7199.0, "120 min"), (9000.0, "2.5 h")]
+)
+def test_durations(written: Callable[..., str], seconds: float, shown: str) -> None:
+    event = {"step": 1, "seconds": seconds, "images_per_second": 1.0, "peak_memory_bytes": 0.0}
+    assert settings_in(written([("finished", event)]))["took"].startswith(f"{shown} on X")
+
+
+def test_a_figure_that_chose_the_weights_says_so(written: Callable[..., str]) -> None:
+    assert "The same images chose which weights to keep" in written(keep="best")
+
+
+def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
+    events = [
+        step(10, 2.0, 1e-4),
+        step(20, 1.0, 3e-4),
+        evaluation(20, 0.5),
+        step(40, math.nan, 2e-4),
+        step(100, 0.5, 0.0),
+    ]
+    events += [evaluation(100, 0.8, best=True), evaluation(100, 0.8, kept=True)]
+    charts = charts_in(written(events, kept=100, keep="last"))
+    assert [*charts] == ["Training loss", "Validation accuracy", "Learning rate"]
+    assert ends(charts["Training loss"])[2] == "3", "without the one that is not a number"
+    assert 'aria-label="Training loss: 2 at step 10, 0.5 at step 100."' in charts["Training loss"]
+    assert charts["Learning rate"].startswith(", in 10⁻⁴<") and ">3<" in charts["Learning rate"]
+    assert 'aria-label="Learning rate: 0.0001 at step 10, 0 at step 100."' in charts["Learning rate"]
+    accuracy = charts["Validation accuracy"]
+    assert "50 at step 20, 80 at step 100." in accuracy and ">last, kept: 80.00%</text>" in accuracy
+    assert ends(accuracy)[2] == "2" and "line two" not in accuracy and "key" not in accuracy
+
+
+def test_averaged_weights_come_first(written: Callable[..., str]) -> None:
+    events = [one for at in (50, 100) for one in (evaluation(at, at / 200), evaluation(at, at / 150, "averaged"))]
+    accuracy = charts_in(written(events, kept=50))["Validation accuracy of the weights"]
+    assert '<span class="key one">averaged</span> <span class="key two">trained</span>' in accuracy
+    assert "averaged weights: 33.33 at step 50, 66.67 at step 100." in accuracy
+    assert ">best, kept: 33.33%</text>" in accuracy
+    heights = [
+        [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", line)]
+        for line in re.findall(r' d="(M[^"]*L[^"]*)"', accuracy)
+    ]
+    assert len(heights) == 2 and all(averaged < trained for averaged, trained in zip(*heights, strict=True))
+
+
+@pytest.mark.parametrize("kept", [None, 37])
+def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Callable[..., str], kept: int | None) -> None:
+    assert (
+        "mark" not in charts_in(written([evaluation(50, 0.5), evaluation(100, 0.6)], kept=kept))["Validation accuracy"]
+    )
+
+
+def test_long_runs_are_averaged(written: Callable[..., str]) -> None:
+    events = [step(number, float(number % 2)) for number in range(5 * MOST_POINTS)]
+    loss = charts_in(written(events))["Training loss"]
+    assert loss.startswith(", means of 5 reports<") and int(ends(loss)[2]) == MOST_POINTS
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", loss.partition('class="line')[2])]
+    assert 0 < max(heights) - min(heights) < 50, "0 and 1 in turn are about a half"
+
+
+def test_a_resumed_run_is_shown_as_it_counts(written: Callable[..., str]) -> None:
+    events = [step(10, 5.0), step(20, 9.0), ("resumed", {"step": 10}), step(20, 3.0)]
+    assert "5 at step 10, 3 at step 20." in charts_in(written(events))["Training loss"]
+
+
+def skipped(key: str) -> tuple[str, dict[str, Any]]:
+    return "skipped", {"step": 9, "key": key, "reason": "is <cut> short"}
+
+
+def test_what_was_left_out_is_named_with_its_split(written: Callable[..., str]) -> None:
+    checkpoint = ("checkpoint", {"step": 10, "path": "step-10"})
+    events = [skipped("a"), skipped("b"), checkpoint, skipped("a"), skipped("c"), checkpoint]
+    events += [skipped("a"), evaluation(10, 0.5, kept=True), skipped("b"), evaluation(10, 0.5, kept=True, split="test")]
+    text = written(events)
+    assert "<h2>5 images left out</h2>" in text
+    found = re.findall(r"<tr><td>(\w)</td><td>is &lt;cut&gt; short</td><td>(\w+)</td></tr>", text)
+    assert found == [("a", "train"), ("b", "train"), ("c", "train"), ("a", "validation"), ("b", "test")]
+
+
+def test_what_only_the_report_left_out_is_named_too(
+    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
+) -> None:
+    folder, bundle = run([skipped("a")])
+    found = replace(measured, skipped=(Skipped("a", "is gone"), Skipped("b", "is gone")))
+    text = write_report(folder, bundle, source, "test", found).read_text()
+    assert "<h2>3 images left out</h2>" in text
+    for row in ("a</td><td>is &lt;cut&gt; short</td><td>train", "a</td><td>is gone</td><td>test", "b</td><td>is gone"):
+        assert f"<tr><td>{row}</td>" in text
+
+
+def test_of_many_that_were_left_out_some_are_named(written: Callable[..., str]) -> None:
+    text = written([skipped(f"{at % 60}.png") for at in range(120)])
+    assert "<h2>60 images left out</h2>" in text and "and 10 more; journal.jsonl names them." in text
+    assert len(re.findall(r"<td>\d+\.png</td>", text)) == 50
+
+
+def test_it_replaces_what_it_wrote_before(
+    run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
+) -> None:
+    folder, bundle = run()
+    first = write_report(folder, bundle, source, "test", measured, next_commands=["one"])
+    assert "one</pre>" in first.read_text()
+    again = write_report(folder, bundle, source, "test", measured, next_commands=["two"])
+    assert again == first and "<pre>two</pre>" in again.read_text()
+    again.unlink()
+    again.mkdir()
+    with pytest.raises(SaveError, match=r"could not save the report to .*report\.html"):
+        write_report(folder, bundle, source, "test", measured)
+
+
+def test_a_folder_that_is_no_run(
+    tmp_path: Path, run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
+) -> None:
+    _, bundle = run()
+    with pytest.raises(RunError, match="is not a run's folder"):
+        write_report(tmp_path, bundle, source, "test", measured)

@@ -1,0 +1,246 @@
+"""Suites: files of tasks, what becomes of each, and the means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import make_colour_folder
+from vitrail.cli import main
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.evaluators import evaluators_of, measure
+from vitrail.evaluation.outputs import Outputs
+from vitrail.models.variants import create
+from vitrail.transfer.suite import SuiteResult, TaskResult, read_suite, run_suite, suite_as_plain, suites
+from vitrail.weights.bundle import Bundle
+
+TASKS = """
+name = "colours"
+
+[evaluators.knn]
+k = [1]
+
+[[tasks]]
+name = "near"
+group = "here"
+data = "near"
+held_out_share = 0.3
+
+[[tasks]]
+name = "drawn"
+group = "fractals"
+data = "fractals:3:12:0:16"
+train = "[:18]"
+held_out_share = 0.4
+evaluators.linear.penalties = [0.1, 1]
+
+[[tasks]]
+name = "far"
+group = "here"
+where = "ask the one who took the pictures"
+
+[[tasks]]
+name = "gone"
+group = "fractals"
+data = "no/such/folder"
+"""
+
+
+@pytest.fixture
+def bundle() -> Bundle:
+    """A model without a head."""
+    torch.manual_seed(0)
+    network = create(
+        "ViT-Pico/7", image_size=(14, 21), num_classes=0, width=16, depth=1, heads=2, mlp_width=32, position_std=0.5
+    )
+    return Bundle(network, (), Preprocess(image_size=(14, 21)))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A suite of four tasks, of which two are there, one beside the file."""
+    make_colour_folder(tmp_path / "suite" / "near")
+    path = tmp_path / "suite" / "colours.toml"
+    path.write_text(TASKS)
+    return path
+
+
+def written(file: Path, old: str, new: str) -> Path:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    return file
+
+
+# --- the suites that come with the package
+
+
+def test_every_suite_in_the_package_can_be_read() -> None:
+    assert set(suites()) == {"fewshot", "offline", "paper-table-5", "vtab-1k"}
+    for name, path in suites().items():
+        suite = read_suite(name)
+        assert suite.name == name and suite.about
+        for task in suite.tasks:
+            assert task.data or task.where
+            assert suite.measures(task), path
+
+
+def test_vtab_has_its_nineteen_tasks_of_1000_images_of_which_200_choose() -> None:
+    suite = read_suite("vtab-1k")
+    groups = [task.group for task in suite.tasks]
+    assert [groups.count(group) for group in ("natural", "specialised", "structured")] == [7, 4, 8]
+    assert {task.train for task in suite.tasks} == {"[:1000]"}
+    assert suite.measures(suite.tasks[0])["linear"] == evaluators_of("linear", {"linear": {"held_out": 0.2}})["linear"]
+
+
+def test_the_papers_table_has_six() -> None:
+    names = [task.name for task in read_suite("paper-table-5").tasks]
+    assert names == ["cifar10", "cifar100", "imagenet", "real", "flowers102", "pets"]
+
+
+# --- running
+
+
+def test_tasks_are_measured_as_evaluators_do_and_others_left_out(bundle: Bundle, file: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    begun: list[str] = []
+    result = run_suite(
+        Outputs(bundle, on_note=notes.append), read_suite(file), on_task=lambda task: begun.append(task.name)
+    )
+    assert begun == ["near", "drawn", "far", "gone"]
+    near, drawn, far, gone = result.rows
+    splits = open_data(str(file.parent / "near"), validation_share=0.3)
+    assert splits.validation is not None
+    known = evaluators_of("knn", {"knn": {"k": [1]}})
+    assert near.figures == measure(known, Outputs(bundle), splits.train, splits.validation)
+    splits = open_data("fractals:3:12:0:16[:18]", validation_share=0.4)
+    assert splits.validation is not None
+    known = evaluators_of("linear", {"linear": {"penalties": [1.0, 0.1]}})
+    assert drawn.figures == measure(known, Outputs(bundle), splits.train, splits.validation)
+    assert drawn.figures["training_images"] == 18
+    assert far.reason == "ask the one who took the pictures"
+    assert gone.reason is not None and "'no/such/folder' does not exist" in gone.reason
+    assert any(note.startswith("drawn: 18 of ") for note in notes)
+
+
+def test_means_say_of_how_many_tasks_they_are(file: Path) -> None:
+    tasks = read_suite(file).tasks
+    rows = (
+        TaskResult(tasks[0], {"knn_1": 0.5, "linear": 0.25, "linear_penalty": 1.0, "images": 3.0}),
+        TaskResult(tasks[1], {"knn_1": 1.0, "fewshot_1": 0.5, "fewshot_1_deviation": 0.1}),
+        TaskResult(tasks[2], {"knn_1": 0.75, "accuracy": 0.5, "accuracy_low": 0.4}),
+        TaskResult(tasks[3], reason="gone"),
+    )
+    result = SuiteResult(read_suite(file), rows)
+    assert result.groups() == ("here", "fractals")
+    assert result.columns() == ("knn_1", "linear", "fewshot_1", "accuracy")
+    assert result.means() == {
+        "here": {"knn_1": (0.625, 2), "linear": (0.25, 1), "accuracy": (0.5, 1)},
+        "fractals": {"knn_1": (1.0, 1), "fewshot_1": (0.5, 1)},
+        None: {"knn_1": (0.75, 3), "linear": (0.25, 1), "fewshot_1": (0.5, 1), "accuracy": (0.5, 1)},
+    }
+    plain = json.loads(json.dumps(suite_as_plain(result)))
+    assert plain["all"]["knn_1"] == {"mean": 0.75, "tasks": 3}
+    assert plain["groups"]["here"]["linear"] == {"mean": 0.25, "tasks": 1}
+    assert plain["tasks"]["gone"] == {"group": "fractals", "left_out": "gone"}
+    assert plain["tasks"]["near"]["figures"]["images"] == 3
+
+
+def test_strictly_a_task_that_is_not_there_is_an_error(bundle: Bundle, file: Path) -> None:
+    with pytest.raises(DataError, match="task far: ask the one who took the pictures"):
+        run_suite(Outputs(bundle), read_suite(file), strict=True)
+
+
+def test_a_task_that_cannot_be_measured_is_left_out_with_the_reason(bundle: Bundle, file: Path) -> None:
+    written(file, "[evaluators.knn]\nk = [1]", "[evaluators.fewshot]\nshots = [99]")
+    near = run_suite(Outputs(bundle), read_suite(file)).rows[0]
+    assert near.reason is not None and "99 shots need 99 training images of each class" in near.reason
+
+
+def test_a_suite_of_which_nothing_can_be_measured_is_an_error(bundle: Bundle, file: Path) -> None:
+    suite = read_suite(written(file, 'data = "near"', 'data = "nearer"'))
+    written(file, "fractals:3:12:0:16", "nor/this")
+    with pytest.raises(DataError, match=r"no task of the suite colours could be measured:\n  near: .*\n  drawn: "):
+        run_suite(Outputs(bundle), read_suite(file))
+    assert suite.tasks[0].data == "nearer"
+
+
+def test_a_folder_named_by_data_comes_first(bundle: Bundle, file: Path, tmp_path: Path) -> None:
+    make_colour_folder(tmp_path / "data" / "far", images=20)
+    result = run_suite(Outputs(bundle), read_suite(file), folder=tmp_path / "data")
+    assert [row.reason is None for row in result.rows] == [True, True, True, False]
+    assert result.rows[2].figures["images"] + result.rows[2].figures["training_images"] == 60
+
+
+def test_a_suite_that_is_run_again_takes_features_from_the_cache(bundle: Bundle, file: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    first = run_suite(Outputs(bundle, cache=tmp_path / "cache"), read_suite(file))
+    again = run_suite(Outputs(bundle, cache=tmp_path / "cache", on_note=notes.append), read_suite(file))
+    assert first == again
+    assert sum("read from the cache" in note for note in notes) == 4
+
+
+def test_a_split_that_is_asked_for_must_be_there(bundle: Bundle, file: Path) -> None:
+    written(file, "held_out_share = 0.3", 'held_out_share = 0.3\nsplit = "test"')
+    assert "has no test split" in str(run_suite(Outputs(bundle), read_suite(file)).rows[0].reason)
+
+
+# --- files that are wrong
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('group = "here"', 'gruop = "here"', r"colours.toml: task near: unknown field 'gruop'; nearest: group"),
+        ('name = "colours"', 'nam = "colours"', r"colours.toml: unknown field 'nam'; nearest: name"),
+        ("k = [1]", "kk = [1]", r"colours.toml: task near: evaluator knn: unknown field 'kk'; nearest: k"),
+        ("[evaluators.knn]", "[evaluators.kn]", r"task near: unknown evaluator 'kn'; nearest: knn"),
+        ("[evaluators.knn]\nk = [1]", "", r"task near: it has no evaluators, and the suite names none for all tasks"),
+        ('name = "drawn"', 'name = "near"', r"colours.toml has two tasks with the name 'near'"),
+        ('data = "near"', "data = 7", r"colours.toml: task near: Task: .*data"),
+        ('name = "colours"', "name = ", r"colours.toml is not a TOML file"),
+        ('group = "here"', 'group = "here"\nsplit = "tset"', r"colours.toml: task near: Task: .*split"),
+    ],
+)
+def test_a_wrong_file_is_explained(file: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_suite(written(file, old, new))
+
+
+def test_a_suite_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'vtab' is neither a suite \(nearest: vtab-1k"):
+        read_suite("vtab")
+    with pytest.raises(ConfigError, match=r"cannot read the suite .*none.toml: No such file or directory"):
+        read_suite(tmp_path / "none.toml")
+    (tmp_path / "empty.toml").write_text('name = "empty"\ntasks = []')
+    with pytest.raises(ConfigError, match=r"empty.toml has no tasks; each is a table \[\[tasks\]\]"):
+        read_suite(tmp_path / "empty.toml")
+
+
+# --- the verb
+
+
+def test_evaluate_measures_a_suite(
+    bundle: Bundle,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    model = bundle.save(tmp_path / "model")
+    assert main(["evaluate", str(model), "--suite", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "mean of here" in shown and "(1 of 2)" in shown and "mean of 4 tasks" in shown
+    assert "left out far: ask the one who took the pictures" in shown
+    assert main(["evaluate", str(model), "--suite", str(file), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == suite_as_plain(run_suite(Outputs(bundle), read_suite(file)))
+    assert "read from the cache" in captured.err
+    assert main(["evaluate", str(model), "--suite", str(file), "--strict"]) == 2
+    assert "task far: ask the one" in capsys.readouterr().err

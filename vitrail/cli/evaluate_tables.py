@@ -1,0 +1,147 @@
+"""The tables of `vitrail evaluate`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.evaluation.report import ClassificationReport, ClassRow
+from vitrail.transfer.suite import SuiteResult
+
+__all__ = ["confusion_table", "figures_table", "per_class_table", "suite_table"]
+
+FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
+    ("images", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
+)
+"""Of figures that are no shares."""
+
+EXTRAS = ("_low", "_high", "_deviation")
+"""Ends of the names of what is said of another figure."""
+
+NAMES = {"top5_accuracy": "top-5 accuracy", "real_accuracy": "ReaL accuracy", "real_images": "images with ReaL labels"}
+COUNTED = re.compile(r"(fewshot|knn)_(\d+)(.*)")
+
+CONFUSED = 20
+"""Classes up to which all of a confusion matrix is shown, and pairs that are shown of a larger one."""
+
+
+def figures_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """A row for each figure, a column for each split."""
+    table = Table("", *rows, box=SIMPLE_HEAD, pad_edge=False)
+    names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
+    for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # counts last
+        table.add_row(_named(name), *(_cell(row, name) for row in rows.values()))
+    return table
+
+
+def per_class_table(split: str, report: ClassificationReport) -> Table:
+    """The classes, the least accurate first."""
+    several = report.multi_label is not None
+    columns = ("images", "taken for it", "accuracy", "precision", "F1", *(("average precision",) if several else ()))
+    table = Table(f"{split}: class", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+
+    def order(row: ClassRow) -> float:
+        return 2.0 if row.accuracy is None else row.accuracy
+
+    for row in sorted(report.per_class, key=order):
+        shares = (row.accuracy, row.precision, row.f1, *((row.average_precision,) if several else ()))
+        table.add_row(escape(row.name), f"{row.images:,}", f"{row.predicted:,}", *map(_share, shares))
+    return table
+
+
+def confusion_table(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
+    """The confusion matrix: a row for each true class, a column for what it was taken for."""
+    if report.multi_label is not None:
+        return Text(f"{split}: images can have several labels, so there is no confusion matrix")
+    there = [row.index for row in report.per_class]
+    if len(there) > CONFUSED:
+        return _pairs(split, report, classes)
+    counts = {(true, taken): images for true, taken, images in report.confusion}
+    table = Table(f"{split}: true class", box=SIMPLE_HEAD, pad_edge=False)
+    for number in there:
+        table.add_column(str(number), justify="right")
+    for true in there:
+        cells = [_count(counts.get((true, taken), 0), own=true == taken) for taken in there]
+        table.add_row(f"{true} {escape(classes[true])}", *cells)
+    return table
+
+
+def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
+    images = {row.index: row.images for row in report.per_class}
+    wrong = sorted((cell for cell in report.confusion if cell[0] != cell[1]), key=lambda cell: -cell[2])
+    table = Table(f"{split}: true class", "taken for", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("images", justify="right")
+    table.add_column("of the class", justify="right")
+    for true, taken, count in wrong[:CONFUSED]:
+        table.add_row(escape(classes[true]), escape(classes[taken]), f"{count:,}", _share(count / images[true]))
+    left = len(wrong) - CONFUSED
+    return Group(table, Text(f"and {left:,} pairs that are confused no more often")) if left > 0 else table
+
+
+def suite_table(result: SuiteResult) -> Table:
+    """A row for each task, the groups' means behind them, and the mean of all tasks last."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(result.suite.name, no_wrap=True)
+    columns, means = result.columns(), result.means()
+    for column in columns:
+        table.add_column(_named(column), justify="right")
+    for group in result.groups():
+        for row in result.of(group):
+            cells = [_value(name, row.figures[name]) if name in row.figures else "-" for name in columns]
+            table.add_row(escape(row.task.name), *cells)
+        cells = [_mean(name, means[group], len(result.of(group))) for name in columns]
+        table.add_row(f"mean of {escape(group)}", *cells, style="bold")
+        table.add_section()
+    cells = [_mean(name, means[None], len(result.rows)) for name in columns]
+    table.add_row(f"mean of {len(result.rows)} tasks", *cells, style="bold")
+    return table
+
+
+def _mean(name: str, means: Mapping[str, tuple[float, int]], tasks: int) -> str:
+    """With the number of tasks that it is of, where these are not all."""
+    if name not in means:
+        return "-"
+    value, count = means[name]
+    return _value(name, value) + ("" if count == tasks else f" ({count} of {tasks})")
+
+
+def _named(name: str) -> str:
+    if match := COUNTED.fullmatch(name):
+        kind, number, rest = match.groups()
+        text = f"knn, k = {number}" if kind == "knn" else f"fewshot, {number} shot{'s' if number != '1' else ''}"
+        return text + (f", {rest[1:].replace('_', ' ')}" if rest else "")
+    return NAMES.get(name) or name.replace("_", " ")
+
+
+def _cell(row: Mapping[str, float], name: str) -> str:
+    """A value with its interval or its deviation."""
+    if name not in row:
+        return ""
+    text = _value(name, row[name])
+    if f"{name}_low" in row:
+        low, high = (_value(name, row[f"{name}{end}"]) for end in ("_low", "_high"))
+        return f"{text} ({low} to {high})"
+    if f"{name}_deviation" in row:
+        return f"{text} ± {_value(name, row[f'{name}_deviation'])}"
+    return text
+
+
+def _value(name: str, value: float) -> str:
+    return format(value, FORMATS.get(name, ".2%"))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"
+
+
+def _count(images: int, *, own: bool) -> str:
+    text = f"{images:,}" if images else "."
+    return f"[bold]{text}[/bold]" if own else text

@@ -1,0 +1,183 @@
+"""Logistic regression with a quadratic penalty, by L-BFGS preconditioned with the covariance of the features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64, Shaped
+from torch import Tensor
+
+__all__ = ["Fit", "LogisticRegression"]
+
+MEMORY = 10
+"""Steps that L-BFGS remembers."""
+PART = 2**20
+"""Logits that are held at once: 4 MB. Of fewer, threads wait for each other more often, which is slow where other work
+shares the cores; more would not stay in the processor's cache."""
+
+Vector = Float64[Tensor, "coordinates classes"]
+"""Weights, or a direction in their space; the last row is the intercepts'."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where a fit ended."""
+
+    weight: Float64[Tensor, "d classes"]
+    bias: Float64[Tensor, " classes"]
+    objective: float
+    """Mean cross-entropy in nats + penalty / 2 * sum of squared weights."""
+    iterations: int
+    gradient: float
+    """The largest absolute derivative of the objective: at most the tolerance, unless the number format or the limit of
+    iterations ended the fit before."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    objective: float
+    gradient: Vector
+    spread: Float64[Tensor, " classes"]
+    """The mean of p (1 - p) over rows: how curved the cross-entropy is in each class's logit."""
+
+
+class LogisticRegression:
+    """Minimises mean cross-entropy + penalty / 2 * sum of squared weights, with free intercepts.
+
+    `truth` is labels (int64, one a row), for which the cross-entropy is of the softmax, or targets (0 or 1, a column a
+    class), for which it is of each class's yes-or-no question, summed over classes: one-versus-rest.
+    scikit-learn's `LogisticRegression(C=1 / (penalty * n))` has the same minimum.
+
+    Features are to be centred, and of similar scale. Products run in their number format and on their device; what is
+    of the weights' size stays in float64 on the CPU.
+
+    L-BFGS (Liu and Nocedal 1989) begins each direction with an approximate inverse of the Hessian. Here it is the
+    inverse of spread * covariance + penalty, class by class, which is exact where p (1 - p) does not depend on the
+    features. On 45,000 x 768 features of 100 classes it took 13 iterations at most for each penalty of a warm-started
+    sweep, where the identity took up to 84.
+    """
+
+    def __init__(self, features: Float[Tensor, "n d"], truth: Shaped[Tensor, "n ..."], num_classes: int) -> None:
+        self.features, self.truth, self.num_classes = features, truth, num_classes
+        covariance = (features.t() @ features / len(features)).cpu().double()
+        variances, self.directions = torch.linalg.eigh(covariance)
+        self.variances = variances.clamp(min=0)
+
+    def fit(
+        self, penalty: float, *, start: Fit | None = None, tolerance: float = 1e-5, max_iterations: int = 1000
+    ) -> Fit:
+        """The minimum for a penalty above 0, sought from `start`, or from zero, until no derivative of the objective is
+        above the tolerance."""
+        point = torch.zeros(self.features.shape[1] + 1, self.num_classes, dtype=torch.float64)
+        if start is not None:
+            point = torch.cat([start.weight, start.bias[None]])
+        value = self._value(point, penalty)
+        history: list[tuple[Vector, Vector, float]] = []
+        iterations = 0
+        while value.gradient.abs().max() > tolerance and iterations < max_iterations:
+            direction = -_inverse_product(value.gradient, history, self._preconditioner(value.spread, penalty))
+            found = self._search(point, value, direction, penalty)
+            if found is None:  # as low as the number format lets it see
+                break
+            next_point, next_value = found
+            step, change = next_point - point, next_value.gradient - value.gradient
+            if (curvature := _dot(step, change)) > 0:
+                history = [*history[-(MEMORY - 1) :], (step, change, curvature)]
+            point, value = next_point, next_value
+            iterations += 1
+        if self.truth.ndim == 1:  # softmax does not see what all classes share, and the penalty wants it to be 0
+            point = point - point.mean(dim=1, keepdim=True)
+        return Fit(point[:-1], point[-1], value.objective, iterations, float(value.gradient.abs().max()))
+
+    def _value(self, point: Vector, penalty: float) -> _Value:
+        inner = point.to(self.features)
+        judge = _softmax if self.truth.ndim == 1 else _sigmoid
+        loss = 0.0
+        gradient, spread = torch.zeros_like(inner), torch.zeros_like(inner[0])
+        step = max(1, PART // self.num_classes)
+        for begin in range(0, len(self.features), step):
+            rows = self.features[begin : begin + step]
+            logits = torch.addmm(inner[-1], rows, inner[:-1])
+            losses, probabilities, residuals = judge(logits, self.truth[begin : begin + step])
+            loss += float(losses.cpu().double().sum())
+            spread += (probabilities * (1 - probabilities)).sum(dim=0)
+            gradient[:-1].addmm_(rows.t(), residuals)
+            gradient[-1] += residuals.sum(dim=0)
+        count = len(self.features)
+        total = gradient.cpu().double() / count
+        total[:-1] += penalty * point[:-1]
+        objective = loss / count + penalty / 2 * float(point[:-1].square().sum())
+        return _Value(objective, total, spread.cpu().double() / count)
+
+    def _preconditioner(self, spread: Float64[Tensor, " classes"], penalty: float) -> Callable[[Vector], Vector]:
+        spread = spread.clamp(min=1e-6)  # a class that is nowhere has none
+        curvature = self.variances[:, None] * spread + penalty
+
+        def apply(vector: Vector) -> Vector:
+            weights = self.directions @ ((self.directions.t() @ vector[:-1]) / curvature)
+            return torch.cat([weights, vector[-1:] / spread])
+
+        return apply
+
+    def _search(self, point: Vector, value: _Value, direction: Vector, penalty: float) -> tuple[Vector, _Value] | None:
+        """A step along a direction that meets the weak Wolfe conditions, by halving and doubling, or None."""
+        slope = _dot(value.gradient, direction)
+        noise = torch.finfo(self.features.dtype).eps * abs(value.objective)
+        step, low, high = 1.0, 0.0, math.inf
+        for _ in range(20):
+            there = point + step * direction
+            new = self._value(there, penalty)
+            if new.objective > value.objective + 1e-4 * step * slope + noise:
+                high = step
+            elif _dot(new.gradient, direction) < 0.9 * slope:
+                low = step
+            else:
+                return there, new
+            step = 2 * step if high == math.inf else (low + high) / 2
+        return None
+
+
+def _softmax(
+    logits: Float[Tensor, "b classes"], labels: Shaped[Tensor, " b"]
+) -> tuple[Float[Tensor, " b"], Float[Tensor, "b classes"], Float[Tensor, "b classes"]]:
+    """Cross-entropy, probabilities, and the derivative of the cross-entropy by the logits."""
+    logarithms = logits.log_softmax(dim=1)
+    probabilities = logarithms.exp()
+    residuals = probabilities.scatter_add(1, labels[:, None], -torch.ones_like(logits[:, :1]))
+    return -logarithms.gather(1, labels[:, None])[:, 0], probabilities, residuals
+
+
+def _sigmoid(
+    logits: Float[Tensor, "b classes"], targets: Shaped[Tensor, "b classes"]
+) -> tuple[Float[Tensor, " b"], Float[Tensor, "b classes"], Float[Tensor, "b classes"]]:
+    """The same of yes-or-no questions."""
+    answers = targets.to(logits)
+    losses = F.binary_cross_entropy_with_logits(logits, answers, reduction="none").sum(dim=1)
+    probabilities = logits.sigmoid()
+    return losses, probabilities, probabilities - answers
+
+
+def _inverse_product(
+    gradient: Vector, history: list[tuple[Vector, Vector, float]], precondition: Callable[[Vector], Vector]
+) -> Vector:
+    """The inverse of the Hessian as the history shows it, times the gradient (the two loops of L-BFGS)."""
+    result = gradient.clone()
+    shares = []
+    for step, change, curvature in reversed(history):
+        shares.append(_dot(step, result) / curvature)
+        result -= shares[-1] * change
+    result = precondition(result)
+    if history:
+        _, change, curvature = history[-1]
+        result *= curvature / _dot(change, precondition(change))
+    for (step, change, curvature), share in zip(history, reversed(shares), strict=True):
+        result += (share - _dot(change, result) / curvature) * step
+    return result
+
+
+def _dot(one: Vector, other: Vector) -> float:
+    return float((one * other).sum())

@@ -1,0 +1,135 @@
+"""A model, fine-tuned on other images and then looked at: what `vitrail finetune` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from vitrail.bench.memory import available_memory
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
+from vitrail.evaluation.calibration import fit_temperature
+from vitrail.evaluation.predictions import Predictions, predict_all
+from vitrail.evaluation.report import ClassificationReport, report
+from vitrail.machine import pick_device
+from vitrail.training.config import TrainConfig
+from vitrail.training.display import Display
+from vitrail.training.folder import new_folder
+from vitrail.training.run import RunResult, train
+from vitrail.transfer.protocol import Trial, choose_rate, paper_rule, row_for, whole_set
+from vitrail.transfer.report import write_report
+from vitrail.transfer.rules import Given, Rule, facts_of, rule
+from vitrail.weights.bundle import Bundle
+
+__all__ = ["FinetuneResult", "Protocol", "finetune", "look_at", "plan"]
+
+Protocol = Literal["rule", "paper"]
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """A fine-tuned model, and what there is to know of it."""
+
+    run: RunResult
+    split: str | None
+    """The split that the report is of: the test split, or else the validation split; None without either."""
+    report: ClassificationReport | None
+    page: Path | None
+    """The report as a page."""
+    trials: tuple[Trial, ...] = ()
+    """Learning rates that were tried, best first."""
+
+
+def plan(bundle: Bundle, config: TrainConfig, protocol: Protocol = "rule", given: Given = Given()) -> Rule:
+    """The settings for fine-tuning the bundle's network on `config.data`, and the reasons for them.
+
+    Of `config`, everything is kept that the rule does not choose; `given` is what the user chose of the rest. Raises
+    `DataError` for data that cannot be used, `ConfigError` where nothing is left to train on.
+    """
+    device = pick_device(config.device)
+    splits = open_data(
+        config.data,
+        validation_share=config.validation_share,
+        per_class=config.per_class,
+        subset_seed=config.subset_seed,
+    )
+    facts, memory, network = facts_of(splits), available_memory(device), bundle.network.config
+    chosen = rule(config, network, bundle.preprocess, facts, device=device, memory=memory, given=given)
+    if protocol == "paper":
+        return paper_rule(chosen.config, network, facts, memory=memory, given=given)
+    return chosen
+
+
+def finetune(
+    config: TrainConfig,
+    *,
+    protocol: Protocol = "rule",
+    rates: tuple[float, ...] | None = None,
+    initial: Bundle | None = None,
+    display: Display | None = None,
+    started: float | None = None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+) -> FinetuneResult:
+    """Trains as `config` says, which `plan` made, and measures what came out.
+
+    With the paper's protocol, a run for each of `rates` (by default its own for data of this size) comes first, beside
+    the run's folder; the images held out for them are then learned from, too. Raises as `train` does.
+    """
+    trials: tuple[Trial, ...] = ()
+    if protocol == "paper" and (rates is None or len(rates) > 1):
+        if rates is None:
+            train_images = open_data(config.data, validation_share=0.0, per_class=config.per_class).train
+            rates = row_for(len(train_images)).rates
+        folder = _folder_of(config)
+        trials = choose_rate(
+            config, rates, folder.with_name(f"{folder.name}-learning-rates"), initial=initial, display=display,
+            on_trial=on_trial,
+        )  # fmt: skip
+        config = whole_set(config, trials[0].rate)
+    run = train(config, initial=initial, display=display, started=started)
+    return look_at(run, config, trials)
+
+
+def _folder_of(config: TrainConfig) -> Path:
+    """Where the run will be, without making it."""
+    folder = new_folder(replace(config, overwrite=False))
+    folder.rmdir()
+    return folder
+
+
+def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ()) -> FinetuneResult:
+    """Measures a finished run's model on its held-out split, and writes `report.html` into its folder.
+
+    The temperature of its calibration is fitted on the validation split, and the rest is of the test split; where there
+    is no test split, no temperature is fitted, since it could only be judged by the images it was fitted to.
+    """
+    splits = open_data(
+        config.data,
+        validation_share=config.validation_share,
+        per_class=config.per_class,
+        subset_seed=config.subset_seed,
+    )
+    if splits.held_out is None:
+        return FinetuneResult(run, None, None, None, trials)
+    split, source = splits.held_out
+    predictions = _predictions(run.bundle, splits, split, config)
+    temperature = None
+    if split == "test" and splits.validation is not None:
+        judged = _predictions(run.bundle, splits, "validation", config).labelled()
+        if judged.targets is None and len(judged):
+            temperature = fit_temperature(judged.logits, judged.labels, scores=judged.scores)
+    found = report(predictions, temperature=temperature)
+    model = run.folder / "model"
+    commands = (
+        f"vitrail predict {model} {run.folder / 'examples'}",
+        f"vitrail evaluate {model} --data {config.data} --split {split}",
+    )
+    page = write_report(run.folder, run.bundle, source, split, found, next_commands=commands)
+    return FinetuneResult(run, split, found, page, trials)
+
+
+def _predictions(bundle: Bundle, splits: Splits, split: str, config: TrainConfig) -> Predictions:
+    source = getattr(splits, split)
+    return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.scores, readers=config.readers)
