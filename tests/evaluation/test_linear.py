@@ -194,6 +194,10 @@ def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
         linear_probe(train, labels * 0 - 1, train, labels, num_classes=2)
     with pytest.raises(DataError, match="no class has two images to learn from"):
         linear_probe(train[:2], np.array([0, 1]), train, labels, num_classes=2)
+    test = train.copy()
+    test[7, 0] = np.inf
+    with pytest.raises(DataError, match="features of row 7 are not all finite"):
+        linear_probe(train, labels, test, labels, num_classes=2, penalties=[0.1])
     train[3, 1] = np.nan
     with pytest.raises(DataError, match="features of row 3 are not all finite"):
         linear_probe(train, labels, train, labels, num_classes=2)

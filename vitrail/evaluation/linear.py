@@ -12,7 +12,17 @@ import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.arrays import Figures, Tally, check_labelled, check_pair, class_ranks, moments, parts, tensor
+from vitrail.evaluation.arrays import (
+    Figures,
+    Tally,
+    check_finite,
+    check_labelled,
+    check_pair,
+    class_ranks,
+    moments,
+    parts,
+    tensor,
+)
 from vitrail.evaluation.logistic import Fit, LogisticRegression
 
 __all__ = ["PENALTIES", "LinearClassifier", "LinearResult", "SweepRow", "linear_probe"]
@@ -35,9 +45,13 @@ class LinearClassifier:
         return (tensor(features) @ torch.from_numpy(self.weight) + torch.from_numpy(self.bias)).numpy()
 
     def measure(self, features: Float[np.ndarray, "n d"], truth: Shaped[np.ndarray, "n ..."]) -> Figures:
-        """How well its scores find the truth: labels, or targets where there can be several."""
+        """How well its scores find the truth: labels, or targets where there can be several.
+
+        Raises `DataError` for features of another width, or with numbers that are not finite.
+        """
         tally = Tally()
         for part in parts(len(features), max(self.weight.shape)):
+            check_finite(tensor(features[part]), np.arange(part.start, part.stop))
             tally.add(self.scores(features[part]), truth[part])
         return tally.figures()
 

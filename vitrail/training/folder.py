@@ -14,29 +14,33 @@ from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
 from vitrail.training.start import Origin
 
-__all__ = ["Record", "new_folder", "read_record"]
+__all__ = ["Record", "new_folder", "place_of", "read_record"]
 
 
 def new_folder(config: TrainConfig) -> Path:
     """Makes the run's folder. Raises `RunError` rather than mix two runs."""
-    if config.run is not None:
-        folder = Path(config.run)
-        if folder.exists():
-            if not config.overwrite:
-                raise RunError(
-                    f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
-                    "or replace it with --overwrite"
-                )
-            if not (folder / "run.json").is_file():
-                raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
-            shutil.rmtree(folder)
-    else:
-        name = re.sub(r"[^\w.-]+", "-", config.name or Path(config.data).resolve().name).strip("-.") or "run"
-        numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
-        folder = next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())
+    folder = place_of(config)
+    if folder.exists():
+        if not config.overwrite:
+            raise RunError(
+                f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
+                "or replace it with --overwrite"
+            )
+        if not (folder / "run.json").is_file():
+            raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
+        shutil.rmtree(folder)
     with saving("the run", folder):
         folder.mkdir(parents=True)
     return folder
+
+
+def place_of(config: TrainConfig) -> Path:
+    """The folder that `--run` names, or else the first of runs/NAME, runs/NAME-2 and so on that is not there yet."""
+    if config.run is not None:
+        return Path(config.run)
+    name = re.sub(r"[^\w.-]+", "-", config.name or Path(config.data).resolve().name).strip("-.") or "run"
+    numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
+    return next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())
 
 
 class Record(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ from vitrail.evaluation.report import ClassificationReport, report
 from vitrail.machine import pick_device
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
-from vitrail.training.folder import new_folder
+from vitrail.training.folder import place_of
 from vitrail.training.run import RunResult, train
 from vitrail.transfer.protocol import Trial, choose_rate, paper_rule, row_for, whole_set
 from vitrail.transfer.report import write_report
@@ -82,7 +82,7 @@ def finetune(
         if rates is None:
             train_images = open_data(config.data, validation_share=0.0, per_class=config.per_class).train
             rates = row_for(len(train_images)).rates
-        folder = _folder_of(config)
+        folder = place_of(config)
         trials = choose_rate(
             config, rates, folder.with_name(f"{folder.name}-learning-rates"), initial=initial, display=display,
             on_trial=on_trial,
@@ -90,13 +90,6 @@ def finetune(
         config = whole_set(config, trials[0].rate)
     run = train(config, initial=initial, display=display, started=started)
     return look_at(run, config, trials)
-
-
-def _folder_of(config: TrainConfig) -> Path:
-    """Where the run will be, without making it."""
-    folder = new_folder(replace(config, overwrite=False))
-    folder.rmdir()
-    return folder
 
 
 def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ()) -> FinetuneResult:
