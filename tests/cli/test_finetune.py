@@ -87,7 +87,7 @@ def test_options_replace_what_the_rule_says(
     config = json.loads((run / "run.json").read_text())["config"]
     assert config["images"]["image_size"] == [24, 40] and config["batch_size"] == 16 and config["steps"] == 30
     assert config["start"]["train_blocks"] == 1 and config["optimization"]["learning_rate"] == 0.02
-    assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.5, 1.0]
+    assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.8, 1.0]
     assert "image size 24 x 40: as given" in capsys.readouterr().out
     before, after = vitrail.load(model).network, vitrail.load(run / "model").network
     assert torch.equal(before.blocks[0].mlp.up.weight, after.blocks[0].mlp.up.weight)

@@ -21,8 +21,8 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
 from vitrail.training.journal import read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.start import weights_sha256
 from vitrail.training.state import TrainState
+from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 
 Initial = Callable[..., Path]

@@ -44,7 +44,7 @@ def test_a_small_folder_on_a_cpu() -> None:
     assert config.images == Preprocess(image_size=(224, 224), resize="crop", mean=(0.4, 0.5, 0.6))
     assert (config.batch_size, config.accumulation, config.steps) == (32, 1, 625)  # 20 times 1,000 images
     assert (config.keep, config.loss, config.label_smoothing) == ("best", "softmax", 0.1)
-    assert config.augment.flip and config.augment.crop_area == (0.5, 1.0) and config.augment.mixup is None
+    assert config.augment.flip and config.augment.crop_area == (0.8, 1.0) and config.augment.mixup is None
     assert any("20,000 images seen, 20 times each" in reason for reason in found.reasons)
 
 

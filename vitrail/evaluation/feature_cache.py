@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float32, UInt8
 from torch import nn
 
@@ -33,6 +32,7 @@ from vitrail.data.source import Source, fingerprint, stamp_of
 from vitrail.errors import DataError
 from vitrail.files import cache_folder, saving
 from vitrail.plain import from_plain, to_plain
+from vitrail.weights.bundle import weights_sha256
 
 __all__ = [
     "Entry",
@@ -104,15 +104,9 @@ def default_cache() -> Path:
 
 
 def weights_fingerprint(network: nn.Module) -> str:
-    """A hash of the network's config and of every tensor of its state: name, shape, type and bytes.
-
-    ViT-B/16 takes 0.19 s, where a batch of 32 images takes 7 (two cores of an AMD EPYC 9004, 2026-11).
-    """
-    digest = hashlib.sha256(f"{type(network).__qualname__} {getattr(network, 'config', None)!r}\n".encode())
-    for name, tensor in network.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    """A hash of the network's config and of its weights, in 3 % of the time that a batch of 32 images takes."""
+    kind = f"{type(network).__qualname__} {getattr(network, 'config', None)!r}"
+    return hashlib.sha256(f"{kind}\n{weights_sha256(network)}".encode()).hexdigest()
 
 
 def data_fingerprint(source: Source) -> str:

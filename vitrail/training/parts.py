@@ -28,9 +28,9 @@ from vitrail.training.layers import check_choice, choose_weights
 from vitrail.training.optimizer import make_optimizer
 from vitrail.training.plan import Plan
 from vitrail.training.schedule import Schedule
-from vitrail.training.start import Origin, fitted, network_from, weights_sha256
+from vitrail.training.start import Origin, fitted, network_from
 from vitrail.training.state import TrainState
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, weights_sha256
 
 __all__ = ["Parts"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,10 +12,10 @@ from vitrail.models.variants import AnyConfig, AnyNetwork, build
 from vitrail.plain import from_plain, to_plain
 from vitrail.training.config import TrainConfig
 from vitrail.weights.adapt import adapted
-from vitrail.weights.bundle import ARCHITECTURES, Bundle
+from vitrail.weights.bundle import ARCHITECTURES, Bundle, weights_sha256
 from vitrail.weights.load import load
 
-__all__ = ["Origin", "fitted", "network_from", "open_again", "open_initial", "weights_sha256"]
+__all__ = ["Origin", "fitted", "network_from", "open_again", "open_initial"]
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,3 @@ def network_from(bundle: Bundle, config: TrainConfig, classes: tuple[str, ...]) 
         network = build(replace(headed.network.config, **config.model.given))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
     return network, (*resized.notes, note)
-
-
-def weights_sha256(network: AnyNetwork) -> str:
-    """A hash of all weights and their names: the same for the same weights in whatever file or layout."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

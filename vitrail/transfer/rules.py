@@ -36,9 +36,12 @@ SMALL_SIZE, LARGE_SIZE = 128, 384
 FEW, MANY = 20_000, 500_000
 """Training images: below and from these, HyperRule's steps change."""
 
-RATE, FEW_RATE = 0.2, 0.5
-"""Learning rate times width, at batches of 32, where all weights move and where few do. Measured at width 96
-(docs/transfer.md); the law makes it 0.0015 for ViT-B and batches of 1,024."""
+RATES = {"all": 0.2, "lora": 1.2, "head": 2.5}
+"""Learning rate times width, at batches of 32, by which weights move. Measured at width 96 (docs/transfer.md); the law
+makes it 0.0015 for all weights of a ViT-B and batches of 1,024."""
+
+LAYER_DECAY = 0.9
+CROP_AREA = (0.8, 1.0)
 
 LOOKED_AT = 64
 """Images whose headers tell the data's size."""
@@ -186,22 +189,19 @@ def accumulation(network: AnyConfig, size: tuple[int, int], batch: int, memory: 
 
 
 def _optimization(network: AnyConfig, batch: int, given: Given) -> tuple[OptimizerConfig, str]:
-    transformer = isinstance(network, ViTConfig)
     width = network.width if isinstance(network, ViTConfig) else network.embed_width
-    few_move = given.train_blocks == 0 or given.lora_rank is not None
-    rate = float(f"{(FEW_RATE if few_move else RATE) / width * math.sqrt(batch / 32):.2g}")
-    decay = 1.0 if few_move or not transformer else 0.75
+    moving = "lora" if given.lora_rank is not None else "head" if given.train_blocks == 0 else "all"
+    rate = float(f"{RATES[moving] / width * math.sqrt(batch / 32):.2g}")
     text = f"AdamW, learning rate {rate:g} (falls with the network's width, grows as the root of the batch)"
-    if decay < 1:
-        text += f", {decay} times as much in each block as in the one above"
-    if few_move:
-        text += ", more than for all weights since few of them move"
-    return OptimizerConfig(learning_rate=rate, weight_decay=0.05, layer_decay=decay), text
+    if moving != "all":
+        return OptimizerConfig(learning_rate=rate), f"{text}, more than for all weights since few of them move"
+    text += f", in each block {LAYER_DECAY} of that above"
+    return OptimizerConfig(learning_rate=rate, layer_decay=LAYER_DECAY), text
 
 
 def _augment(facts: DataFacts) -> tuple[Augment, str]:
     mixup = 0.1 if facts.images >= FEW and not facts.several_labels else None
-    text = "random boxes of at least half of the image, mirrored half of the time (--no-flip if left and right differ)"
+    text = f"boxes of {CROP_AREA[0]:.0%} of the image or more, half mirrored (--no-flip where left and right differ)"
     if mixup:
         text += f", mixup {mixup} from {FEW:,} images on"
-    return Augment(flip=True, crop_area=(0.5, 1.0), mixup=mixup), text
+    return Augment(flip=True, crop_area=CROP_AREA, mixup=mixup), text
