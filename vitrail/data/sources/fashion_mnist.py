@@ -49,9 +49,10 @@ def locate(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
         if isinstance(error, HTTPError):
             error.close()
         raise DataError(
-            f"Fashion-MNIST is neither under {cache.parent} nor in {debian}, and {mirror} cannot be downloaded "
-            f"({error}). Do one of these: `apt-get install dataset-fashion-mnist`; put its four *-ubyte.gz files into a folder "
-            "fashion-mnist and set VITRAIL_DATA to the folder above; or train on the bundled share with --data bundled"
+            f"Fashion-MNIST is neither under {cache.parent} nor in {debian}, and {mirror} cannot be downloaded: "
+            f"{error}. Do one of these: `apt-get install dataset-fashion-mnist`; put its four *-ubyte.gz files into a "
+            "folder fashion-mnist and set VITRAIL_DATA to the folder above; or train on the bundled share with --data "
+            "bundled"
         ) from error
 
 
