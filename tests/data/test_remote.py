@@ -125,7 +125,7 @@ def server() -> Iterator[Server]:
     made.close()
 
 
-@pytest.fixture(params=["plain", pytest.param("http", marks=needs_aiohttp)])
+@pytest.fixture(params=["plain", "http"])
 def root(request: pytest.FixtureRequest, server: Server) -> str:
     return f"{request.param}://{server.address}"
 
@@ -194,7 +194,7 @@ def test_pauses_between_attempts_double(server: Server, monkeypatch: pytest.Monk
     assert pauses == [0.5, 1, 2, 4]
 
 
-@pytest.mark.parametrize("protocol", ["closed", pytest.param("http", marks=needs_aiohttp)])
+@pytest.mark.parametrize("protocol", ["closed", "http"])
 def test_a_lack_of_permission_is_not_tried_again(server: Server, protocol: str) -> None:
     calls: list[str] = []
 
