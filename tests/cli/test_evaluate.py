@@ -242,7 +242,7 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
         (("--by", "knnn"), "unknown evaluator 'knnn'; nearest: knn"),
         (("--by", "accuracy"), "this model has no head, so it tells no classes apart; fine-tune it, or measure its"),
         (
-            ("--by", "fewshot"),
+            ("--by", "fewshot", "--shots", "25"),
             "25 shots need 25 training images of each class; fewer have: blue (9), green (9), red (9)",
         ),
         (("--by", "knn", "--split", "train"), "knn: what learns from the training split cannot be measured on it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -44,9 +45,20 @@ def test_figures_have_a_row_each_and_counts_come_last() -> None:
         ["fewshot,", "10", "shots", "50.00%", "±", "1.00%"],
         ["knn,", "k", "=", "7", "100.00%"],
         ["knn,", "k", "=", "7,", "mean", "average", "precision", "50.00%"],
-        ["cross", "entropy", "1.5000"],
+        ["cross-entropy,", "nats", "1.5000"],
         ["images", "5", "1,234"],
     ]
+
+
+def test_of_several_labels_accuracy_is_called_what_it_is() -> None:
+    lines = shown(figures_table({"test": {"accuracy": 0.5, "exact_match": 0.25, "micro_f1": 0.75}}))
+    assert [" ".join(line) for line in lines[2:]] == [
+        "likeliest class is a label 50.00%", "all labels right 25.00%", "F1 over all answers 75.00%",
+    ]  # fmt: skip
+    targets = np.array([[1, 1], [0, 1]], np.uint8)
+    several = replace(predictions([0, 1], [0, 1], 2), labels=np.array([-1, -1]), targets=targets, scores="sigmoid")
+    heads = " ".join(shown(per_class_table("test", report(several, bootstrap=0)))[0])
+    assert "recall precision F1 average precision" in heads and "accuracy" not in heads
 
 
 def test_the_least_accurate_class_comes_first() -> None:

@@ -88,10 +88,48 @@ def test_options_replace_what_the_rule_says(
     assert config["images"]["image_size"] == [24, 40] and config["batch_size"] == 16 and config["steps"] == 30
     assert config["start"]["train_blocks"] == 1 and config["optimization"]["learning_rate"] == 0.02
     assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.8, 1.0]
-    assert "image size 24 x 40: as given" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "image size 24 x 40: as given" in out
+    (replaced,) = re.findall(r"your options instead: (.*)", out)
+    assert set(replaced.split(", ")) == {"steps=30", "flip=False", "learning_rate=0.02", "average=0.9"}
     before, after = vitrail.load(model).network, vitrail.load(run / "model").network
     assert torch.equal(before.blocks[0].mlp.up.weight, after.blocks[0].mlp.up.weight)
     assert not torch.equal(before.blocks[1].mlp.up.weight, after.blocks[1].mlp.up.weight)
+
+
+def test_what_a_file_does_not_say_is_said_once(
+    badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = vitrail.create("BiT-R26x1", width=32, depths=(1, 1, 1, 1), num_classes=3, image_size=(32, 32))
+    model = Bundle(network, ("cat", "dog", "owl"), Preprocess(image_size=(32, 32))).save(tmp_path / "model")
+    convert(model, tmp_path / "bit.npz", "bit")
+    words = [str(tmp_path / "bit.npz"), "--data", str(badges), "--run", str(tmp_path / "my run")]
+    quick = ["--steps", "1", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:]]
+    assert main(["finetune", *words, *quick]) == 0
+    out = capsys.readouterr().out
+    assert out.count("the file has no class names") == 1
+    assert f"vitrail predict '{tmp_path}/my run/model' '{tmp_path}/my run/examples'" in out
+
+
+def test_several_labels_have_figures_of_their_own(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, random, lines = tmp_path / "signs", np.random.default_rng(0), ["file,red,green"]
+    data.mkdir()
+    for number in range(24):
+        there = random.integers(0, 2, 2)
+        pixels = np.zeros((20, 30 + number, 3), dtype=np.uint8)
+        pixels[..., :2] = 250 * there
+        Image.fromarray(pixels).save(data / f"{number}.png")
+        lines.append(f"{number}.png,{there[0]},{there[1]}")
+    (data / "labels.csv").write_text("\n".join(lines), encoding="utf-8")
+    words = [str(model), "--data", str(data), "--run", str(tmp_path / "run"), "--validation-share", "0.4"]
+    assert main(["finetune", *words, *QUICK]) == 0
+    out = capsys.readouterr().out
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"all labels right +([\d.]+%)", out)
+    assert f"<strong>{shown} exactly right</strong>" in page
+    assert re.search(r"mean average precision +[\d.]+%", out) and "likeliest class is a label" in out
 
 
 def test_the_papers_protocol(
@@ -118,6 +156,13 @@ def test_the_papers_protocol(
         (["--data", "{badges}", "--image-size", "33", "32"], "is not a multiple of patch_size"),
         (["--data", "{badges}", "--train-blocks", "7"], "train_blocks=7"),
         (["--data", "{badges}", "--lora-rank", "4", "--train-blocks", "1"], "exclude each other"),
+        (["--data", "{badges}", "--optimizer", "sgd"], "optimizer='sgd' needs a --learning-rate of its own"),
+        (["--data", "{badges}", "--lora-on", "up"], "lora_on=('up',) needs lora_rank"),
+        (
+            ["--data", "{badges}", "--protocol", "paper", "--patience", "3"],
+            "patience=3 cannot be given with the paper's",
+        ),
+        (["--data", "{badges}", "--protocol", "paper", "--validation-share", "0"], "leaves no image to choose the"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(
@@ -132,6 +177,72 @@ def test_what_cannot_work_is_said_at_once(
         code = left.code
     error = re.sub(r"[│\s]+", " ", capsys.readouterr().err)
     assert code == 2 and message in error and "Traceback" not in error and not Path("runs").exists()
+
+
+def test_epochs_replace_the_rules_steps(model: Path, badges: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [str(model), "--data", str(badges), "--run", str(run), "--epochs", "1", "--batch-size", "8", *QUICK[2:]]
+    assert main(["finetune", *words, "--max-skipped", "0.1"]) == 0
+    record = json.loads((run / "run.json").read_text())
+    assert record["steps"] == -(-record["data"]["train"] // 8) and record["config"]["epochs"] == 1
+
+
+@pytest.mark.parametrize("option", ["--learning-rate", "--learning_rate"])
+def test_a_rate_that_is_given_is_the_papers_too(
+    option: str, model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    quick = ["--steps", "2", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
+    words = [str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), option, "0.02", *quick]
+    assert main(["finetune", *words]) == 0
+    record, out = json.loads((run / "run.json").read_text()), capsys.readouterr().out
+    assert record["config"]["optimization"]["learning_rate"] == 0.02 and record["data"]["validation"] == 0
+    assert "learning rate 0.02, as given" in out and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_stopped_trial_goes_on_with_the_same_command(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vitrail.errors import Stopped
+    from vitrail.training import watch
+
+    run = tmp_path / "run"
+    quick = ["--steps", "4", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
+    words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), *quick]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.Watch, "report", _stop_at(2, watch.Watch.report))
+        assert main(words) == Stopped.exit_code
+    error, trial = capsys.readouterr().err, tmp_path / "run-learning-rates" / "0.001"
+    assert "give the command again that began it" in error and "--resume" not in error
+    assert main(["finetune", "--resume", str(trial)]) == 2
+    assert f"run {trial} only tries a learning rate" in capsys.readouterr().err
+    assert main(words) == 0
+    assert "was the best of 4" in capsys.readouterr().out and (run / "model").is_dir()
+
+
+def test_images_that_chose_the_weights_are_not_called_unseen(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--max-skipped", "0.1"]
+    assert main([*words, *QUICK]) == 0
+    assert "these images chose which weights to keep as well" in capsys.readouterr().out
+    assert main([*words, "--overwrite", "--keep", "last", *QUICK]) == 0
+    assert "chose which weights" not in capsys.readouterr().out
+
+
+def test_evaluation_says_where_training_held_nothing_out(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "this model's training held nothing out"
+    for share, expected in (("0", True), ("0.3", False)):
+        run = tmp_path / share
+        words = [str(model), "--data", str(badges), "--run", str(run), "--validation-share", share]
+        assert main(["finetune", *words, "--max-skipped", "0.1", *QUICK, "--steps", "2"]) == 0
+        capsys.readouterr()
+        assert main(["evaluate", str(run), "--data", str(badges), "--json", "--bootstrap", "0"]) == 0
+        assert (said in capsys.readouterr().err) == expected
+        assert main(["evaluate", str(run), "--data", str(badges), "--json", "--split", "all"]) == 0
+        assert said not in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(badges: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +274,18 @@ def test_a_stopped_run_goes_on_to_its_report(
     assert f"Go on with: vitrail finetune --resume {run}" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(run)]) == 0
     assert (run / "report.html").is_file() and "report.html" in capsys.readouterr().out
+
+
+def test_a_complete_run_without_a_report_gets_one(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["finetune", str(model), "--data", str(badges), "--run", str(run), *QUICK]) == 0
+    first = (run / "report.html").read_bytes()
+    assert main(["finetune", "--resume", str(run)]) == 2 and "is complete" in capsys.readouterr().err
+    (run / "report.html").unlink()  # as if it was killed before it wrote it
+    assert main(["finetune", "--resume", str(run)]) == 0
+    assert (run / "report.html").read_bytes() == first
 
 
 def _stop_at(step: int, usual: object) -> object:

@@ -113,7 +113,7 @@ def test_every_planted_fault_is_found_and_nothing_else(messy: Path) -> None:
 
 
 def test_findings_say_what_and_how_grave(messy: Path) -> None:
-    report = check_data(open_data(str(messy), validation_share=0.1))
+    report = check_data(open_data(str(messy), validation_share=0.1), max_skipped=0.0)
     found = {finding.kind: finding for finding in report.findings}
     assert [finding.kind for finding in report.errors] == ["undecodable-in-train"] == [report.findings[0].kind]
     broken = found["undecodable-in-train"]
@@ -134,7 +134,7 @@ def test_findings_say_what_and_how_grave(messy: Path) -> None:
 
 def test_a_share_of_broken_images_that_training_takes_is_a_warning(messy: Path) -> None:
     splits = open_data(str(messy), validation_share=0.1)
-    for share, severity in ((2 / len(splits.train), "warning"), (1.99 / len(splits.train), "error")):
+    for share, severity in ((2 / len(splits.train), "warning"), (0.0, "error")):
         found = {finding.kind: finding for finding in check_data(splits, max_skipped=share).findings}
         assert found["undecodable-in-train"].severity == severity
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.data import pipeline
-from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches
+from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import Mixture, Source
 from vitrail.data.sources.folder import FolderSource
@@ -390,3 +390,20 @@ def test_processes_have_no_say_in_the_order(colour_folder: Path, processes: int)
     measured = list(evaluation_batches(source, preprocess, batch_size=7, readers=Readers(1, processes)))
     assert_same(measured, list(evaluation_batches(source, preprocess, batch_size=7, readers=Readers(0))))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("images", "share", "allowed"),
+    [
+        (9, 0.01, 0),
+        (20, 0.01, 2),
+        (29, 0.01, 2),
+        (30, 0.01, 3),
+        (300, 0.01, 3),
+        (1000, 0.01, 10),
+        (1000, 0.0, 0),
+        (7, 1.0, 7),
+    ],
+)
+def test_a_few_broken_images_are_borne_in_small_folders(images: int, share: float, allowed: int) -> None:
+    assert skips_allowed(images, share) == allowed

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vitrail.data.source import Source
+from vitrail.data.source import Source, stamp_of
 from vitrail.data.sources import fashion_mnist, mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError
@@ -333,7 +333,14 @@ def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:
     assert [(length, weight) for _, length, weight in mixed.train.parts] == [
         (len(splits.train), pytest.approx(0.7)), (10, 0.25), (100, 0.05),
     ]  # fmt: skip
-    assert mixed.validation is splits.validation and mix_in(splits, ()) is splits
+    assert mixed.validation is not None and mixed.validation.classes == mixed.classes and mixed.test is None
+    assert keys_of(mixed.validation) == keys_of(splits.validation)
+    assert names_of(mixed.validation) == names_of(splits.validation)
+    sample = mixed.validation[0]
+    assert (sample.key, sample.label) == (mixed.validation.key(0), mixed.validation.label(0))
+    assert stamp_of(mixed.validation, 0) == stamp_of(splits.validation, 0) is not None
+    assert mix_in(splits, ()) is splits
+    assert mix_in(splits, (f"0.25:{root}",)).validation is splits.validation, "no class is new"
 
 
 @pytest.mark.parametrize(

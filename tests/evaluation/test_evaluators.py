@@ -223,6 +223,15 @@ def test_few_shots_learn_from_others_where_some_cannot_be_decoded(counted: Calla
         ByFewShot((3,))(outputs, few, test)
 
 
+@pytest.mark.parametrize(("images", "shots"), [(90, {1, 5, 10, 25}), (36, {1, 5, 10}), (4, {1})])
+def test_shots_go_as_far_as_every_class_has_images(images: int, shots: set[int]) -> None:
+    outputs, train, test = make_outputs(), Pictures(images), Pictures(9, 1)
+    figures = ByFewShot()(outputs, train, test)
+    assert {int(name.split("_")[1]) for name in figures if name.startswith("fewshot")} == shots
+    every = ByFewShot(allow_fewer=True)(outputs, train, test)
+    assert {int(name.split("_")[1]) for name in every if name.startswith("fewshot")} == {1, 5, 10, 25}
+
+
 def test_images_of_several_labels_are_for_linear_and_knn() -> None:
     labels: list[Label] = [(index % 3,) if index % 2 else (0, 2) for index in range(24)]
     source = Pictures(24, labels=labels)

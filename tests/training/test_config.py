@@ -47,6 +47,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"init": "m", "lora_rank": 0}, "lora_rank=0 is less than 1"),
     ({"init": "m", "lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0.0 is not above 0"),
     ({"init": "m", "lora_alpha": 2.0}, "lora_alpha=2.0 needs lora_rank"),
+    ({"init": "m", "lora_on": ("up",)}, "lora_on=('up',) needs lora_rank"),
     ({"init": "m", "lora_rank": 2, "train_blocks": 1}, "train_blocks=1 and lora_rank=2 exclude each other"),
     ({"train_blocks": 0}, "train_blocks=0 keeps weights as they are: it needs init, a model to start from"),
     ({"lora_rank": 4}, "lora_rank=4 keeps weights as they are: it needs init, a model to start from"),

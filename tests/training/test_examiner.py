@@ -233,3 +233,19 @@ def test_probes_that_cannot_be_made(
     with pytest.raises(ConfigError, match=message):
         train(from_model(initial(), colour_folder, **fields))
     assert not (tmp_path / "run").exists()
+
+
+def test_of_several_labels_the_best_are_ranked_best(
+    initial: Initial, from_model: FromModel, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = iter([(0.9, 0.2), (0.5, 0.7), (0.8, 0.6), (0.5, 0.7), (0.5, 0.7)])  # the last two measure what was kept
+
+    def measured(self: Accuracy, network: object, source: object) -> dict[str, float]:
+        accuracy, precision = next(figures)
+        return {"accuracy": accuracy, "mean_average_precision": precision, "cross_entropy": 1.0, "images": 7.0}
+
+    monkeypatch.setattr(Accuracy, "__call__", measured)
+    result = train(from_model(initial(), colour_folder, keep="best"))
+    events = [event for event in events_of(result.folder, "evaluation") if "best" in event]
+    assert [event["best"] for event in events] == [True, True, False]
+    assert result.bundle.provenance["step"] == events[1]["step"]

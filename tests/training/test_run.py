@@ -366,7 +366,7 @@ def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path)
         def begin(self, step: int, steps: int) -> None:
             (colour_folder / "red" / "00.png").unlink()
 
-    config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last")
+    config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.0)
     with pytest.raises(DataError, match=r"^1 training images cannot be decoded, .*red/00\.png: No such file"):
         train(config, display=Vanish())
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import vitrail
-from vitrail.errors import DataError
+from vitrail.errors import DataError, RunError
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.journal import read_journal
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
@@ -93,6 +95,70 @@ def test_the_papers_protocol_chooses_and_then_learns_from_all(
     assert started["steps"] == 4
     assert found.run.bundle.provenance["validation_share"] == 0.0 and found.split == "test"
     assert "validation_accuracy" not in found.run.metrics, "all images were learned from"
+
+
+def test_the_papers_row_is_for_all_training_images(tiny_bundle: Bundle, model: Path, in_folder: Path) -> None:
+    images, labels = np.zeros((21_000, 8, 8), np.uint8), (np.arange(21_000) % 10).astype(np.uint8)
+    for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
+        sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+        (in_folder / f"train-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+    base = TrainConfig(data=str(in_folder), start=StartConfig(init=str(model)), device="cpu")
+    assert plan(tiny_bundle, base).reasons[1].startswith("1,770 steps of 32: 56,616 images"), "a tenth is held out"
+    found = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21)))
+    assert (found.config.steps, found.config.validation_share) == (10_000, 0.02)
+    assert "21,000 images" in found.reasons[0]
+
+
+def test_a_folder_that_is_there_is_said_before_rates_are_tried(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    base = TrainConfig(data=str(colours), start=StartConfig(init=str(model)), device="cpu")
+    config = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21), batch_size=4)).config
+    (in_folder / "there").mkdir()
+    with pytest.raises(RunError, match="run folder 'there' exists"):
+        finetune(replace(config, run="there", steps=2), protocol="paper", rates=(0.003, 0.03), initial=tiny_bundle)
+    assert not list(in_folder.glob("*-learning-rates"))
+
+
+def test_data_that_is_mixed_in_may_bring_classes(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    config = planned(tiny_bundle, model, colours)
+    config = replace(config, steps=2, precision="float32", mix=("0.3:fractals:2:5",))
+    found = finetune(config, initial=tiny_bundle)
+    assert len(found.run.bundle.classes) == 5 and found.run.bundle.classes[:3] == ("blue", "green", "red")
+    assert found.report is not None and found.report.images == 12
+    assert found.report.accuracy.value == found.run.metrics["test_accuracy"]
+
+
+def test_classes_of_one_image_are_learned_and_nothing_is_measured(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    for name in ("blue", "red"):
+        (in_folder / "data" / name).mkdir(parents=True)
+        image = next((colours / "train" / name).iterdir())
+        (in_folder / "data" / name / image.name).write_bytes(image.read_bytes())
+    config = replace(planned(tiny_bundle, model, in_folder / "data"), steps=2, precision="float32")
+    found = finetune(config, initial=tiny_bundle)
+    assert (found.split, found.page, found.run.metrics) == (None, None, {})
+
+
+def test_a_test_split_without_labels_is_not_measured(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
+) -> None:
+    shutil.copytree(colours, in_folder / "colours")
+    images = sorted(path.relative_to(in_folder) for path in (in_folder / "colours").rglob("*.png"))
+    rows = [f"{one},{one.parent.name},train" if "train" in one.parts else f"{one},,test" for one in images]
+    (in_folder / "data.csv").write_text("\n".join(["path,label,split", *rows]))
+    config = replace(planned(tiny_bundle, model, in_folder / "data.csv"), steps=2, precision="float32")
+    found = finetune(config, initial=tiny_bundle)
+    assert found.split == "validation" and set(found.run.metrics) == {"validation_accuracy"}
+
+
+def test_the_next_commands_can_be_pasted(tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path) -> None:
+    config = replace(planned(tiny_bundle, model, colours), steps=2, precision="float32", run="my run")
+    page = finetune(config, initial=tiny_bundle).page
+    assert page is not None and "vitrail predict &#x27;my run/model&#x27;" in page.read_text(encoding="utf-8")
 
 
 def test_data_that_cannot_be_used_says_so_before_anything_is_written(

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import variant_config
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.journal import read_journal
-from vitrail.transfer.protocol import Trial, choose_rate, paper_rule, row_for, whole_set
+from vitrail.transfer.protocol import (
+    Trial,
+    check_last_run,
+    choose_rate,
+    is_trial,
+    paper_rule,
+    row_for,
+    trials_of,
+    whole_set,
+)
 from vitrail.transfer.rules import DataFacts, Given
 from vitrail.weights.bundle import Bundle
 
@@ -90,6 +102,7 @@ def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tmp_path: Pat
     (more,) = [trial for trial in choose_rate(base, (0.01, 0.03), tmp_path / "rates") if trial.rate == 0.03]
     assert more.folder.exists() and choose_rate(base, (0.01, 0.02), tmp_path / "rates") == first
     assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert choose_rate(replace(base, accumulation=2), (0.01, 0.02), tmp_path / "rates") == first, "less memory is free"
     with pytest.raises(RunError, match=r"rates/0\.01 holds a run with other settings; choose another --name"):
         choose_rate(replace(base, seed=1), (0.01,), tmp_path / "rates")
 
@@ -98,6 +111,51 @@ def test_no_held_out_image_is_refused(base: TrainConfig, tmp_path: Path) -> None
     config = replace(base, validation_share=0.0, evaluations=0)
     with pytest.raises(ConfigError, match="leaves no image to choose the learning rate by; give --learning-rate"):
         choose_rate(config, (0.01,), tmp_path / "rates")
+    assert not (tmp_path / "rates").exists(), "no run was done for it"
+
+
+def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
+    base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(colours, data)
+    config = replace(base, data=str(data))
+    first = choose_rate(config, (0.01,), tmp_path / "rates")
+    assert choose_rate(replace(config, overwrite=True), (0.01,), tmp_path / "rates") == first, "the same settings"
+    network = copy.deepcopy(tiny_bundle.network)
+    with torch.no_grad():
+        network.blocks[0].mlp.up.weight += 1
+    with pytest.raises(RunError, match=r"holds a run with other data or weights; choose another --name"):
+        choose_rate(config, (0.01,), tmp_path / "rates", initial=replace(tiny_bundle, network=network))
+    next((data / "train" / "red").iterdir()).unlink()
+    with pytest.raises(RunError, match="holds a run with other data or weights"):
+        choose_rate(config, (0.01,), tmp_path / "rates")
+
+
+def test_a_given_rate_leaves_nothing_to_hold_out() -> None:
+    base = TrainConfig(data="pets", start=StartConfig(init="B_16.npz"), evaluations=10)
+    network, facts = variant_config("ViT-B/16", num_classes=10), DataFacts(1000, 10, 400, False, True)
+    found = paper_rule(base, network, facts, memory=PLENTY, given=Given(learning_rate=0.02))
+    assert (found.config.optimization.learning_rate, found.config.validation_share) == (0.02, 0.0)
+    assert found.config.evaluations == 0 and found.config.keep == "last"
+    assert "learning rate 0.02, as given" in found.reasons[-1] and "best of" not in found.reasons[-1]
+
+
+def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path, tmp_path: Path) -> None:
+    check_last_run(base)
+    with pytest.raises(ConfigError, match="patience=2 cannot be given with the paper's protocol"):
+        check_last_run(replace(base, patience=2))
+    with pytest.raises(ConfigError, match="probe='knn' cannot be given with the paper's protocol"):
+        check_last_run(replace(base, probe="knn"))
+    shutil.copytree(colours / "train", tmp_path / "data" / "train")
+    shutil.copytree(colours / "test", tmp_path / "data" / "val")
+    check_last_run(replace(base, data=str(tmp_path / "data"), probe="knn"))
+
+
+def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
+    folder = trials_of(Path("runs/pets"))
+    assert folder == Path("runs/pets-learning-rates")
+    assert is_trial(folder / "0.01") and not is_trial(folder) and not is_trial(Path("runs/pets"))
 
 
 def test_the_last_run_learns_from_all_images(base: TrainConfig) -> None:

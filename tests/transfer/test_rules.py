@@ -90,6 +90,15 @@ def test_sides_keep_their_proportion() -> None:
     assert found.config.images.image_size == (64, 128)
 
 
+def test_the_fewest_steps_are_not_said_to_see_each_image_20_times() -> None:
+    found = ruled(facts(5))
+    assert found.config.steps == 100 and found.config.batch_size == 4
+    assert any(
+        reason.startswith("100 steps of 4: no fewer, though 100 images, 20 times each") for reason in found.reasons
+    )
+    assert any("250 steps of 8: 2,000 images seen" in reason for reason in ruled(facts(100)).reasons)
+
+
 def test_what_is_given_is_kept_and_others_follow_it() -> None:
     config = ruled(facts(1000), image_size=(96, 64), batch_size=128).config
     assert config.images.image_size == (96, 64) and (config.batch_size, config.steps) == (128, 157)
@@ -113,6 +122,11 @@ def test_where_few_weights_move_they_move_faster(chosen: dict[str, int]) -> None
 def test_several_labels_are_questions_of_their_own() -> None:
     config = ruled(facts(30_000, several_labels=True)).config
     assert (config.loss, config.label_smoothing, config.augment.mixup) == ("sigmoid", 0.0, None)
+
+
+def test_a_loss_that_is_given_is_smoothed_as_it_should_be() -> None:
+    config = ruled(facts(), loss="sigmoid").config
+    assert (config.loss, config.label_smoothing) == ("sigmoid", 0.0)
 
 
 def test_without_a_validation_split_nothing_is_chosen_by_it() -> None:

@@ -62,8 +62,8 @@ class Evaluate:
     """public, or a file real.json: measure ImageNet's validation images by the ReaL labels too."""
     class_names: str = ""
     """A list of WordNet ids and names in the order of the model's head, where neither says the other's names."""
-    shots: tuple[int, ...] = (1, 5, 10, 25)
-    """Images of each class that fewshot learns from."""
+    shots: tuple[int, ...] = ()
+    """Images of each class that fewshot learns from; by default 1, 5, 10 and 25, as far as every class has so many."""
     seeds: int = 3
     """How many times fewshot draws them."""
     l2: float | Literal["loo"] = 1024.0
@@ -144,6 +144,11 @@ def _one(options: Evaluate, console: Console) -> int:
                 "--split, and held-out images are measured"
             )
         learned.pop("train", None)
+    if "validation" in {*judged, *learned} and _learned_all(bundle, options):
+        notes.append(
+            "this model's training held nothing out: if it was trained on this data, it has learned from the images "
+            "that are measured"
+        )
     for note in dict.fromkeys(notes):
         console.print(note, style="yellow", markup=False)
     rows: dict[str, dict[str, Any]] = {}
@@ -256,6 +261,15 @@ def _by_data(options: Evaluate, share: float) -> Splits:
         if splits.held_out is not None or options.split == "all":
             return splits
     return open_data(options.data, validation_share=share)
+
+
+def _learned_all(bundle: Bundle, options: Evaluate) -> bool:
+    """Whether a validation split is cut here that training with no image held out had not."""
+    from vitrail.data.sources import open_data
+
+    if options.split == "all" or bundle.provenance.get("validation_share") != 0:
+        return False
+    return open_data(options.data, validation_share=0.0).validation is None
 
 
 def _chosen(splits: Splits, options: Evaluate) -> tuple[dict[str, Source], tuple[str, ...]]:

@@ -24,7 +24,18 @@ FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
 EXTRAS = ("_low", "_high", "_deviation")
 """Ends of the names of what is said of another figure."""
 
-NAMES = {"top5_accuracy": "top-5 accuracy", "real_accuracy": "ReaL accuracy", "real_images": "images with ReaL labels"}
+NAMES = {
+    "top5_accuracy": "top-5 accuracy",
+    "real_accuracy": "ReaL accuracy",
+    "real_images": "images with ReaL labels",
+    "exact_match": "all labels right",
+    "micro_f1": "F1 over all answers",
+    "macro_f1": "F1, mean over classes",
+    "cross_entropy": "cross-entropy, nats",
+}
+SEVERAL = {"accuracy": "likeliest class is a label"}
+"""Where images can have several labels."""
+
 COUNTED = re.compile(r"(fewshot|knn)_(\d+)(.*)")
 
 CONFUSED = 20
@@ -35,15 +46,23 @@ def figures_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
     """A row for each figure, a column for each split."""
     table = Table("", *rows, box=SIMPLE_HEAD, pad_edge=False)
     names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
+    named = SEVERAL if "exact_match" in names else {}
     for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # counts last
-        table.add_row(_named(name), *(_cell(row, name) for row in rows.values()))
+        table.add_row(named.get(name) or _named(name), *(_cell(row, name) for row in rows.values()))
     return table
 
 
 def per_class_table(split: str, report: ClassificationReport) -> Table:
     """The classes, the least accurate first."""
     several = report.multi_label is not None
-    columns = ("images", "taken for it", "accuracy", "precision", "F1", *(("average precision",) if several else ()))
+    columns = (
+        "images",
+        "taken for it",
+        "recall" if several else "accuracy",
+        "precision",
+        "F1",
+        *(("average precision",) if several else ()),
+    )
     table = Table(f"{split}: class", box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.box import SIMPLE_HEAD
@@ -14,13 +15,16 @@ from rich.table import Table
 
 from vitrail.cli.options import given, parse
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, Stopped
+from vitrail.errors import ConfigError, RunError, Stopped
+from vitrail.evaluation.bootstrap import Figure
+from vitrail.evaluation.report import ClassificationReport
+from vitrail.plain import to_plain
 from vitrail.training.config import StartConfig, TrainConfig
 from vitrail.training.display import ConsoleDisplay
 from vitrail.training.folder import read_record
-from vitrail.training.run import resume
+from vitrail.training.run import finished, resume
 from vitrail.transfer.finetune import FinetuneResult, Protocol, finetune, look_at, plan
-from vitrail.transfer.protocol import Trial
+from vitrail.transfer.protocol import Trial, is_trial
 from vitrail.transfer.rules import Given
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -28,6 +32,8 @@ from vitrail.weights.load import load
 __all__ = ["main"]
 
 USAGE = "vitrail finetune MODEL --data DIR"
+
+AGAIN = "to go on, give the command again that began it"
 
 UNSET = 999_983
 """What an option is that the rule chooses and nobody gave; a default that it could be is one that a user could give."""
@@ -64,7 +70,11 @@ def main(words: Sequence[str], started: float) -> int:
     try:
         if given(words, "--resume") is not None:
             folder = parse(Resume, words, usage="vitrail finetune", description=Resume.__doc__ or "").resume
-            result = look_at(resume(folder, display=display, started=started), read_record(folder).config)
+            if is_trial(folder):
+                raise RunError(f"run {folder} only tries a learning rate; {AGAIN}")
+            config = read_record(folder).config
+            run = None if (folder / "report.html").exists() else finished(folder)
+            result = look_at(run or resume(folder, display=display, started=started), config)
         else:
             config, protocol, initial = _config(words, console)
             rate = config.optimization.learning_rate
@@ -78,7 +88,12 @@ def main(words: Sequence[str], started: float) -> int:
                 on_trial=lambda trial: _say(console, _tried(trial)),
             )
     except Stopped as stop:
-        raise Stopped(f"{stop}\nGo on with: vitrail finetune --resume {stop.run}", stop.run) from None
+        how = (
+            f"It tries a learning rate; {AGAIN}"
+            if is_trial(stop.run)
+            else f"Go on with: vitrail finetune --resume {stop.run}"
+        )
+        raise Stopped(f"{stop}\n{how}", stop.run) from None
     _report(console, result)
     return 0
 
@@ -98,13 +113,15 @@ def _config(words: Sequence[str], console: Console) -> tuple[TrainConfig, Protoc
     if (init := given(words, "--init")) is not None:
         raise ConfigError(f"--init {init} cannot be given beside {first.model!r}: MODEL is what is started from")
     initial = load(first.model, device="cpu")
-    asked = first.training
+    asked, rate = first.training, given(words, "--learning-rate")
     size, batch = asked.images.image_size, asked.batch_size
     known = Given(
         image_size=None if size == (UNSET, UNSET) else size,
         batch_size=None if batch == UNSET else batch,
         train_blocks=asked.start.train_blocks,
         lora_rank=asked.start.lora_rank,
+        learning_rate=None if rate is None else asked.optimization.learning_rate,
+        loss="sigmoid" if asked.loss == "sigmoid" else None,
     )
     start = StartConfig(init=first.model)
     base = TrainConfig(
@@ -117,13 +134,35 @@ def _config(words: Sequence[str], console: Console) -> tuple[TrainConfig, Protoc
         name=asked.name,
     )
     chosen = plan(initial, base, first.protocol, known)
-    config = _parse(words, chosen.config).training
-    for note in initial.notes:
-        _say(console, note)
+    rest = chosen.config if given(words, "--epochs") is None else replace(chosen.config, steps=None)
+    config = _parse(words, rest).training
+    usual, optimizer = chosen.config.optimization.optimizer, config.optimization.optimizer
+    if optimizer != usual and rate is None:
+        raise ConfigError(
+            f"optimizer={optimizer!r} needs a --learning-rate of its own: those of --protocol {first.protocol} are for "
+            f"{usual!r}"
+        )
     _say(console, "settings for this data and machine, which your options replace:")
     for reason in chosen.reasons:
         _say(console, f"  {reason}")
+    if replaced := ", ".join(_replaced(chosen.config, config)):
+        _say(console, f"your options instead: {replaced}")
     return config, first.protocol, initial
+
+
+def _replaced(chosen: TrainConfig, config: TrainConfig) -> Iterator[str]:
+    """What options made other than it was chosen: names and values."""
+    was, now = _settings(chosen), _settings(config)
+    for name, value in now.items():
+        if value != was[name] and value is not None:
+            values = value if isinstance(value, tuple) else (value,)
+            yield f"{name}={' '.join(f'{one:g}' if isinstance(one, float) else str(one) for one in values)}"
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """Those that decide how a model learns, by name."""
+    own = {name: getattr(config, name) for name in ("steps", "epochs", "loss", "label_smoothing", "keep")}
+    return own | to_plain(config.images) | to_plain(config.augment) | to_plain(config.optimization)
 
 
 def _parse(words: Sequence[str], training: TrainConfig) -> Finetune:
@@ -138,27 +177,40 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def _figures(found: ClassificationReport) -> Iterator[tuple[str, Figure]]:
+    """What is shown of all images together, by name."""
+    if (several := found.multi_label) is None:
+        yield "accuracy", found.accuracy
+    else:
+        if several.mean_average_precision is not None:
+            yield "mean average precision", Figure(several.mean_average_precision)
+        yield "all labels right", several.exact_match
+        yield "likeliest class is a label", found.accuracy
+    if found.balanced_accuracy is not None:
+        yield "balanced accuracy", found.balanced_accuracy
+    if found.top5 is not None:
+        yield "among the first 5", found.top5
+    if found.calibration is not None:
+        yield "calibration error", found.calibration.error
+
+
 def _report(console: Console, result: FinetuneResult) -> None:
     found, run = result.report, result.run
     if result.trials:
         _say(console, f"learning rate {result.trials[0].rate:g} was the best of {len(result.trials)}")
     if found is None:
-        _say(console, "no image is held out, so nothing was measured; --validation-share 0.1 holds out a tenth")
+        hint = "" if result.trials else "; --validation-share 0.1 holds out a tenth"
+        _say(console, f"no image with a label is held out, so this model was not measured{hint}")
     else:
         table = Table(title=f"{result.split} split, {found.images:,} images", title_justify="left", box=SIMPLE_HEAD)
         for column in ("", "figure", "95 % interval"):
             table.add_column(column, justify="left" if not column else "right")
-        figures = {
-            "accuracy": found.accuracy,
-            "balanced accuracy": found.balanced_accuracy,
-            "among the first 5": found.top5,
-            "calibration error": None if found.calibration is None else found.calibration.error,
-        }
-        for name, figure in figures.items():
-            if figure is not None:
-                interval = "" if figure.low is None else f"{figure.low:.2%} to {figure.high:.2%}"
-                table.add_row(name, f"{figure.value:.2%}", interval)
+        for name, figure in _figures(found):
+            interval = "" if figure.low is None else f"{figure.low:.2%} to {figure.high:.2%}"
+            table.add_row(name, f"{figure.value:.2%}", interval)
         console.print(table)
+        if result.split == "validation" and run.bundle.provenance["kept"] == "best":
+            _say(console, "these images chose which weights to keep as well, so expect a little less of new ones")
         for row in sorted(found.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)[:3]:
             if row.accuracy is not None and row.accuracy < 1:
                 _say(console, f"hard: {row.name}, {row.accuracy:.1%} of {row.images:,}")
@@ -167,4 +219,5 @@ def _report(console: Console, result: FinetuneResult) -> None:
     if result.page is not None:
         _say(console, f"Curves, confusions and the worst mistakes: {result.page}")
     model = run.folder / "model"
-    _say(console, f"The model is in {model}. Try it:\n  vitrail predict {model} {run.folder / 'examples'}")
+    words = ("vitrail", "predict", str(model), str(run.folder / "examples"))
+    _say(console, f"The model is in {model}. Try it:\n  {shlex.join(words)}")

@@ -31,6 +31,7 @@ def parse(cls: type[T], words: Sequence[str], *, usage: str, description: str, d
 def given(words: Sequence[str], option: str) -> str | None:
     """The value that is given for an option, before all options are parsed; None where it is not given."""
     for word, following in pairwise([*words, ""]):
-        if word == option or word.startswith(f"{option}="):
-            return word.partition("=")[2] or following
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:  # tyro takes both spellings
+            return value if equals else following
     return None

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,17 @@ from vitrail.errors import ConfigError, UndecodableImage
 if TYPE_CHECKING:
     import grain
 
-__all__ = ["Batch", "Crop", "Ranks", "Readers", "Skipped", "TrainingBatches", "default_threads", "evaluation_batches"]
+__all__ = [
+    "Batch",
+    "Crop",
+    "Ranks",
+    "Readers",
+    "Skipped",
+    "TrainingBatches",
+    "default_threads",
+    "evaluation_batches",
+    "skips_allowed",
+]
 
 Crop = Callable[[int, int, int, int], tuple[int, int, int, int]]
 """(epoch, sample, height, width) of an image -> top, left, height and width of the box of it to train on."""
@@ -158,6 +169,12 @@ def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _batch(columns: dict[str, Any]) -> Batch:
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in columns.items() if name != "skipped"}
     return Batch(**tensors, skipped=columns["skipped"])
+
+
+def skips_allowed(images: int, share: float) -> int:
+    """How many of so many images may be undecodable: this share, but up to three, or a tenth of fewer than 30, are
+    always borne unless the share is 0."""
+    return max(math.floor(share * images), min(3, images // 10)) if share else 0
 
 
 def default_threads() -> int:

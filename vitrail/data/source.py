@@ -17,6 +17,7 @@ __all__ = [
     "Sample",
     "Source",
     "Subset",
+    "Widened",
     "cut",
     "fingerprint",
     "is_multi_label",
@@ -74,6 +75,30 @@ class Subset:
 
     def stamp(self, index: int) -> str | None:
         return stamp_of(self.source, int(self.indices[index]))
+
+
+class Widened:
+    """Another source under more classes than it has; its own come first."""
+
+    def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
+        assert classes[: len(source.classes)] == tuple(source.classes), "labels would change their meaning"
+        self.source = source
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.source[index]
+
+    def key(self, index: int) -> str:
+        return self.source.key(index)
+
+    def label(self, index: int) -> Label:
+        return self.source.label(index)
+
+    def stamp(self, index: int) -> str | None:
+        return stamp_of(self.source, index)
 
 
 class Mixture:

@@ -37,6 +37,9 @@ __all__ = [
     "probe",
 ]
 
+SHOTS = (1, 5, 10, 25)
+"""Images of each class where none are asked for, as far as every class has so many."""
+
 NEIGHBOURS = (1, 5, 10, 20, 100)
 """Numbers of neighbours where none are asked for, as far as there are as many images."""
 
@@ -126,13 +129,14 @@ class ByLinear:
 class ByFewShot:
     """Least squares on the frozen features of a few images of each class (`evaluation.fewshot`)."""
 
-    shots: tuple[int, ...] = (1, 5, 10, 25)
+    shots: tuple[int, ...] = ()
+    """By default 1, 5, 10 and 25, as far as every class has so many images."""
     seeds: int = 3
     l2: float | Literal["loo"] = 1024.0
     allow_fewer: bool = False
 
     def __post_init__(self) -> None:
-        check_settings(self.shots, range(self.seeds), self.l2)
+        check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """`fewshot_5` and so on, the mean over seeds, and `fewshot_5_deviation`. Raises as `few_shot` does, and
@@ -143,7 +147,9 @@ class ByFewShot:
                     "fewshot needs images with one label each, and these can have several; use linear or knn"
                 )
         _check_labelled(held_out, "fewshot")
-        features, labels, rows = self._drawn(outputs, train)
+        _check_labelled(train, "fewshot")
+        shots = self._shots(train)
+        features, labels, rows = self._drawn(outputs, train, max(shots))
         asked = _labelled(outputs, held_out)
         found = few_shot(
             features,
@@ -151,7 +157,7 @@ class ByFewShot:
             asked.features,
             asked.truth,
             num_classes=len(train.classes),
-            shots=self.shots,
+            shots=shots,
             seeds=self.seeds,
             l2=self.l2,
             allow_fewer=self.allow_fewer,
@@ -165,23 +171,31 @@ class ByFewShot:
                 figures[f"fewshot_{row.shots}_deviation"] = row.std
         return figures | asked.counts()
 
+    def _shots(self, train: Source) -> tuple[int, ...]:
+        """Those asked for. Raises `DataError` where a class has fewer images and may not."""
+        labels = _labels(train)
+        counts = np.bincount(labels[labels >= 0], minlength=len(train.classes))
+        shots = self.shots or SHOTS
+        if not self.shots and not self.allow_fewer:
+            shots = tuple(count for count in SHOTS if count <= counts.min()) or SHOTS[:1]
+        if not self.allow_fewer:
+            check_counts(counts, max(shots), train.classes)
+        return shots
+
     def _drawn(
-        self, outputs: Outputs, train: Source
+        self, outputs: Outputs, train: Source, most: int
     ) -> tuple[Float32[np.ndarray, "k d"], Int64[np.ndarray, " n"], Int64[np.ndarray, " k"]]:
         """The features that `few_shot` will read, the labels of all images, and the rows that the features are of.
 
         Of ImageNet, 25 shots and 3 seeds take 6 % of the images. Where an image that was drawn cannot be decoded, it is
         left out and all are drawn again.
         """
-        _check_labelled(train, "fewshot")
         labels = _labels(train)
         left = np.flatnonzero(labels >= 0)
-        if not self.allow_fewer:
-            check_counts(np.bincount(labels[left], minlength=len(train.classes)), max(self.shots), train.classes)
         found: dict[int, np.ndarray] = {}
         whole = False
         while True:
-            drawn = [draw_shots(labels[left], max(self.shots), seed) for seed in range(self.seeds)]
+            drawn = [draw_shots(labels[left], most, seed) for seed in range(self.seeds)]
             rows = np.unique(np.concatenate(drawn))
             wanted = left[rows].tolist()
             new = [number for number in wanted if number not in found]

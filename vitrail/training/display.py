@@ -84,7 +84,10 @@ class ConsoleDisplay(Display):
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         star = "  (best so far)" if best else ""
-        self.say(f"step {step:,}: validation accuracy {result['accuracy']:.2%} of {result['images']:,.0f} images{star}")
+        precision = result.get("mean_average_precision")
+        more = "" if precision is None else f", mean average precision {precision:.2%},"
+        figures = f"accuracy {result['accuracy']:.2%}{more} of {result['images']:,.0f} images"
+        self.say(f"step {step:,}: validation {figures}{star}")
 
     def end(self) -> None:
         if self._progress is not None:

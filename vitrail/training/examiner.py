@@ -69,10 +69,11 @@ class Examiner:
             self.journal.write("evaluation", step=state.step, split="validation", weights="trained", **result)
         with state.averaged():
             result = self._measure(self.validation)
-            best = result["accuracy"] > state.best.accuracy
+            score = result.get("mean_average_precision", result["accuracy"])
+            best = score > state.best.score
             if best:
-                state.best = Best(result["accuracy"], state.step)
-                self._keep()
+                state.best = Best(score, state.step)
+                self._keep(result["accuracy"])
             else:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
@@ -105,8 +106,8 @@ class Examiner:
         check_finite(result, self.state.step)
         return result
 
-    def _keep(self) -> None:
+    def _keep(self, accuracy: float) -> None:
         if self.best_in is not None:
-            self.bundle.metrics = {"validation_accuracy": self.state.best.accuracy}
+            self.bundle.metrics = {"validation_accuracy": accuracy}
             self.bundle.provenance["step"] = self.state.best.step
             replace(self.bundle, network=merged(self.bundle.network)).save(self.best_in)

@@ -14,24 +14,31 @@ from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
 from vitrail.training.start import Origin
 
-__all__ = ["Record", "new_folder", "place_of", "read_record"]
+__all__ = ["Record", "check_place", "new_folder", "place_of", "read_record"]
 
 
 def new_folder(config: TrainConfig) -> Path:
     """Makes the run's folder. Raises `RunError` rather than mix two runs."""
     folder = place_of(config)
+    check_place(folder, config)
     if folder.exists():
-        if not config.overwrite:
-            raise RunError(
-                f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
-                "or replace it with --overwrite"
-            )
-        if not (folder / "run.json").is_file():
-            raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
         shutil.rmtree(folder)
     with saving("the run", folder):
         folder.mkdir(parents=True)
     return folder
+
+
+def check_place(folder: Path, config: TrainConfig) -> None:
+    """Raises `RunError` where the run could not have this folder."""
+    if not folder.exists():
+        return
+    if not config.overwrite:
+        raise RunError(
+            f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
+            "or replace it with --overwrite"
+        )
+    if not (folder / "run.json").is_file():
+        raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
 
 
 def place_of(config: TrainConfig) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitrail.data.crop import crop_box
-from vitrail.data.pipeline import TrainingBatches
+from vitrail.data.pipeline import TrainingBatches, skips_allowed
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.source import fingerprint, is_multi_label
 from vitrail.data.sources import mix_in, open_data
@@ -127,7 +127,7 @@ class Parts:
             device=self.device,
             classes=len(self.splits.classes),
             patience=config.patience,
-            most_skipped=math.floor(config.max_skipped * len(self.splits.train)),
+            most_skipped=skips_allowed(len(self.splits.train), config.max_skipped),
         )
 
     def bundle(self, network: AnyNetwork) -> Bundle:

@@ -35,7 +35,7 @@ from vitrail.training.stop import StopRequest
 from vitrail.training.watch import Intervals, Outlets, Watch
 from vitrail.weights.bundle import Bundle, load_bundle
 
-__all__ = ["RunResult", "resume", "train"]
+__all__ = ["RunResult", "finished", "resume", "train"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,16 @@ def resume(
     torch.manual_seed(record.config.seed)
     network, notes = parts.network()
     return _Run(parts, folder, display or Display(), started).go(network, notes, probes, resuming=True)
+
+
+def finished(folder: Path) -> RunResult | None:
+    """What came of a run that is complete, as its folder tells; None of one that is not. Raises `BundleError`."""
+    for event in read_journal(folder / "journal.jsonl"):
+        if event["event"] == "finished":
+            summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
+            metrics = dict(event["metrics"])
+            return RunResult(folder, load_bundle(folder / "model"), metrics, summary, examples=())
+    return None
 
 
 class _Run:
@@ -232,7 +242,8 @@ class _Run:
                 check_finite(result, state.step)
                 values = {"split": split, "weights": state.measured, "kept": True, **result}
                 journal.write("evaluation", step=bundle.provenance["step"], **values)
-                bundle.metrics[f"{split}_accuracy"] = result["accuracy"]
+                if result["images"]:  # a cut of classes of one image each holds none, and a split may have no labels
+                    bundle.metrics[f"{split}_accuracy"] = result["accuracy"]
         bundle.save(folder / "model")
         held_out = parts.splits.held_out
         examples = write_examples(bundle, held_out[1] if held_out else parts.splits.train, folder / "examples")

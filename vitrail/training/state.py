@@ -20,9 +20,10 @@ __all__ = ["Best", "TrainState"]
 
 @dataclass
 class Best:
-    """The best validation accuracy so far, and the step it was measured after."""
+    """The best result on the validation split so far, and the step it was measured after."""
 
-    accuracy: float = -1.0
+    score: float = -1.0
+    """Accuracy; where images can have several labels, mean average precision, since the likeliest class says little."""
     step: int = -1
     waited: int = 0
     """Evaluations since then."""

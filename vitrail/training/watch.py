@@ -161,8 +161,8 @@ class Watch:
                 self.outlets.display.note(f"skipped {item.key}: {item.reason}")
         if len(skipped) > most:
             raise DataError(
-                f"{len(skipped)} training images cannot be decoded, more than the {most} that "
-                f"--max-skipped allows; the last: {batch.skipped[-1].key} {batch.skipped[-1].reason}"
+                f"{len(skipped)} training images cannot be decoded, more than the {most} that --max-skipped allows; "
+                f"the last: {batch.skipped[-1].key} {batch.skipped[-1].reason}. See vitrail data check"
             )
 
     def _say_early(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from vitrail.bench.memory import available_memory
-from vitrail.data.sources import open_data
+from vitrail.data.source import Source
+from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.evaluation.calibration import fit_temperature
 from vitrail.evaluation.predictions import Predictions, predict_all
@@ -16,9 +18,17 @@ from vitrail.evaluation.report import ClassificationReport, report
 from vitrail.machine import pick_device
 from vitrail.training.config import TrainConfig
 from vitrail.training.display import Display
-from vitrail.training.folder import place_of
+from vitrail.training.folder import check_place, place_of
 from vitrail.training.run import RunResult, train
-from vitrail.transfer.protocol import Trial, choose_rate, paper_rule, row_for, whole_set
+from vitrail.transfer.protocol import (
+    Trial,
+    check_last_run,
+    choose_rate,
+    paper_rule,
+    row_for,
+    trials_of,
+    whole_set,
+)
 from vitrail.transfer.report import write_report
 from vitrail.transfer.rules import Given, Rule, facts_of, rule
 from vitrail.weights.bundle import Bundle
@@ -34,7 +44,7 @@ class FinetuneResult:
 
     run: RunResult
     split: str | None
-    """The split that the report is of: the test split, or else the validation split; None without either."""
+    """The split that the report is of: the test split, or else the validation split; None where neither has a label."""
     report: ClassificationReport | None
     page: Path | None
     """The report as a page."""
@@ -49,15 +59,10 @@ def plan(bundle: Bundle, config: TrainConfig, protocol: Protocol = "rule", given
     `DataError` for data that cannot be used, `ConfigError` where nothing is left to train on.
     """
     device = pick_device(config.device)
-    splits = open_data(
-        config.data,
-        validation_share=config.validation_share,
-        per_class=config.per_class,
-        subset_seed=config.subset_seed,
-    )
-    facts, memory, network = facts_of(splits), available_memory(device), bundle.network.config
+    facts, memory, network = facts_of(_opened(config)), available_memory(device), bundle.network.config
     chosen = rule(config, network, bundle.preprocess, facts, device=device, memory=memory, given=given)
     if protocol == "paper":
+        facts = facts._replace(images=_images(config))
         return paper_rule(chosen.config, network, facts, memory=memory, given=given)
     return chosen
 
@@ -75,18 +80,16 @@ def finetune(
     """Trains as `config` says, which `plan` made, and measures what came out.
 
     With the paper's protocol, a run for each of `rates` (by default its own for data of this size) comes first, beside
-    the run's folder; the images held out for them are then learned from, too. Raises as `train` does.
+    the run's folder; the images held out for them are then learned from, too. One rate needs no such run. Raises as
+    `train` and `choose_rate` do.
     """
     trials: tuple[Trial, ...] = ()
     if protocol == "paper" and (rates is None or len(rates) > 1):
         if rates is None:
-            train_images = open_data(config.data, validation_share=0.0, per_class=config.per_class).train
-            rates = row_for(len(train_images)).rates
-        folder = place_of(config)
-        trials = choose_rate(
-            config, rates, folder.with_name(f"{folder.name}-learning-rates"), initial=initial, display=display,
-            on_trial=on_trial,
-        )  # fmt: skip
+            rates = row_for(_images(config)).rates
+        check_last_run(config)
+        check_place(folder := place_of(config), config)
+        trials = choose_rate(config, rates, trials_of(folder), initial=initial, display=display, on_trial=on_trial)
         config = whole_set(config, trials[0].rate)
     run = train(config, initial=initial, display=display, started=started)
     return look_at(run, config, trials)
@@ -98,31 +101,48 @@ def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ())
     The temperature of its calibration is fitted on the validation split, and the rest is of the test split; where there
     is no test split, no temperature is fitted, since it could only be judged by the images it was fitted to.
     """
-    splits = open_data(
-        config.data,
-        validation_share=config.validation_share,
-        per_class=config.per_class,
-        subset_seed=config.subset_seed,
-    )
-    if splits.held_out is None:
+    there = _labelled(mix_in(_opened(config), config.mix))
+    if not there:
         return FinetuneResult(run, None, None, None, trials)
-    split, source = splits.held_out
-    predictions = _predictions(run.bundle, splits, split, config)
+    split, source = next(iter(there.items()))
+    predictions = _predictions(run.bundle, source, config)
     temperature = None
-    if split == "test" and splits.validation is not None:
-        judged = _predictions(run.bundle, splits, "validation", config).labelled()
+    if split == "test" and "validation" in there:
+        judged = _predictions(run.bundle, there["validation"], config).labelled()
         if judged.targets is None and len(judged):
             temperature = fit_temperature(judged.logits, judged.labels, scores=judged.scores)
     found = report(predictions, temperature=temperature)
     model = run.folder / "model"
     commands = (
-        f"vitrail predict {model} {run.folder / 'examples'}",
-        f"vitrail evaluate {model} --data {config.data} --split {split}",
+        ("vitrail", "predict", str(model), str(run.folder / "examples")),
+        ("vitrail", "evaluate", str(model), "--data", config.data, "--split", split),
     )
-    page = write_report(run.folder, run.bundle, source, split, found, next_commands=commands)
+    page = write_report(run.folder, run.bundle, source, split, found, next_commands=tuple(map(shlex.join, commands)))
     return FinetuneResult(run, split, found, page, trials)
 
 
-def _predictions(bundle: Bundle, splits: Splits, split: str, config: TrainConfig) -> Predictions:
-    source = getattr(splits, split)
+def _opened(config: TrainConfig) -> Splits:
+    return open_data(
+        config.data,
+        validation_share=config.validation_share,
+        per_class=config.per_class,
+        subset_seed=config.subset_seed,
+    )
+
+
+def _images(config: TrainConfig) -> int:
+    """How many there are to train on where none are held out."""
+    return len(_opened(replace(config, validation_share=0.0)).train)
+
+
+def _labelled(splits: Splits) -> dict[str, Source]:
+    """The test and the validation split, each if any of its images has a label."""
+    return {
+        name: source
+        for name, source in (("test", splits.test), ("validation", splits.validation))
+        if source is not None and any(source.label(index) is not None for index in range(len(source)))
+    }
+
+
+def _predictions(bundle: Bundle, source: Source, config: TrainConfig) -> Predictions:
     return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.scores, readers=config.readers)

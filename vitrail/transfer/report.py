@@ -39,7 +39,8 @@ MOST_POINTS = 300
 
 STYLE = """
 pre { background: var(--soft); padding: .7rem 1rem; overflow-x: auto; font-size: .9rem; line-height: 1.6; }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; max-width: 24rem; }
+@media (max-width: 30rem) { th, td { padding-right: .5rem; } }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7.7rem; max-width: 24rem; }
 .texts :is(th, td):nth-child(2) { text-align: left; }
 .texts td:nth-child(2) { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; max-width: 34rem; }
 """
@@ -91,10 +92,12 @@ def write_report(
 
 
 def _summary(config: TrainConfig, split: str, report: ClassificationReport) -> Iterator[str]:
-    low, high = report.accuracy.low, report.accuracy.high
+    several = report.multi_label
+    what, figure = ("accuracy", report.accuracy) if several is None else ("exactly right", several.exact_match)
+    low, high = figure.low, figure.high
     between = "" if low is None or high is None else f" ({LEVEL:.0%} interval {100 * low:.1f} to {high:.1%})"
     images = f"on {plural(report.images, f'{split} image')} of {plural(report.num_classes, 'class')}"
-    yield f"<p><strong>{report.accuracy.value:.2%} accuracy</strong>{between} {escape(images)}.</p>"
+    yield f"<p><strong>{figure.value:.2%} {what}</strong>{between} {escape(images)}.</p>"
     how = "trained from scratch" if config.start.init is None else "fine-tuned"
     yield f'<p class="dim">{escape(f"{_model(config)}, {how} on {config.data}.")}</p>'
     if split == "validation" and config.keep == "best":

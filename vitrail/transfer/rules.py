@@ -24,6 +24,7 @@ from vitrail.models.footprint import training_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.training.config import OptimizerConfig, TrainConfig
+from vitrail.weights.bundle import Scores
 
 __all__ = ["DataFacts", "Given", "Rule", "accumulation", "facts_of", "rule", "scaled_size"]
 
@@ -42,6 +43,8 @@ makes it 0.0015 for all weights of a ViT-B and batches of 1,024."""
 
 LAYER_DECAY = 0.9
 CROP_AREA = (0.8, 1.0)
+
+LEAST_STEPS = 100
 
 LOOKED_AT = 64
 """Images whose headers tell the data's size."""
@@ -67,6 +70,8 @@ class Given(NamedTuple):
     batch_size: int | None = None
     train_blocks: int | None = None
     lora_rank: int | None = None
+    learning_rate: float | None = None
+    loss: Scores | None = None
 
 
 @dataclass(frozen=True)
@@ -118,16 +123,19 @@ def rule(
     seen, why_seen = _images_seen(facts.images, gpu=gpu)
     batch = given.batch_size or _batch_size(facts.images, gpu=gpu)
     parts, why_parts = accumulation(network, size, batch, memory)
-    steps = max(100, math.ceil(seen / batch))
+    steps = max(LEAST_STEPS, math.ceil(seen / batch))
+    if steps * batch >= seen + batch:
+        why_seen = f"no fewer, though {seen:,} images, {seen / facts.images:.3g} times each, would be done sooner"
     optimization, why_rate = _optimization(network, batch, given)
     augment, why_augment = _augment(facts)
+    questions = facts.several_labels or given.loss == "sigmoid"
     config = replace(
         base,
         steps=steps,
         batch_size=batch,
         accumulation=parts,
-        loss="sigmoid" if facts.several_labels else "softmax",
-        label_smoothing=0.0 if facts.several_labels else 0.1,
+        loss="sigmoid" if questions else "softmax",
+        label_smoothing=0.0 if questions else 0.1,
         images=replace(preprocess, image_size=size),
         augment=augment,
         optimization=optimization,

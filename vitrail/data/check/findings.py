@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 from vitrail.data.check.duplicates import Duplicates
 from vitrail.data.check.look import Looks, Oddity, State
 from vitrail.data.check.report import Example, Finding, Severity, Sizes, example, first, plural
+from vitrail.data.pipeline import skips_allowed
 from vitrail.data.source import Source
 
 __all__ = ["Examined", "image_findings", "kinds_of", "sizes_of"]
@@ -111,7 +111,7 @@ def _broken(examined: Examined) -> Iterator[Finding]:
             rows = np.flatnonzero(mine & (looks.state == state))
             if not len(rows):
                 continue
-            limit = math.floor(examined.max_skipped * len(source))
+            limit = skips_allowed(len(source), examined.max_skipped)
             severity, consequence = _broken_means(name, state, len(rows), limit)
             yield Finding(
                 f"{state.name.lower()}-in-{name}", severity, len(rows),

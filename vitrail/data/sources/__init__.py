@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from vitrail.data.source import Mixture, Source, is_multi_label, take, take_per_class
+from vitrail.data.source import Mixture, Source, Widened, is_multi_label, take, take_per_class
 from vitrail.data.sources import fashion_mnist
 from vitrail.data.sources.files import FileSource, refuse_shared
 from vitrail.data.sources.folder import FolderSource, class_folders
@@ -65,7 +65,7 @@ def open_data(
 def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
     """The same with more to train on: each of `more` is "SHARE:SPEC", its share of all samples that are drawn.
 
-    Classes of the same name are one, others come after those of `splits`. Raises `DataError`.
+    Classes of the same name are one, others come after those of `splits`, in all of its splits. Raises `DataError`.
     """
     sources, weights = [splits.train], [1.0]
     for text in more:
@@ -83,7 +83,14 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
         )
     if len({is_multi_label(source) for source in sources}) > 1:
         raise DataError(f"mix {', '.join(more)}: some of the data has one label for each image, other data several")
-    return replace(splits, train=Mixture(sources, weights)) if more else splits
+    if not more:
+        return splits
+    train = Mixture(sources, weights)
+
+    def widened(source: Source | None) -> Source | None:
+        return source if source is None or source.classes == train.classes else Widened(source, train.classes)
+
+    return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test))
 
 
 def _open(location: str, classes: tuple[str, ...] | None, validation_share: float) -> Splits:
