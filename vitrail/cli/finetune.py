@@ -25,7 +25,7 @@ from vitrail.training.folder import read_record
 from vitrail.training.run import finished, resume
 from vitrail.transfer.finetune import FinetuneResult, Protocol, finetune, look_at, plan
 from vitrail.transfer.protocol import Trial, is_trial
-from vitrail.transfer.rules import Given
+from vitrail.transfer.rules import Given, Rule
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -37,6 +37,10 @@ AGAIN = "to go on, give the command again that began it"
 
 UNSET = 999_983
 """What an option is that the rule chooses and nobody gave; a default that it could be is one that a user could give."""
+
+
+KEPT = ("data", "device", "validation_share", "per_class", "subset_seed", "name")
+"""Options that say what the rule is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,41 +117,40 @@ def _config(words: Sequence[str], console: Console) -> tuple[TrainConfig, Protoc
     if (init := given(words, "--init")) is not None:
         raise ConfigError(f"--init {init} cannot be given beside {first.model!r}: MODEL is what is started from")
     initial = load(first.model, device="cpu")
-    asked, rate = first.training, given(words, "--learning-rate")
-    size, batch = asked.images.image_size, asked.batch_size
-    known = Given(
-        image_size=None if size == (UNSET, UNSET) else size,
-        batch_size=None if batch == UNSET else batch,
-        train_blocks=asked.start.train_blocks,
-        lora_rank=asked.start.lora_rank,
-        learning_rate=None if rate is None else asked.optimization.learning_rate,
-        loss="sigmoid" if asked.loss == "sigmoid" else None,
-    )
-    start = StartConfig(init=first.model)
-    base = TrainConfig(
-        data=asked.data,
-        device=asked.device,
-        validation_share=asked.validation_share,
-        per_class=asked.per_class,
-        subset_seed=asked.subset_seed,
-        start=start,
-        name=asked.name,
-    )
-    chosen = plan(initial, base, first.protocol, known)
+    kept = {name: getattr(first.training, name) for name in KEPT}
+    base = TrainConfig(start=StartConfig(init=first.model), **kept)
+    chosen = plan(initial, base, first.protocol, _choices(words, first.training))
     rest = chosen.config if given(words, "--epochs") is None else replace(chosen.config, steps=None)
     config = _parse(words, rest).training
     usual, optimizer = chosen.config.optimization.optimizer, config.optimization.optimizer
-    if optimizer != usual and rate is None:
+    if optimizer != usual and given(words, "--learning-rate") is None:
         raise ConfigError(
             f"optimizer={optimizer!r} needs a --learning-rate of its own: those of --protocol {first.protocol} are for "
             f"{usual!r}"
         )
+    _say_settings(console, chosen, config)
+    return config, first.protocol, initial
+
+
+def _choices(words: Sequence[str], asked: TrainConfig) -> Given:
+    """What is given of the choices that others depend on."""
+    size, batch = asked.images.image_size, asked.batch_size
+    return Given(
+        image_size=None if size == (UNSET, UNSET) else size,
+        batch_size=None if batch == UNSET else batch,
+        train_blocks=asked.start.train_blocks,
+        lora_rank=asked.start.lora_rank,
+        learning_rate=None if given(words, "--learning-rate") is None else asked.optimization.learning_rate,
+        loss="sigmoid" if asked.loss == "sigmoid" else None,
+    )
+
+
+def _say_settings(console: Console, chosen: Rule, config: TrainConfig) -> None:
     _say(console, "settings for this data and machine, which your options replace:")
     for reason in chosen.reasons:
         _say(console, f"  {reason}")
     if replaced := ", ".join(_replaced(chosen.config, config)):
         _say(console, f"your options instead: {replaced}")
-    return config, first.protocol, initial
 
 
 def _replaced(chosen: TrainConfig, config: TrainConfig) -> Iterator[str]:
