@@ -17,8 +17,8 @@ def demo() -> TrainConfig:
 
     Command: `vitrail train`, or `make demo`.
     Hardware: two CPU cores; any GPU.
-    Time: 260 seconds on two cores with AVX512-BF16 (970 images/s; AMD EPYC 9004, 2026-11).
-    Result: 89.35 % and 90.00 % of the 2,000 test images, 89.1 % and 89.8 % of the 531 validation images (seeds 0, 1).
+    Time: 285 and 251 seconds on two cores with AVX512-BF16 (880 and 1,010 images/s; AMD EPYC 9004, 2026-11).
+    Result: 88.40 % and 89.05 % of the 2,000 test images, 89.3 % and 90.2 % of the 531 validation images (seeds 0, 1).
     How it was chosen is told in docs/log.md.
     """
     return TrainConfig(
