@@ -58,7 +58,7 @@ def test_figures_of_a_row_follow_from_its_times(tiny_work: Callable[..., Workloa
 
 def test_compiled_is_set_beside_compiled(tiny_work: Callable[..., Workload]) -> None:
     seconds = {(OURS, "matched"): 4.0, (OURS, "best"): 2.0, ("timm", "matched"): 8.0, ("timm", "best"): 3.0}
-    times = {Entry(library, settings): [each] for (library, settings), each in seconds.items()}  # type: ignore[arg-type]
+    times = {Entry(library, settings): [each] for (library, settings), each in seconds.items()}
     times |= {ALONE: [1.0], Entry("timm", "default"): [12.0]}
     ratios = {entry: _row(entry, tiny_work(), times, None).ratio for entry in times}
     assert ratios[Entry("timm", "best")] == 1.5 and ratios[Entry("timm")] == 2

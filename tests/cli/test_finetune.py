@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from PIL import Image
 import vitrail
 from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
+from vitrail.errors import Stopped
+from vitrail.training.watch import Watch
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
 
@@ -203,14 +206,11 @@ def test_a_rate_that_is_given_is_the_papers_too(
 def test_a_stopped_trial_goes_on_with_the_same_command(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vitrail.errors import Stopped
-    from vitrail.training import watch
-
     run = tmp_path / "run"
     quick = ["--steps", "4", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
     words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), *quick]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch.Watch, "report", _stop_at(2, watch.Watch.report))
+        patch.setattr(Watch, "report", _stop_at(2, Watch.report))
         assert main(words) == Stopped.exit_code
     error, trial = capsys.readouterr().err, tmp_path / "run-learning-rates" / "0.001"
     assert "give the command again that began it" in error and "--resume" not in error
@@ -263,13 +263,10 @@ def test_help_needs_neither_model_nor_data() -> None:
 def test_a_stopped_run_goes_on_to_its_report(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vitrail.errors import Stopped
-    from vitrail.training import watch
-
     run = tmp_path / "run"
     words = ["finetune", str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch.Watch, "report", _stop_at(20, watch.Watch.report))
+        patch.setattr(Watch, "report", _stop_at(20, Watch.report))
         assert main(words) == Stopped.exit_code
     assert f"Go on with: vitrail finetune --resume {run}" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(run)]) == 0
@@ -288,10 +285,10 @@ def test_a_complete_run_without_a_report_gets_one(
     assert (run / "report.html").read_bytes() == first
 
 
-def _stop_at(step: int, usual: object) -> object:
-    def report(self: object) -> None:
-        usual(self)  # type: ignore[operator]
-        if self.state.step >= step:  # type: ignore[attr-defined]
-            self.stop.requested = True  # type: ignore[attr-defined]
+def _stop_at(step: int, usual: Callable[[Watch], None]) -> Callable[[Watch], None]:
+    def report(self: Watch) -> None:
+        usual(self)
+        if self.state.step >= step:
+            self.stop.requested = True
 
     return report

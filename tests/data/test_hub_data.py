@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.weights.hub_server import Hub, Repository, restart_client, serving
+from tests.weights.hub_server import Hub, Repository, cut_off, restart_client, serving
 from vitrail.data.source import Source
 from vitrail.data.sources.hub_data import open_hub_data
 from vitrail.errors import DataError, SaveError
@@ -235,15 +235,7 @@ def test_without_a_network_the_cache_serves(
     hub.add(NAME, {f"{name}/train-0000{number}-of-00002.parquet": parquet([0]) for name in "xy" for number in range(2)})
     keys = keys_of(open_hub_data(f"{SPEC}:x", None).train)
     restart_client()
-    expected = "there is no network to the hub at http://127.0.0.1"
-    if way == "offline":
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        expected = "offline mode is on (HF_HUB_OFFLINE)"
-    elif way == "down":
-        hub.close()
-    else:
-        hub.status = 503
-        expected = f"the hub at {hub.endpoint} is out of order (503"
+    expected = cut_off(hub, monkeypatch, way)
     assert keys_of(open_hub_data(f"{SPEC}:x", None).train) == keys
     text = message(f"{SPEC}:y")
     assert "is not whole in the cache" in text and expected in text

@@ -352,17 +352,19 @@ def test_a_cache_that_cannot_be_made_or_vanishes(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-def test_an_exception_loses_nothing_that_was_computed(tmp_path: Path) -> None:
-    source, watched = Pictures(13), Watched()
-
+def interrupt_after_ten(watched: Watched, source: Pictures, cache: Path) -> None:
     def interrupt(done: int) -> None:
         if done == 10:
             raise KeyboardInterrupt
 
+    options = {"batch_size": 5, "readers": HERE, "cache": cache, "on_progress": interrupt}
     with pytest.raises(KeyboardInterrupt):
-        extract(
-            watched.network, source, PREPROCESS, batch_size=5, readers=HERE, cache=tmp_path, on_progress=interrupt
-        )  # fmt: skip
+        extract(watched.network, source, PREPROCESS, **options)
+
+
+def test_an_exception_loses_nothing_that_was_computed(tmp_path: Path) -> None:
+    source, watched = Pictures(13), Watched()
+    interrupt_after_ten(watched, source, tmp_path)
     features = watched(source, tmp_path)
     assert watched.seen == 13 and same(features, watched(source, None))
     assert watched.notes == ["going on: features of 10 images are in the cache, of 13"]
@@ -372,15 +374,7 @@ def test_an_exception_loses_nothing_that_was_computed(tmp_path: Path) -> None:
 def test_another_batch_size_goes_on_too(tmp_path: Path) -> None:
     source, watched = Pictures(13), Watched()
     expected = watched(source, None)
-
-    def interrupt(done: int) -> None:
-        if done == 10:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        extract(
-            watched.network, source, PREPROCESS, batch_size=5, readers=HERE, cache=tmp_path, on_progress=interrupt
-        )  # fmt: skip
+    interrupt_after_ten(watched, source, tmp_path)
     features = watched(source, tmp_path, batch_size=4)
     assert watched.seen == 13 + 10 + 5  # 8 of the 10 are in whole batches of 4
     assert np.allclose(features.features, expected.features, atol=1e-5)

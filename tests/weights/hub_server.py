@@ -232,3 +232,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[:cut])
+
+
+def cut_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> str:
+    """Makes the hub unreachable: "offline", "down" or "broken". Returns what is to be said of it."""
+    if way == "offline":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        return "offline mode is on (HF_HUB_OFFLINE)"
+    if way == "down":
+        hub.close()
+        return "there is no network to the hub at http://127.0.0.1"
+    hub.status = 503
+    return f"the hub at {hub.endpoint} is out of order (503"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.weights.hub_server import Hub, restart_client, serving
+from tests.weights.hub_server import Hub, cut_off, restart_client, serving
 from vitrail.errors import BundleError, SaveError
 from vitrail.weights.bundle import Bundle, load_bundle
 from vitrail.weights.hub import download, looks_like_hub_name
@@ -199,15 +199,7 @@ def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.Monkey
     hub.add("org/name", {**OTHERS, **shards, "model.safetensors.index.json": index, "config.json": b"{}"})
     folder = download("org/name")
     restart_client()
-    expected = "there is no network to the hub at http://127.0.0.1"
-    if way == "offline":
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        expected = "offline mode is on (HF_HUB_OFFLINE)"
-    elif way == "down":
-        hub.close()
-    else:
-        hub.status = 503
-        expected = f"the hub at {hub.endpoint} is out of order (503"
+    expected = cut_off(hub, monkeypatch, way)
     hub.requests.clear()
     assert download("org/name") == folder
     assert not hub.requests or way == "broken"

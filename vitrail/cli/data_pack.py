@@ -11,8 +11,8 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vitrail.cli.bars import images_bar
 from vitrail.cli.options import parse
 from vitrail.data.manifest import Manifest
 from vitrail.data.pack import pack
@@ -60,18 +60,9 @@ def main(words: Sequence[str], started: float) -> int:
 
 def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, words: Sequence[str]) -> Manifest:
     total = sum(len(source) for source in (splits.train, splits.validation, splits.test) if source is not None)
-    bar = Progress(
-        TextColumn("packing"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        disable=not console.is_terminal,
-        expand=True,
-    )
+    bar = images_bar(console)
     with StopRequest() as request, bar:
-        task = bar.add_task("", total=total)
+        task = bar.add_task("packing", total=total)
         try:
             return pack(
                 splits,

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vitrail.cli.bars import images_bar
 from vitrail.cli.options import parse
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
@@ -122,18 +122,9 @@ def _target(options: Embed, split: str) -> Path:
 
 
 def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console: Console) -> FeatureSet:
-    bar = Progress(
-        TextColumn(f"embedding {split}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        disable=not console.is_terminal,
-        expand=True,
-    )
+    bar = images_bar(console)
     with bar:
-        task = bar.add_task("", total=len(source))
+        task = bar.add_task(f"embedding {split}", total=len(source))
         return extract(
             bundle.network,
             source,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vitrail.cli.bars import images_bar
 from vitrail.cli.options import parse
 from vitrail.errors import ConfigError, DataError
 
@@ -327,17 +327,7 @@ class _Bar:
     """How far the images are, where somebody looks on."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not console.is_terminal,
-            expand=True,
-            transient=True,
-        )
+        self._progress = images_bar(console, transient=True)
         self._task = self._progress.add_task("measuring", total=None)
 
     def __enter__(self) -> _Bar:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -13,14 +12,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.cli.options import given, parse
+from vitrail.cli.options import Resume, given, parse
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.bootstrap import Figure
 from vitrail.evaluation.report import ClassificationReport
 from vitrail.plain import to_plain
 from vitrail.training.config import StartConfig, TrainConfig
-from vitrail.training.display import ConsoleDisplay
+from vitrail.training.display import ConsoleDisplay, Display
 from vitrail.training.folder import read_record
 from vitrail.training.run import finished, resume
 from vitrail.transfer.finetune import FinetuneResult, Protocol, finetune, look_at, plan
@@ -60,17 +59,8 @@ class Finetune:
     training: TrainConfig = field(default_factory=TrainConfig)
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Go on with fine-tuning that was stopped or killed, from its newest whole checkpoint."""
-
-    resume: Path
-    """The run's folder."""
-
-
 def main(words: Sequence[str], started: float) -> int:
-    console = Console()
-    display = ConsoleDisplay(console)
+    display = ConsoleDisplay(Console())
     try:
         if given(words, "--resume") is not None:
             folder = parse(Resume, words, usage="vitrail finetune", description=Resume.__doc__ or "").resume
@@ -80,7 +70,7 @@ def main(words: Sequence[str], started: float) -> int:
             run = None if (folder / "report.html").exists() else finished(folder)
             result = look_at(run or resume(folder, display=display, started=started), config)
         else:
-            config, protocol, initial = _config(words, console)
+            config, protocol, initial = _config(words, display)
             rate = config.optimization.learning_rate
             result = finetune(
                 config,
@@ -89,7 +79,7 @@ def main(words: Sequence[str], started: float) -> int:
                 initial=initial,
                 display=display,
                 started=started,
-                on_trial=lambda trial: _say(console, _tried(trial)),
+                on_trial=lambda trial: display.say(_tried(trial)),
             )
     except Stopped as stop:
         how = (
@@ -98,11 +88,11 @@ def main(words: Sequence[str], started: float) -> int:
             else f"Go on with: vitrail finetune --resume {stop.run}"
         )
         raise Stopped(f"{stop}\n{how}", stop.run) from None
-    _report(console, result)
+    _report(display, result)
     return 0
 
 
-def _config(words: Sequence[str], console: Console) -> tuple[TrainConfig, Protocol, Bundle]:
+def _config(words: Sequence[str], display: Display) -> tuple[TrainConfig, Protocol, Bundle]:
     """The run, made in two readings of the words: the first says what is given, the second fills in the rest."""
     if {"-h", "--help"}.intersection(words):  # which shows defaults, and leaves
         _parse(words, TrainConfig(data=""))
@@ -128,7 +118,7 @@ def _config(words: Sequence[str], console: Console) -> tuple[TrainConfig, Protoc
             f"optimizer={optimizer!r} needs a --learning-rate of its own: those of --protocol {first.protocol} are for "
             f"{usual!r}"
         )
-    _say_settings(console, chosen, config)
+    _say_settings(display, chosen, config)
     return config, first.protocol, initial
 
 
@@ -145,12 +135,12 @@ def _choices(words: Sequence[str], asked: TrainConfig) -> Given:
     )
 
 
-def _say_settings(console: Console, chosen: Rule, config: TrainConfig) -> None:
-    _say(console, "settings for this data and machine, which your options replace:")
+def _say_settings(display: Display, chosen: Rule, config: TrainConfig) -> None:
+    display.say("settings for this data and machine, which your options replace:")
     for reason in chosen.reasons:
-        _say(console, f"  {reason}")
+        display.say(f"  {reason}")
     if replaced := ", ".join(_replaced(chosen.config, config)):
-        _say(console, f"your options instead: {replaced}")
+        display.say(f"your options instead: {replaced}")
 
 
 def _replaced(chosen: TrainConfig, config: TrainConfig) -> Iterator[str]:
@@ -176,10 +166,6 @@ def _tried(trial: Trial) -> str:
     return f"learning rate {trial.rate:g}: {trial.accuracy:.2%} of the held-out images"
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 def _figures(found: ClassificationReport) -> Iterator[tuple[str, Figure]]:
     """What is shown of all images together, by name."""
     if (several := found.multi_label) is None:
@@ -197,13 +183,13 @@ def _figures(found: ClassificationReport) -> Iterator[tuple[str, Figure]]:
         yield "calibration error", found.calibration.error
 
 
-def _report(console: Console, result: FinetuneResult) -> None:
+def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
     found, run = result.report, result.run
     if result.trials:
-        _say(console, f"learning rate {result.trials[0].rate:g} was the best of {len(result.trials)}")
+        display.say(f"learning rate {result.trials[0].rate:g} was the best of {len(result.trials)}")
     if found is None:
         hint = "" if result.trials else "; --validation-share 0.1 holds out a tenth"
-        _say(console, f"no image with a label is held out, so this model was not measured{hint}")
+        display.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
         table = Table(title=f"{result.split} split, {found.images:,} images", title_justify="left", box=SIMPLE_HEAD)
         for column in ("", "figure", "95 % interval"):
@@ -211,16 +197,16 @@ def _report(console: Console, result: FinetuneResult) -> None:
         for name, figure in _figures(found):
             interval = "" if figure.low is None else f"{figure.low:.2%} to {figure.high:.2%}"
             table.add_row(name, f"{figure.value:.2%}", interval)
-        console.print(table)
+        display.console.print(table)
         if result.split == "validation" and run.bundle.provenance["kept"] == "best":
-            _say(console, "these images chose which weights to keep as well, so expect a little less of new ones")
+            display.say("these images chose which weights to keep as well, so expect a little less of new ones")
         for row in sorted(found.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)[:3]:
             if row.accuracy is not None and row.accuracy < 1:
-                _say(console, f"hard: {row.name}, {row.accuracy:.1%} of {row.images:,}")
+                display.say(f"hard: {row.name}, {row.accuracy:.1%} of {row.images:,}")
     summary = run.summary
-    _say(console, f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
+    display.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
     if result.page is not None:
-        _say(console, f"Curves, confusions and the worst mistakes: {result.page}")
+        display.say(f"Curves, confusions and the worst mistakes: {result.page}")
     model = run.folder / "model"
     words = ("vitrail", "predict", str(model), str(run.folder / "examples"))
-    _say(console, f"The model is in {model}. Try it:\n  {shlex.join(words)}")
+    display.say(f"The model is in {model}. Try it:\n  {shlex.join(words)}")

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
 
-__all__ = ["given", "parse"]
+__all__ = ["Resume", "given", "parse"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on with a run that was stopped or killed, from its newest whole checkpoint."""
+
+    resume: Path
+    """The run's folder."""
 
 
 def parse(cls: type[T], words: Sequence[str], *, usage: str, description: str, default: T | None = None) -> T:

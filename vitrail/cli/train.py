@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.options import given, parse
+from vitrail.cli.options import Resume, given, parse
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.recipes import RECIPES
 from vitrail.training.config import ModelConfig, TrainConfig
@@ -30,19 +29,11 @@ images, or folder where --data names something else. With --init the architectur
 and normalisation unless given. Ctrl-C saves and stops; go on with: vitrail train --resume RUN."""
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Go on with a run that was stopped or killed, from its newest whole checkpoint."""
-
-    resume: Path
-    """The run's folder."""
-
-
 def main(words: Sequence[str], started: float) -> int:
     console = Console()
     display = ConsoleDisplay(console)
     try:
-        if any(word == "--resume" or word.startswith("--resume=") for word in words):
+        if given(words, "--resume") is not None:
             run = parse(Resume, words, usage="vitrail train", description=Resume.__doc__ or "").resume
             result = resume(run, display=display, started=started)
         else:

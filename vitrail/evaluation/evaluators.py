@@ -108,9 +108,7 @@ class ByLinear:
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """`linear`, `linear_penalty` and `training_images`. Raises as `linear_probe` does."""
-        _check_labelled(train, "linear")
-        _check_labelled(held_out, "linear")
-        known, asked = _labelled(outputs, train), _labelled(outputs, held_out)
+        known, asked = _known_and_asked("linear", outputs, train, held_out)
         found = linear_probe(
             known.features,
             known.truth,
@@ -221,9 +219,7 @@ class ByNeighbours:
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """`knn_20` and so on, and `training_images`. Raises as `knn` does."""
-        _check_labelled(train, "knn")
-        _check_labelled(held_out, "knn")
-        known, asked = _labelled(outputs, train), _labelled(outputs, held_out)
+        known, asked = _known_and_asked("knn", outputs, train, held_out)
         rows = knn(
             known.features,
             known.truth,
@@ -311,6 +307,14 @@ class _Labelled:
 
     def counts(self) -> dict[str, float]:
         return {"images": float(len(self.truth)), "skipped": float(self.skipped)}
+
+
+def _known_and_asked(name: str, outputs: Outputs, train: Source, held_out: Source) -> tuple[_Labelled, _Labelled]:
+    """What an evaluator learns from and what it is measured on. Raises `DataError` where either has no label, before
+    anything is computed."""
+    for source in (train, held_out):
+        _check_labelled(source, name)
+    return _labelled(outputs, train), _labelled(outputs, held_out)
 
 
 def _labelled(outputs: Outputs, source: Source) -> _Labelled:
