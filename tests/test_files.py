@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from vitrail.errors import SaveError
 from vitrail.files import replacing_folder, saving, sha256, write_json
 
+OURS = ("a", "b", "old", "new", "both", "inner", "half")
+
 
 def content(folder: Path) -> dict[str, str]:
     """Every file below a folder with its text."""
@@ -27,14 +29,14 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path, **files: str) -> None:
-    with replacing_folder("the test", folder) as partial:
+    with replacing_folder("the test", folder, OURS) as partial:
         for name, text in files.items():
             (partial / name).write_text(text)
 
 
 def test_a_folder_appears_with_all_its_files(tmp_path: Path) -> None:
     target = tmp_path / "new" / "deep"
-    with replacing_folder("the test", target) as partial:
+    with replacing_folder("the test", target, OURS) as partial:
         assert partial.is_dir() and not any(partial.iterdir()) and partial != target
         (partial / "inner").mkdir()
         (partial / "inner" / "b").write_text("B")
@@ -58,7 +60,7 @@ def test_a_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
 def test_an_exception_leaves_the_old_folder(tmp_path: Path, error: type[BaseException]) -> None:
     target = tmp_path / "model"
     write(target, a="1")
-    with pytest.raises(error, match="stop"), replacing_folder("the test", target) as partial:
+    with pytest.raises(error, match="stop"), replacing_folder("the test", target, OURS) as partial:
         (partial / "a").write_text("2")
         raise error("stop")
     assert content(target) == {"a": "1"}
@@ -66,7 +68,7 @@ def test_an_exception_leaves_the_old_folder(tmp_path: Path, error: type[BaseExce
 
 
 def test_an_exception_leaves_nothing_where_nothing_was(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stop"), replacing_folder("the test", tmp_path / "model"):
+    with pytest.raises(ValueError, match="stop"), replacing_folder("the test", tmp_path / "model", OURS):
         raise ValueError("stop")
     assert not any(tmp_path.iterdir())
 
@@ -74,7 +76,7 @@ def test_an_exception_leaves_nothing_where_nothing_was(tmp_path: Path) -> None:
 def test_a_failure_to_write_says_what_where_and_why(tmp_path: Path) -> None:
     target = tmp_path / "model"
     write(target, a="1")
-    with pytest.raises(SaveError) as caught, replacing_folder("the test", target) as partial:
+    with pytest.raises(SaveError) as caught, replacing_folder("the test", target, OURS) as partial:
         (partial / "missing" / "a").write_text("2")
     assert str(caught.value) == (
         f"could not save the test to {target}: No such file or directory; what was there is intact"
@@ -93,7 +95,7 @@ def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
 def test_a_folder_that_vanishes_before_it_is_done(tmp_path: Path) -> None:
     target = tmp_path / "model"
     write(target, a="1")
-    with pytest.raises(SaveError, match="No such file"), replacing_folder("the test", target) as partial:
+    with pytest.raises(SaveError, match="No such file"), replacing_folder("the test", target, OURS) as partial:
         partial.rmdir()
     assert content(target) == {"a": "1"}
 
@@ -104,7 +106,7 @@ def test_leftovers_of_a_process_that_was_killed(tmp_path: Path) -> None:
         import os, signal
         from pathlib import Path
         from vitrail.files import replacing_folder
-        with replacing_folder("the test", Path({str(target)!r})) as partial:
+        with replacing_folder("the test", Path({str(target)!r}), ("*",)) as partial:
             (partial / "half").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -133,7 +135,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_folder(tmp_path: Path) ->
         from vitrail.errors import SaveError
         from vitrail.files import replacing_folder
         try:
-            with replacing_folder("the test", Path({str(target)!r})) as partial:
+            with replacing_folder("the test", Path({str(target)!r}), ("*",)) as partial:
                 (partial / "a").write_text("2" * 50)
                 (partial / "b").write_text("2" * 500)
         except SaveError as error:

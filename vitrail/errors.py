@@ -9,7 +9,8 @@
         ├── DataError            a data set
         │   └── UndecodableImage one image
         ├── RunError             a run folder or its checkpoints
-        └── BundleError          a model on disk
+        ├── BundleError          a model on disk
+        └── DestinationError     a path to write to that is taken
 
 A message gives the value, the rule, and the choices: `pool='avg' is not one of 'cls', 'gap'`.
 """
@@ -24,6 +25,7 @@ __all__ = [
     "BundleError",
     "ConfigError",
     "DataError",
+    "DestinationError",
     "NonFiniteLoss",
     "RunError",
     "SaveError",
@@ -83,6 +85,10 @@ class RunError(UserError):
 
 class BundleError(UserError):
     """A model on disk is missing a file, was altered, or does not fit."""
+
+
+class DestinationError(UserError):
+    """A path that is to be written exists already and may not be replaced."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import SaveError
+from vitrail.errors import DestinationError, SaveError
 
-__all__ = ["cache_folder", "recover_folder", "replacing_folder", "saving", "sha256", "write_json"]
+__all__ = [
+    "cache_folder",
+    "check_new_file",
+    "check_new_folder",
+    "partial_path",
+    "recover_folder",
+    "replacing_folder",
+    "saving",
+    "sha256",
+    "write_json",
+]
 
 
 def cache_folder(name: str) -> Path:
@@ -33,14 +44,50 @@ def saving(what: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def replacing_folder(what: str, path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path`, which takes its place if the block ends well, and vanishes if not.
+def check_new_folder(
+    path: Path, names: Collection[str], *, overwrite: bool, recognise: Callable[[Path], bool] = lambda path: True
+) -> None:
+    """Raise `DestinationError` unless a folder may be written at `path`.
 
-    Everything is flushed to the disk before the names change. Raises `SaveError`.
+    The path may be free or an empty folder. With `overwrite` it may also be an earlier output: a folder whose entries
+    all match `names` (shell patterns) and that `recognise` accepts. A folder that holds anything else is the user's
+    and is never replaced.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise DestinationError(f"{path} is a file; choose another path for the folder to write")
+    if path.resolve() == Path.cwd():
+        raise DestinationError(f"{path} is the current folder; name a new folder inside it")
+    entries = sorted(entry.name for entry in path.iterdir())
+    foreign = [name for name in entries if not _matches(name, names)]
+    if foreign or (entries and not recognise(path)):
+        shown = ", ".join((foreign or entries)[:3]) + (", ..." if len(foreign or entries) > 3 else "")
+        raise DestinationError(
+            f"{path} holds files that Vitrail did not write ({shown}), so it is not replaced; choose a new or an empty "
+            "folder"
+        )
+    if entries and not overwrite:
+        raise DestinationError(f"{path} exists already; choose another folder, or replace it with --overwrite")
+
+
+def check_new_file(path: Path, *, overwrite: bool) -> None:
+    """Raise `DestinationError` unless a file may be written at `path`: it is free, or `overwrite` allows replacing."""
+    if path.is_dir():
+        raise DestinationError(f"{path} is a folder; choose another path for the file to write")
+    if path.exists() and not overwrite:
+        raise DestinationError(f"{path} exists already; choose another file, or replace it with --overwrite")
+
+
+@contextmanager
+def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `path` if the block succeeds, and is deleted if it raises.
+
+    Of an older folder at `path`, the entries that match `names` (shell patterns) are deleted; all others are somebody
+    else's and move into the new folder. Everything is flushed to the disk before the names change. Raises `SaveError`.
     """
     path = path.resolve()
-    partial = path.with_name(f"{path.name}.partial")
+    partial = partial_path(path)
     try:
         with saving(what, path):
             if path.exists() and not path.is_dir():
@@ -50,14 +97,19 @@ def replacing_folder(what: str, path: Path) -> Iterator[Path]:
             yield partial
             for entry in (*partial.rglob("*"), partial):
                 _flush(entry)
-            _swap(partial, path)
+            _swap(partial, path, names)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def partial_path(path: Path) -> Path:
+    """Return the path beside `path` at which it is written before it is complete; no user's file has such a name."""
+    return path.with_name(f".{path.name}.vitrail-partial")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Pretty JSON, replaced in one step."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = partial_path(path)
     partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(path)
 
@@ -68,17 +120,17 @@ def sha256(path: Path) -> str:
 
 
 def recover_folder(path: Path) -> None:
-    """Gives a folder its name back where a process was killed while `replacing_folder` swapped it for a new one."""
-    old = path.with_name(f"{path.name}.replaced")
+    """Restore the old folder if a process was killed while `replacing_folder` was about to rename the new one."""
+    old = _replaced_path(path)
     if old.exists() and not path.exists():
         old.rename(path)
 
 
-def _swap(new: Path, path: Path) -> None:
-    """Gives `new` the name `path`; what had it is deleted, but only once that has gone well."""
-    old = path.with_name(f"{path.name}.replaced")
+def _swap(new: Path, path: Path, names: Collection[str]) -> None:
+    """Rename `new` to `path`. The old folder is discarded only after that has succeeded."""
+    old = _replaced_path(path)
     recover_folder(path)
-    shutil.rmtree(old, ignore_errors=True)
+    _discard(old, path, names)
     if path.exists():
         path.rename(old)
     try:
@@ -88,7 +140,25 @@ def _swap(new: Path, path: Path) -> None:
             old.rename(path)
         raise
     _flush(path.parent)
+    _discard(old, path, names)
+
+
+def _discard(old: Path, path: Path, names: Collection[str]) -> None:
+    """Delete a replaced folder, after moving the entries that do not match `names` into the folder at `path`."""
+    if not old.exists():
+        return
+    for entry in old.iterdir():
+        if not _matches(entry.name, names):
+            entry.rename(path / entry.name)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _replaced_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.vitrail-replaced")
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _flush(path: Path) -> None:

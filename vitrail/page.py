@@ -6,10 +6,11 @@ import base64
 import html
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from PIL import Image
 
-__all__ = ["STYLE", "document", "escape", "figure", "printable", "table", "thumbnail"]
+__all__ = ["STYLE", "document", "escape", "figure", "is_our_page", "printable", "table", "thumbnail"]
 
 SIDE = 96
 """Longest side of a thumbnail in pixels. Smaller images are enlarged by whole numbers, so that they stay sharp."""
@@ -46,6 +47,15 @@ figcaption { font-size: .72rem; line-height: 1.25; overflow-wrap: anywhere; marg
 """Light and dark, as the reader's system is. Colours are the variables at the top."""
 
 
+GENERATOR = '<meta name="generator" content="vitrail">'
+"""In the head of every page, so that a later command recognises its own output."""
+
+
+def is_our_page(path: Path) -> bool:
+    """Return True if a file is a page that `document` made."""
+    return path.is_file() and GENERATOR in path.read_text(encoding="utf-8", errors="replace")[:2000]
+
+
 def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
     """The file: a heading, which is also the window's title, and under it parts that are HTML already.
 
@@ -54,6 +64,7 @@ def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
     name = escape(title)
     head = [
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>',
+        GENERATOR,
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{STYLE}{style}</style>\n</head>\n<body>\n<h1>{name}</h1>",
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vitrail.cli import main
 from vitrail.data.preprocess import Preprocess
@@ -140,18 +141,69 @@ def test_a_place_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("to", FIELDS)
-def test_what_is_there_is_replaced_whole(to: str, ours: Path, tmp_path: Path) -> None:
+def test_an_earlier_output_is_replaced_only_with_overwrite(
+    to: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, fresh = tmp_path / f"out{FIELDS[to]}", tmp_path / f"fresh{FIELDS[to]}"
-    if FIELDS[to]:
-        out.write_bytes(b"x" * 1_000_000)
-    else:
-        out.mkdir()
-        (out / "leftover").write_text("x")
-    for path in (out, fresh):
-        assert code_of([str(ours), str(path), "--to", to]) == 0
-    files = [out] if FIELDS[to] else sorted(out.iterdir())
-    for file in files:
+    assert code_of([str(ours), str(out), "--to", to]) == 0
+    assert code_of([str(ours), str(out), "--to", to, "--num-classes", "2"]) == 2
+    assert f"{out} exists already; choose another" in capsys.readouterr().err
+    assert code_of([str(ours), str(out), "--to", to, "--num-classes", "2", "--overwrite"]) == 0
+    assert code_of([str(ours), str(fresh), "--to", to, "--num-classes", "2"]) == 0
+    for file in [out] if FIELDS[to] else sorted(out.iterdir()):
         twin = fresh if FIELDS[to] else fresh / file.name
         assert file.read_bytes() == twin.read_bytes()
-    assert not (out / "leftover").exists()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(["ours", out.name, fresh.name])
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]])
+@pytest.mark.parametrize("to", [name for name, suffix in FIELDS.items() if not suffix])
+@pytest.mark.parametrize("of_a_model", [True, False])
+def test_a_folder_with_the_users_own_files_is_never_replaced(
+    of_a_model: bool, to: str, words: list[str], ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    if of_a_model:
+        assert code_of([str(ours), str(out), "--to", to]) == 0
+    out.mkdir(exist_ok=True)
+    (out / "thesis.txt").write_text("years of work")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert code_of([str(ours), str(out), "--to", to, *words]) == 2
+    error = capsys.readouterr().err
+    assert f"{out} holds files that Vitrail did not write (thesis.txt), so it is not replaced" in error
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("words", [[], ["--overwrite"]])
+def test_the_current_folder_is_never_replaced(
+    words: list[str], ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of([str(ours), ".", "--to", "vitrail", *words]) == 2
+    assert ". is the current folder; name a new folder inside it" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+def test_a_downloaded_model_is_not_taken_for_an_earlier_output(
+    to: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_file({"a": torch.zeros(1)}, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text("{}")
+    assert code_of([str(ours), str(out), "--to", to, "--overwrite"]) == 2
+    assert "holds files that Vitrail did not write (config.json, model.safetensors)" in capsys.readouterr().err
+    assert sorted(entry.name for entry in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_folder_where_a_file_is_to_be_written(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out.npz").mkdir()
+    assert code_of([str(ours), str(tmp_path / "out.npz"), "--to", "google", "--overwrite"]) == 2
+    assert "out.npz is a folder; choose another path for the file to write" in capsys.readouterr().err
+
+
+def test_an_empty_folder_is_written_to(ours: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert code_of([str(ours), str(tmp_path / "out"), "--to", "vitrail"]) == 0
+    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == ["model.json", "model.safetensors"]

@@ -66,8 +66,12 @@ def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, capsys:
     assert main(["data", "check", str(colour_folder), "--page", "no/such/a.html"]) == 2
     assert "there is no folder no/such" in capsys.readouterr().err
     (here / "folder").mkdir()
-    assert main(["data", "check", str(colour_folder), "--page", "folder"]) == 1
-    assert "could not save the page to folder" in capsys.readouterr().err
+    assert main(["data", "check", str(colour_folder), "--page", "folder"]) == 2
+    assert "folder is a folder; choose another path for the file to write" in capsys.readouterr().err
+    (here / "thesis.html").write_text("<html>mine")
+    assert main(["data", "check", str(colour_folder), "--page", "thesis.html"]) == 2
+    assert "thesis.html exists already and is not an earlier page; choose another --page" in capsys.readouterr().err
+    assert (here / "thesis.html").read_text() == "<html>mine"
 
 
 def test_a_sample_is_deterministic(colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

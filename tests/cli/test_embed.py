@@ -118,21 +118,19 @@ def test_parquet_is_a_file_for_each_split(embed: Embed, tmp_path: Path) -> None:
     assert np.array_equal(np.array(table["feature"].to_pylist(), np.float32), features.features)
     assert table["key"].to_pylist() == list(features.keys) and table["label"].to_pylist() == features.labels.tolist()
     code, _, errors = embed("--format", "parquet")
-    assert code == 2 and "train.parquet exists already; choose another folder, or replace the file" in errors
+    assert code == 2 and "train.parquet exists already; choose another file, or replace it with --overwrite" in errors
     assert embed("--format", "parquet", "--overwrite")[0] == 0
 
 
 def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
     assert embed("--split", "test")[0] == 0
     code, _, errors = embed()
-    assert (
-        code == 2 and "out/test has features already; choose another folder, or replace them by --overwrite" in errors
-    )
+    assert code == 2 and "out/test exists already; choose another folder, or replace it with --overwrite" in errors
     assert not (tmp_path / "out" / "train").exists()
     (tmp_path / "out" / "train").mkdir()
     (tmp_path / "out" / "train" / "mine.png").touch()
     code, _, errors = embed("--overwrite")
-    assert code == 2 and "out/train exists and holds other things than features" in errors
+    assert code == 2 and "out/train holds files that Vitrail did not write (mine.png)" in errors
     assert (tmp_path / "out" / "train" / "mine.png").exists()
 
 

@@ -164,7 +164,7 @@ def test_without_a_manifest_it_does_not_exist(
     saved(3, 4)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     (checkpoints.folder / "step-4" / "manifest.json").unlink()
-    for name in ("step-5.partial", "step-6.replaced", "step-x", "other"):
+    for name in (".step-5.vitrail-partial", ".step-6.vitrail-replaced", "step-x", "other"):
         shutil.copytree(checkpoints.folder / "step-3", checkpoints.folder / name)
     assert checkpoints.steps() == [3]
     assert checkpoints.restore(moving[0]) == [] and moving[0].step == 3

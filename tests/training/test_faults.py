@@ -133,7 +133,7 @@ def test_the_step_that_went_bad_is_named_and_never_saved(
     assert Checkpoints(run / "checkpoints").steps() == kept
     last = read_journal(run / "journal.jsonl")[-1]
     assert last["event"] == "failed" and last["reason"] == f"loss is nan at step {after + 1}"
-    assert not list(run.rglob("*.partial"))
+    assert not list(run.rglob("*-partial"))
 
 
 def test_a_run_that_went_bad_can_go_on_from_the_last_good_state(

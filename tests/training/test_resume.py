@@ -238,7 +238,7 @@ def test_kill_9_at_random_moments_changes_no_bit(
     assert process.returncode == 0, errors
     assert len(reached) >= 2
     assert outcome(run) == outcome(tmp_path / "straight")
-    assert not list((run / "checkpoints").glob("*.partial"))
+    assert not list((run / "checkpoints").glob("*-partial"))
 
 
 KILLER = """
@@ -255,11 +255,11 @@ def dying(place, name, when):
     setattr(place, name, wrapped)
 
 def writes(file):
-    dying(checkpoint, "write_json", lambda path, value: path.parent.name == "step-24.partial" and path.name == file)
+    dying(checkpoint, "write_json", lambda path, _: (path.parent.name, path.name) == (".step-24.vitrail-partial", file))
 
 where = sys.argv[1]
 if where == "before the tensors":
-    dying(checkpoint, "save", lambda *a, checkpoint_id, **k: checkpoint_id.name == "step-24.partial")
+    dying(checkpoint, "save", lambda *a, checkpoint_id, **k: checkpoint_id.name == ".step-24.vitrail-partial")
 elif where == "before the values":
     writes("state.json")
 elif where == "before the manifest":
@@ -304,4 +304,4 @@ def test_kill_9_within_a_save_changes_no_bit(
         assert found[part] == expected, f"{part} differs"
     resumed = [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "resumed"]
     assert resumed == [newest]
-    assert not list((run / "checkpoints").glob("*.partial"))
+    assert not list((run / "checkpoints").glob("*-partial"))

@@ -267,9 +267,12 @@ def test_an_existing_folder_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
 def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(tiny(steps=2))
-    (folder / "leftover").touch()
+    for name in ("notes.txt", "model/notes.txt", "examples/mine.jpg"):
+        (folder / name).touch()
+        with pytest.raises(RunError, match=rf"also holds files that are not the run's \({name}\), so it is not over"):
+            train(tiny(steps=3, overwrite=True))
+        (folder / name).unlink()
     result = train(tiny(steps=3, overwrite=True))
-    assert not (folder / "leftover").exists()
     events = read_journal(folder / "journal.jsonl")
     assert [event["event"] for event in events].count("started") == 1 and events[0]["steps"] == 3
     assert result.folder == folder

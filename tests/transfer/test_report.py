@@ -86,7 +86,7 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
     left_out = [text for text in page.text if text.endswith("broken.png")]
     assert len(left_out) == 2 and all(LONG in name for name in left_out)
     assert "\n".join(commands) in page.text
-    assert not list(folder.glob("*.partial"))
+    assert not list(folder.glob("*-partial"))
 
 
 SECTIONS = [

@@ -25,11 +25,11 @@ from torch import Tensor
 
 import vitrail
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import BundleError, ConfigError, DataError, SaveError, UndecodableImage
+from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
 from vitrail.files import recover_folder
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.bundle import Bundle, Prediction, load_bundle, read_image
+from vitrail.weights.bundle import Bundle, Prediction, load_bundle, read_image, write_bundle
 
 Make = Callable[..., Bundle]
 
@@ -114,7 +114,7 @@ def test_a_loaded_model_can_be_trained_and_saved_again(saved: Path, tmp_path: Pa
     before = load_file(saved / "model.safetensors")
     loaded.network.train()(torch.randn(2, 3, 12, 10)).sum().backward()
     torch.optim.SGD(loaded.network.parameters(), lr=0.1).step()
-    loaded.save(saved)
+    loaded.save(saved, overwrite=True)
     after = load_bundle(saved, device="cpu").network.state_dict()
     assert not torch.equal(before["head.weight"], after["head.weight"])
 
@@ -453,8 +453,7 @@ def assert_intact(old: tuple[Path, dict[str, bytes]]) -> None:
 
 def test_a_model_takes_the_place_of_another(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
     path, before = old
-    (path / "leftover.txt").write_text("x")
-    bundle.save(path)
+    bundle.save(path, overwrite=True)
     assert sorted(snapshot(path)) == ["model.json", "model.safetensors"] and snapshot(path) != before
     assert torch.equal(load_bundle(path, device="cpu").network.state_dict()["head.bias"], bundle.network.head.bias)
     assert [entry.name for entry in path.parent.iterdir()] == ["model"]
@@ -463,7 +462,7 @@ def test_a_model_takes_the_place_of_another(bundle: Bundle, old: tuple[Path, dic
 def test_an_exception_while_saving_leaves_the_old_model(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
     bundle.provenance["image"] = Path("x")  # not a JSON value, which shows only after the weights were written
     with pytest.raises(TypeError, match="not JSON serializable"):
-        bundle.save(old[0])
+        bundle.save(old[0], overwrite=True)
     assert_intact(old)
 
 
@@ -480,11 +479,11 @@ def test_a_full_disk_leaves_the_old_model(
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # no file of this process can grow past it
     try:
         with pytest.raises(SaveError, match="File too large"):
-            bundle.save(old[0])
+            bundle.save(old[0], overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_intact(old)
-    bundle.save(old[0])
+    bundle.save(old[0], overwrite=True)
     assert load_bundle(old[0], device="cpu").provenance["notes"] == "x" * notes
 
 
@@ -509,20 +508,42 @@ def test_a_linked_folder_is_written_to_again_and_again(bundle: Bundle, tmp_path:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for _ in range(3):
-        bundle.save(tmp_path / "link")
+        bundle.save(tmp_path / "link", overwrite=True)
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.json").is_file()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "real"]
 
 
 def test_a_file_in_the_way_is_named(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "model").write_text("mine")
-    with pytest.raises(SaveError, match="it is a file"):
-        bundle.save(tmp_path / "model")
+    with pytest.raises(DestinationError, match="model is a file; choose another path for the folder to write"):
+        bundle.save(tmp_path / "model", overwrite=True)
     assert (tmp_path / "model").read_text() == "mine"
 
 
+def test_a_model_is_replaced_only_on_request(bundle: Bundle, tmp_path: Path) -> None:
+    bundle.save(tmp_path / "model")
+    with pytest.raises(DestinationError, match="model exists already; choose another folder, or replace it"):
+        bundle.save(tmp_path / "model")
+    bundle.save(tmp_path / "model", overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("is_model", [False, True])
+def test_saving_never_deletes_other_files(bundle: Bundle, tmp_path: Path, is_model: bool, overwrite: bool) -> None:
+    folder = tmp_path / "mine"
+    if is_model:
+        bundle.save(folder)
+    folder.mkdir(exist_ok=True)
+    (folder / "thesis.txt").write_text("years of work")
+    with pytest.raises(DestinationError, match=r"mine holds files that Vitrail did not write \(thesis.txt\)"):
+        bundle.save(folder, overwrite=overwrite)
+    assert (folder / "thesis.txt").read_text() == "years of work"
+    write_bundle(bundle, folder)  # as a run does with its own model
+    assert sorted(entry.name for entry in folder.iterdir()) == ["model.json", "model.safetensors", "thesis.txt"]
+
+
 def test_a_folder_that_lost_its_name_gets_it_back(saved: Path) -> None:
-    saved.rename(saved.with_name(f"{saved.name}.replaced"))
+    saved.rename(saved.with_name(f".{saved.name}.vitrail-replaced"))
     recover_folder(saved)
     assert load_bundle(saved, device="cpu").classes
 

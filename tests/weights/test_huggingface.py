@@ -569,9 +569,8 @@ def test_a_resnet_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_there_is_replaced(tmp_path: Path, make_bundle: Make) -> None:
     make_bundle(**DINOV2, seed=1).save(tmp_path / "ours")
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "old").write_text("")
-    assert convert(tmp_path / "ours", tmp_path / "theirs", "huggingface") == ()
+    for _ in range(2):
+        assert convert(tmp_path / "ours", tmp_path / "theirs", "huggingface", overwrite=True) == ()
     found = sorted(path.name for path in (tmp_path / "theirs").iterdir())
     assert found == ["config.json", "model.safetensors", "preprocessor_config.json"]
 

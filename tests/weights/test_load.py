@@ -300,10 +300,10 @@ def test_a_model_can_be_converted_onto_itself(random_bundle: Make, assert_same: 
     bundle, path = random_bundle(config), tmp_path / "x.safetensors"
     LAYOUTS["timm"].write(bundle, path)
     for _ in range(2):
-        convert(path, path, "timm", heads=3, num_classes=1000)
+        convert(path, path, "timm", heads=3, num_classes=1000, overwrite=True)
         loaded = load(path, device="cpu", heads=3)
         torch.testing.assert_close(logits(loaded), logits(bundle), atol=0, rtol=0)
-    convert(path, path, "timm", heads=3, num_classes=2)
+    convert(path, path, "timm", heads=3, num_classes=2, overwrite=True)
     assert load(path, device="cpu", heads=3).network.config.num_classes == 2
 
 

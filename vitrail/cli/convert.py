@@ -28,7 +28,7 @@ class Convert:
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
     """Folder or file of a model, or its name on the hub: google/vit-base-patch16-224."""
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
-    """File or folder to write; what is there is replaced."""
+    """File or folder to write: a new path or an empty folder."""
     to: str
     """The layout to write."""
     layout: str | None = None
@@ -41,6 +41,8 @@ class Convert:
     """Outputs of a new head of zeros; 0 for a model without one."""
     drop_head_hidden: bool = False
     """Leave out the hidden layer before the head, and the head with it."""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Replace an earlier output at DST. A folder with other files in it is never replaced."""
     json: bool = False
     """Print JSON instead of text."""
 
@@ -51,6 +53,7 @@ def main(words: Sequence[str], started: float) -> int:
         options.source,
         options.destination,
         options.to,
+        overwrite=options.overwrite,
         layout=options.layout,
         heads=options.heads,
         image_size=options.image_size,

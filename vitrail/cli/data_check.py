@@ -23,8 +23,9 @@ from vitrail.data.check.look import Progress
 from vitrail.data.check.page import page
 from vitrail.data.check.report import Sizes
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, DataError
-from vitrail.files import saving
+from vitrail.errors import ConfigError, DataError, DestinationError
+from vitrail.files import check_new_file, saving
+from vitrail.page import is_our_page
 from vitrail.plain import to_plain
 
 __all__ = ["main"]
@@ -68,6 +69,8 @@ def main(words: Sequence[str], started: float) -> int:
         raise ConfigError(f"validation_share={options.validation_share} is not in [0, 1)")
     if options.page is not None and not options.page.absolute().parent.is_dir():
         raise ConfigError(f"page={str(options.page)!r} cannot be written: there is no folder {options.page.parent}")
+    if options.page is not None:
+        _check_page(options.page)
     console = Console(stderr=options.json)
     splits = open_data(options.data, validation_share=options.validation_share)
     with _progress(console) as progress:
@@ -90,6 +93,13 @@ def main(words: Sequence[str], started: float) -> int:
         reasons = "; ".join(finding.text for finding in report.errors)
         raise DataError(f"training on {options.data!r} would fail: {reasons}")
     return 0
+
+
+def _check_page(path: Path) -> None:
+    """Raise `DestinationError` if the page would replace a file that is not an earlier page."""
+    check_new_file(path, overwrite=True)
+    if path.exists() and not is_our_page(path):
+        raise DestinationError(f"{path} exists already and is not an earlier page; choose another --page")
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from vitrail.cli.options import parse
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.feature_files import is_saved, parquet_library, save_features, save_parquet
+from vitrail.evaluation.feature_files import check_features_folder, parquet_library, save_features, save_parquet
 from vitrail.evaluation.features import FeatureSet, default_cache, extract
+from vitrail.files import check_new_file
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
@@ -107,17 +108,13 @@ def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
 
 
 def _target(options: Embed, split: str) -> Path:
-    """What is written of a split. Raises `ConfigError` for what must not be replaced."""
+    """Return the file or folder to write for a split. Raises `DestinationError` if it must not be replaced."""
     if options.format == "parquet":
         target = options.out / f"{split}.parquet"
-        if target.is_dir() or (target.exists() and not options.overwrite):
-            raise ConfigError(f"{target} exists already; choose another folder, or replace the file by --overwrite")
+        check_new_file(target, overwrite=options.overwrite)
         return target
     target = options.out / split
-    if target.exists() and not is_saved(target):
-        raise ConfigError(f"{target} exists and holds other things than features; choose another folder")
-    if target.exists() and not options.overwrite:
-        raise ConfigError(f"{target} has features already; choose another folder, or replace them by --overwrite")
+    check_features_folder(target, overwrite=options.overwrite)
     return target
 
 

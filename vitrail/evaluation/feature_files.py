@@ -18,13 +18,13 @@ from vitrail.data.pipeline import Skipped
 from vitrail.errors import DataError
 from vitrail.evaluation.feature_cache import map_features
 from vitrail.evaluation.features import FeatureSet
-from vitrail.files import replacing_folder, saving
+from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.plain import from_plain, to_plain
 
-__all__ = ["is_saved", "load_features", "parquet_library", "save_features", "save_parquet"]
+__all__ = ["check_features_folder", "load_features", "parquet_library", "save_features", "save_parquet"]
 
 FORMAT = 1
-FEATURES, KEYS, ABOUT = "features.npy", "keys.jsonl", "features.json"
+FEATURES, KEYS, ABOUT = NAMES = "features.npy", "keys.jsonl", "features.json"
 PARQUET_ROWS = 8192
 """In a row group."""
 
@@ -53,7 +53,7 @@ def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] |
         FORMAT, len(features), features.width, features.classes, features.targets is not None, features.skipped,
         dict(about or {}),
     )  # fmt: skip
-    with replacing_folder("features", folder) as partial:
+    with replacing_folder("features", folder, NAMES) as partial:
         np.save(partial / FEATURES, features.features)
         with (partial / KEYS).open("w", encoding="utf-8") as file:
             for row, key in enumerate(features.keys):
@@ -79,9 +79,9 @@ def load_features(path: str | Path) -> FeatureSet:
     return FeatureSet(features, labels, targets, keys, written.classes, written.skipped)
 
 
-def is_saved(folder: Path) -> bool:
-    """Whether this is a folder that `save_features` wrote."""
-    return (folder / ABOUT).is_file()
+def check_features_folder(path: Path, *, overwrite: bool) -> None:
+    """Raise `DestinationError` unless features may be saved at `path`: see `vitrail.files.check_new_folder`."""
+    check_new_folder(path, NAMES, overwrite=overwrite)
 
 
 def save_parquet(features: FeatureSet, path: Path) -> None:
@@ -98,7 +98,7 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
         "feature": arrow.list_(arrow.float32(), features.width),
     }
     schema = arrow.schema(list(kinds.items()), metadata={"classes": json.dumps(features.classes)})
-    partial = path.with_name(f"{path.name}.partial")
+    partial = partial_path(path)
     with saving("features", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -21,7 +21,7 @@ from vitrail.data.source import Label, Sample, Source
 from vitrail.errors import DataError
 from vitrail.evaluation.bootstrap import Figure, mean_interval
 from vitrail.evaluation.predictions import Predictions
-from vitrail.files import cache_folder, saving
+from vitrail.files import cache_folder, partial_path, saving
 
 __all__ = [
     "ClassMap",
@@ -303,7 +303,7 @@ def _read(what: str, given: str | Path | None, url: str, parse: Callable[[str, b
     value = parse(url, data)
     with saving(what, path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
+        partial = partial_path(path)
         partial.write_bytes(data)
         partial.replace(path)
     return value

@@ -42,9 +42,9 @@ class Checkpoints:
         Raises `SaveError`, leaving the others intact.
         """
         path = self.folder / f"step-{state.step}"
-        for left in self.folder.glob("step-*.partial"):  # by a process that was killed while it saved
+        for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
-        with replacing_folder("a checkpoint", path) as partial, _plain_errors(path):
+        with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path):
             save(state.tensors(), checkpoint_id=partial, no_dist=True)
             write_json(partial / VALUES, state.values())
             files = sorted(file for file in partial.iterdir() if file.is_file())

@@ -16,7 +16,7 @@ from vitrail.training.display import Display
 from vitrail.training.journal import Journal
 from vitrail.training.meter import check_finite
 from vitrail.training.state import Best, TrainState
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, write_bundle
 
 __all__ = ["Examiner", "Probe"]
 
@@ -110,4 +110,4 @@ class Examiner:
         if self.best_in is not None:
             self.bundle.metrics = {"validation_accuracy": accuracy}
             self.bundle.provenance["step"] = self.state.best.step
-            replace(self.bundle, network=merged(self.bundle.network)).save(self.best_in)
+            write_bundle(replace(self.bundle, network=merged(self.bundle.network)), self.best_in)

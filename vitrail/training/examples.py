@@ -56,7 +56,7 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
             continue
         picked.append((picture, tuple(source.classes[one] for one in numbers)))
     names = [f"{number:02}-{_word(labels)}.png" for number, (_, labels) in enumerate(picked)]
-    with replacing_folder("example images", folder) as partial:
+    with replacing_folder("example images", folder, ("*.png",)) as partial:
         for (picture, _), name in zip(picked, names, strict=True):
             picture.save(partial / name)
     paths = [folder / name for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import shutil
@@ -15,6 +16,13 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.start import Origin
 
 __all__ = ["Record", "check_place", "new_folder", "place_of", "read_record"]
+
+
+ENTRIES = (
+    "run.json", "journal.jsonl", "report.html", "checkpoints", "checkpoints/*", "model", "model/model.*", "examples",
+    "examples/*.png", "*.vitrail-partial", "*.vitrail-replaced",
+)  # fmt: skip
+"""Everything that a run writes into its folder, as shell patterns. A folder that holds anything else is not deleted."""
 
 
 def new_folder(config: TrainConfig) -> Path:
@@ -39,6 +47,12 @@ def check_place(folder: Path, config: TrainConfig) -> None:
         )
     if not (folder / "run.json").is_file():
         raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
+    entries = (entry.relative_to(folder).as_posix() for entry in folder.rglob("*"))
+    if foreign := sorted(name for name in entries if not any(fnmatch.fnmatchcase(name, one) for one in ENTRIES)):
+        raise RunError(
+            f"run folder {str(folder)!r} also holds files that are not the run's ({', '.join(foreign[:3])}), so it is "
+            "not overwritten; move them elsewhere, or choose another --run"
+        )
 
 
 def place_of(config: TrainConfig) -> Path:

@@ -33,7 +33,7 @@ from vitrail.training.start import open_again, open_initial
 from vitrail.training.state import TrainState
 from vitrail.training.stop import StopRequest
 from vitrail.training.watch import Intervals, Outlets, Watch
-from vitrail.weights.bundle import Bundle, load_bundle
+from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 
 __all__ = ["RunResult", "finished", "resume", "train"]
 
@@ -244,7 +244,7 @@ class _Run:
                 journal.write("evaluation", step=bundle.provenance["step"], **values)
                 if result["images"]:  # a cut of classes of one image each holds none, and a split may have no labels
                     bundle.metrics[f"{split}_accuracy"] = result["accuracy"]
-        bundle.save(folder / "model")
+        write_bundle(bundle, folder / "model")
         held_out = parts.splits.held_out
         examples = write_examples(bundle, held_out[1] if held_out else parts.splits.train, folder / "examples")
         journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)

@@ -13,7 +13,7 @@ from vitrail.data.check.report import plural
 from vitrail.data.source import Source
 from vitrail.evaluation.bootstrap import LEVEL
 from vitrail.evaluation.report import ClassificationReport
-from vitrail.files import saving
+from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, table
 from vitrail.plain import to_plain
 from vitrail.training.config import TrainConfig
@@ -85,7 +85,7 @@ def write_report(
     page = document(f"Report of {folder.resolve().name}", parts, style=STYLE + charts.STYLE)
     path = folder / "report.html"
     with saving("the report", path):
-        partial = path.with_name(f"{path.name}.partial")
+        partial = partial_path(path)
         partial.write_text(page, encoding="utf-8")
         partial.replace(path)
     return path

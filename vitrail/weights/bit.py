@@ -28,6 +28,8 @@ __all__ = ["BIT", "BIT_TORCH", "Bit"]
 class Bit:
     """Either of the two: the npz counts units as `unit01` too, but names the parts of one by letters."""
 
+    folder_files: tuple[str, ...] = ()
+
     def __init__(self, name: str, *, npz: bool) -> None:
         self.name = name
         self.npz = npz

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage
-from vitrail.files import replacing_folder, sha256, write_json
+from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
 from vitrail.machine import Precision, pick_device
 from vitrail.models.fused import predicting
 from vitrail.models.resnet import ResNetConfig
@@ -31,7 +31,18 @@ from vitrail.models.variants import AnyConfig, AnyNetwork, build
 from vitrail.models.vit import ViTConfig
 from vitrail.plain import from_plain, to_plain
 
-__all__ = ["Bundle", "ImageLike", "Prediction", "Scores", "is_bundle", "load_bundle", "read_image", "weights_sha256"]
+__all__ = [
+    "Bundle",
+    "ImageLike",
+    "Prediction",
+    "Scores",
+    "check_model_folder",
+    "is_bundle",
+    "load_bundle",
+    "read_image",
+    "weights_sha256",
+    "write_bundle",
+]
 
 ImageLike = str | Path | bytes | np.ndarray | Image.Image
 """A path, an encoded file, a uint8 array of (h, w), (h, w, 1) or (h, w, 3), or a Pillow image."""
@@ -45,6 +56,7 @@ ARCHITECTURES: dict[str, type[ViTConfig] | type[ResNetConfig]] = {"ViT": ViTConf
 FORMAT = 1
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
+NAMES = (WEIGHTS, DESCRIPTION)
 
 
 @dataclass(frozen=True)
@@ -158,28 +170,14 @@ class Bundle:
             logits = self.network(self._normalised(pixels)).float()
         return (torch.softmax(logits, dim=1) if self.scores == "softmax" else torch.sigmoid(logits)).cpu()
 
-    def save(self, path: str | Path) -> Path:
-        """Writes the folder that `vitrail.load` reads, whole or not at all, over one that is there. Raises
-        `SaveError`."""
-        path = Path(path)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.network.state_dict().items()}
-        with replacing_folder("the model", path) as partial:
-            try:
-                save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
-            except SafetensorError as error:  # which is how it reports a full disk
-                raise OSError(None, str(error)) from error
-            description = {
-                "format": FORMAT,
-                "architecture": "BiT" if isinstance(self.network.config, ResNetConfig) else "ViT",
-                "config": to_plain(self.network.config),
-                "classes": list(self.classes),
-                "preprocess": to_plain(self.preprocess),
-                "scores": self.scores,
-                "metrics": self.metrics,
-                "provenance": self.provenance,
-                "weights": {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)},
-            }
-            write_json(partial / DESCRIPTION, description)
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the folder that `vitrail.load` reads, completely or not at all.
+
+        With `overwrite` an earlier model at `path` is replaced. Raises `DestinationError` if `path` is a file, a folder
+        with other files, or a model and `overwrite` is False; `SaveError` if it cannot be written.
+        """
+        check_model_folder(path := Path(path), overwrite=overwrite)
+        write_bundle(self, path)
         return path
 
     def _normalised(self, pixels: Sequence[np.ndarray]) -> Tensor:
@@ -206,6 +204,33 @@ def _batches(images: Sequence[ImageLike], size: int) -> Iterator[Sequence[ImageL
     if size < 1:
         raise ConfigError(f"batch_size={size} is less than 1")
     return (images[start : start + size] for start in range(0, len(images), size))
+
+
+def check_model_folder(path: Path, *, overwrite: bool) -> None:
+    """Raise `DestinationError` unless a model may be saved at `path`: see `vitrail.files.check_new_folder`."""
+    check_new_folder(path, NAMES, overwrite=overwrite)
+
+
+def write_bundle(bundle: Bundle, path: Path) -> None:
+    """Write the folder of a bundle over its own earlier version; other files in it stay. Raises `SaveError`."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in bundle.network.state_dict().items()}
+    with replacing_folder("the model", path, NAMES) as partial:
+        try:
+            save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # which is how it reports a full disk
+            raise OSError(None, str(error)) from error
+        description = {
+            "format": FORMAT,
+            "architecture": "BiT" if isinstance(bundle.network.config, ResNetConfig) else "ViT",
+            "config": to_plain(bundle.network.config),
+            "classes": list(bundle.classes),
+            "preprocess": to_plain(bundle.preprocess),
+            "scores": bundle.scores,
+            "metrics": bundle.metrics,
+            "provenance": bundle.provenance,
+            "weights": {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)},
+        }
+        write_json(partial / DESCRIPTION, description)
 
 
 def read_image(path: str | Path) -> bytes:

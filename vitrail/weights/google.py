@@ -56,6 +56,8 @@ BV_POSITIONS = "pos_embedding"
 class Google:
     """The layout of either: they share all but the place of positions, pooling, and preprocessing."""
 
+    folder_files: tuple[str, ...] = ()
+
     def __init__(self, name: str, *, big_vision: bool) -> None:
         self.name = name
         self.big_vision = big_vision

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.errors import BundleError, ConfigError
@@ -41,6 +39,7 @@ from vitrail.weights.huggingface_config import (
 )
 from vitrail.weights.huggingface_preprocess import preprocess_of, preprocessor_config
 from vitrail.weights.layout import (
+    PRODUCER,
     Checkpoint,
     Description,
     Hints,
@@ -49,7 +48,7 @@ from vitrail.weights.layout import (
     patch_pair,
     theirs_of,
 )
-from vitrail.weights.tensors import TensorFile
+from vitrail.weights.tensors import TensorFile, save_tensors
 
 __all__ = ["HUGGINGFACE", "HuggingFace"]
 
@@ -72,6 +71,7 @@ class HuggingFace:
     """ViT for a plain network with a class token, DINOv2 for one with LayerScale, with registers where it has some."""
 
     name = "huggingface"
+    folder_files: tuple[str, ...] = ("model.safetensors", "config.json", "preprocessor_config.json")
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return any(ANY_PATCHES.fullmatch(name) for name in checkpoint.tensors.shapes)
@@ -121,13 +121,10 @@ class HuggingFace:
         if config.num_classes:
             tensors = {n if n.startswith("classifier.") else family.prefix + n: t for n, t in tensors.items()}
         preprocessor, lost_preprocess = preprocessor_config(bundle.preprocess)
-        with replacing_folder("the model", path) as partial_path:
-            try:
-                save_file(tensors, partial_path / "model.safetensors", metadata={"format": "pt"})
-            except SafetensorError as error:  # which is how it reports a full disk
-                raise OSError(None, str(error)) from error
-            write_json(partial_path / "config.json", config_json(config, family, bundle))
-            write_json(partial_path / "preprocessor_config.json", preprocessor)
+        with replacing_folder("the model", path, self.folder_files) as partial:
+            save_tensors(tensors, partial / "model.safetensors", (".safetensors",))
+            write_json(partial / "config.json", {**config_json(config, family, bundle), "producer": PRODUCER})
+            write_json(partial / "preprocessor_config.json", preprocessor)
         return (*lost, *_lost(config, family), *lost_preprocess)
 
 

@@ -24,6 +24,7 @@ from vitrail.weights.bundle import Bundle, Scores
 from vitrail.weights.tensors import TensorFile
 
 __all__ = [
+    "PRODUCER",
     "Checkpoint",
     "Description",
     "Hints",
@@ -71,6 +72,10 @@ class Pair:
         return {name: self.to_theirs(part).contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
 
+PRODUCER = "vitrail"
+"""Stands in every `config.json` that we write, so that a later command recognises its own output."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hints:
     """What the caller says of a file that cannot say it itself."""
@@ -114,6 +119,8 @@ class Layout(Protocol):
     """A library's names, shapes and habits."""
 
     name: str
+    folder_files: tuple[str, ...]
+    """Files of the folder that it writes; empty if it writes a single file."""
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         """Whether the file is of this layout, by its tensors' names and its config."""

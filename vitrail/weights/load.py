@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import BundleError, ConfigError, nearest
+from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bit import BIT, BIT_TORCH
-from vitrail.weights.bundle import Bundle, is_bundle, load_bundle
+from vitrail.weights.bundle import Bundle, check_model_folder, is_bundle, load_bundle, write_bundle
 from vitrail.weights.google import BIG_VISION, GOOGLE
 from vitrail.weights.hub import download, looks_like_hub_name
 from vitrail.weights.huggingface import HUGGINGFACE
-from vitrail.weights.layout import Checkpoint, Description, Hints, Layout, assemble
+from vitrail.weights.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.timm import TIMM
 from vitrail.weights.torchvision import TORCHVISION
@@ -65,19 +66,39 @@ def load(
     return bundle
 
 
-def convert(source: str | Path, destination: str | Path, to: str, **options: Any) -> tuple[str, ...]:
-    """Writes a model in another layout ("vitrail" is our own); returns what was assumed and could not be carried.
+def convert(
+    source: str | Path, destination: str | Path, to: str, *, overwrite: bool = False, **options: Any
+) -> tuple[str, ...]:
+    """Write a model in another layout ("vitrail" is our own); return notes on what was assumed or could not be carried.
 
-    `options` are those of `load`. Raises `BundleError` where the layout has no place for what the model computes.
+    The destination is a new path or an empty folder; with `overwrite` it may be an earlier output. `options` are those
+    of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the layout has no place for
+    what the model computes.
     """
+    destination = Path(destination)
     if to != "vitrail" and to not in LAYOUTS:
         raise BundleError(f"to={to!r} is not a layout; {nearest(to, ['vitrail', *LAYOUTS])}")
+    _check_destination(destination, to, overwrite=overwrite)
     bundle = load(source, device="cpu", **options)
     if to == "vitrail":
-        bundle.save(destination)
+        write_bundle(bundle, destination)
         return bundle.notes
-    lost = LAYOUTS[to].write(bundle, Path(destination))
+    lost = LAYOUTS[to].write(bundle, destination)
     return (*bundle.notes, *(f"not carried: {item}" for item in lost))
+
+
+def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:
+    if to == "vitrail":
+        check_model_folder(path, overwrite=overwrite)
+    elif LAYOUTS[to].folder_files and path.suffix != ".safetensors":
+        check_new_folder(path, LAYOUTS[to].folder_files, overwrite=overwrite, recognise=_is_ours)
+    else:
+        check_new_file(path, overwrite=overwrite)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return True if `convert` wrote a folder, as its `config.json` says."""
+    return _json(folder / "config.json").get("producer") == PRODUCER
 
 
 def _layout(name: str | None) -> Layout | None:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.errors import BundleError
-from vitrail.files import saving
+from vitrail.files import partial_path, saving
 
 __all__ = ["SUFFIXES", "TensorFile", "open_tensors", "save_tensors"]
 
@@ -93,7 +93,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str,
     if path.suffix not in suffixes:
         raise BundleError(f"cannot write {str(path)!r}: {path.suffix or 'no suffix'!r} is not {' or '.join(suffixes)}")
     path = path.resolve()
-    partial = path.with_name(f"{path.name}.partial")
+    partial = partial_path(path)
     with saving("the weights", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -21,6 +21,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layout import (
+    PRODUCER,
     Checkpoint,
     Description,
     Hints,
@@ -49,6 +50,7 @@ class Timm:
     """`recognises` is the last to be asked: its names are the plainest."""
 
     name = "timm"
+    folder_files: tuple[str, ...] = ("model.safetensors", "config.json")
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return "patch_embed.proj.weight" in checkpoint.tensors or "stem.conv.weight" in checkpoint.tensors
@@ -90,9 +92,9 @@ class Timm:
         if path.suffix == ".safetensors":
             save_tensors(theirs, path, (".safetensors",))
             return (*lost, *bare_loss(bundle), *_untold(config))
-        with replacing_folder("the model", path) as partial:
+        with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
-            write_json(partial / "config.json", written_config(bundle))
+            write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
         lost = (*lost, *untold_preprocess(bundle.preprocess))
         return lost if bundle.scores == "softmax" else (*lost, f"scores={bundle.scores!r}")
 

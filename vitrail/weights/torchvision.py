@@ -45,6 +45,7 @@ class Torchvision:
     """A class token, learned positions, exact GELU, and optionally a hidden layer before the head."""
 
     name = "torchvision"
+    folder_files: tuple[str, ...] = ()
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return "conv_proj.weight" in checkpoint.tensors and "encoder.pos_embedding" in checkpoint.tensors
