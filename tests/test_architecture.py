@@ -21,7 +21,7 @@ FLOORS = (
     ("transfer",),
     ("bench",),
     ("training",),
-    ("objectives", "evaluation"),
+    ("tasks", "evaluation"),
     ("weights",),
     ("models", "data"),
     ("files", "hub", "machine", "page", "plain"),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViTConfig
 from vitrail.plain import byte_count, from_plain, to_plain

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.decode import decode
+from vitrail.data.pixels.decode import decode
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
 from vitrail.models.network import Features

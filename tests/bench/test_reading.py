@@ -14,9 +14,9 @@ from vitrail.bench.reading import (
     write_parquet,
     write_photographs,
 )
-from vitrail.data.decode import image_size_of
 from vitrail.data.pipeline import Readers
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError
 

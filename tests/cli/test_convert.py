@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from vitrail.cli import main
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import ViTConfig

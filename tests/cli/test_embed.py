@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from vitrail.cli import main
-from vitrail.data.preprocess import Preprocess
-from vitrail.evaluation.feature_files import load_features
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.evaluation.features.files import load_features
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.conftest import make_colour_folder
 from vitrail.cli import main
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.training.run import RunResult
 from vitrail.weights.bundle import Bundle

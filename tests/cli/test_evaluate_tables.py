@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console, RenderableType
 
 from vitrail.cli.evaluate_tables import confusion_table, figures_table, per_class_table, suite_table
-from vitrail.evaluation.predictions import Predictions
-from vitrail.evaluation.report import ClassificationReport, report
+from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.transfer.suite import Suite, SuiteResult, Task, TaskResult
 
 

@@ -16,9 +16,9 @@ from PIL import Image
 
 import vitrail
 from vitrail.cli import main
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import Stopped
-from vitrail.training.watch import Watch
+from vitrail.training.monitoring.watch import Watch
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from PIL import Image
 
-from vitrail.data import decode
+from vitrail.data.pixels import decode
 from vitrail.errors import UndecodableImage
 
 MAX_PIXELS = 1_000_000

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from vitrail.data.check import Report, check_data, quick_check
-from vitrail.data.pack import pack
+from vitrail.data.packing.pack import pack
 from vitrail.data.source import Sample, Source
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.data.decode import SUFFIXES
+from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Source
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import DataError

@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitrail.data import pipeline
 from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Mixture, Source
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, DataError

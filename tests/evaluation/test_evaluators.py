@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from vitrail.data.pipeline import Readers
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Label, Sample, Subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.accuracy import Accuracy
+from vitrail.evaluation.classifiers.fewshot import few_shot
+from vitrail.evaluation.classifiers.knn import knn
+from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.evaluators import (
     ByAccuracy,
     ByFewShot,
@@ -26,14 +28,12 @@ from vitrail.evaluation.evaluators import (
     measure,
     probe,
 )
-from vitrail.evaluation.fewshot import few_shot
-from vitrail.evaluation.knn import knn
-from vitrail.evaluation.linear import linear_probe
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions.accuracy import Accuracy
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
-from vitrail.training.examiner import Probe
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.examiner import Probe
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle
 

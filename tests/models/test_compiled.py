@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 import vitrail
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import Compile, compile_blocks, resolve_compile
 from vitrail.models.fused import ONEDNN, predicting

@@ -13,7 +13,7 @@ import torch
 from vitrail.plain import from_plain
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
 

@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 
 from vitrail.data.pipeline import TrainingBatches
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.data.sources.fashion_mnist import BUNDLED
 from vitrail.data.sources.idx import find_idx, read_idx
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.objectives.classification import Classification
 from vitrail.recipes import RECIPES
-from vitrail.training.average import Average
-from vitrail.training.checkpoint import Checkpoints
+from vitrail.tasks.classification import Classification
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display
 from vitrail.training.folder import read_record
-from vitrail.training.journal import read_journal
-from vitrail.training.optimizer import make_optimizer
-from vitrail.training.parts import Parts
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.optimization.optimizer import make_optimizer
+from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.plan import Plan
 from vitrail.training.run import train
-from vitrail.training.schedule import Schedule
-from vitrail.training.state import TrainState
+from vitrail.training.setup import Parts
+from vitrail.training.state.average import Average
+from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle
 
 

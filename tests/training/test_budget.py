@@ -36,7 +36,7 @@ from vitrail.models.vit import Block
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
 from vitrail.training.plan import Plan
-from vitrail.training.state import TrainState
+from vitrail.training.state.state import TrainState
 
 BUDGET = Path(__file__).with_name("budget.json")
 RENEW = "VITRAIL_RENEW_BUDGET"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vitrail.data.augment import Augment
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.resnet import ResNetConfig
 from vitrail.plain import from_plain, to_plain

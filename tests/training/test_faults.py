@@ -15,14 +15,14 @@ import torch
 
 import vitrail.training.run as run_module
 from vitrail.errors import NonFiniteLoss, SaveError
-from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display
-from vitrail.training.journal import read_journal
 from vitrail.training.loop import train_step
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.plan import Plan
 from vitrail.training.run import resume, train
-from vitrail.training.state import TrainState
+from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.state.state import TrainState
 
 Small = Callable[..., TrainConfig]
 Outcome = Callable[[Path], dict[str, Any]]

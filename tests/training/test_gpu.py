@@ -16,8 +16,8 @@ from vitrail.cli import main
 from vitrail.errors import ConfigError
 from vitrail.machine import has_bf16_matrix_units, pick_device
 from vitrail.training.config import TrainConfig
-from vitrail.training.journal import read_journal
 from vitrail.training.loop import train_step
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
 

@@ -17,7 +17,7 @@ from vitrail.data.pipeline import Batch
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
 from vitrail.training.plan import Plan
-from vitrail.training.state import TrainState
+from vitrail.training.state.state import TrainState
 
 Prepare = Callable[[TrainConfig], tuple[TrainState, Plan]]
 SGD = {

@@ -18,8 +18,8 @@ import torch
 
 from vitrail.errors import RunError, Stopped
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]
@@ -243,7 +243,7 @@ def test_kill_9_at_random_moments_changes_no_bit(
 
 KILLER = """
 import os, signal, sys
-import vitrail.files, vitrail.training.checkpoint as checkpoint
+import vitrail.files, vitrail.training.state.checkpoint as checkpoint
 from vitrail.cli import main
 
 def dying(place, name, when):

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import vitrail.training.parts as parts_module
 import vitrail.training.run as run_module
+import vitrail.training.setup as parts_module
 from vitrail.data.pipeline import Batch
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
@@ -25,11 +25,11 @@ from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
 from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.plan import Plan
 from vitrail.training.run import RunResult, resume, train
-from vitrail.training.state import TrainState
+from vitrail.training.state.state import TrainState
 from vitrail.weights.load import load
 
 Tiny = Callable[..., TrainConfig]

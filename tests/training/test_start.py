@@ -18,10 +18,10 @@ from tests.conftest import make_idx_folder
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import resume, train
-from vitrail.training.state import TrainState
+from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import make_colour_folder
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
 

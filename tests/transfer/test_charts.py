@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vitrail.evaluation.calibration import CalibrationBin
+from vitrail.evaluation.predictions.calibration import CalibrationBin
 from vitrail.page import STYLE as PAGE_STYLE
 from vitrail.transfer.charts import (
     FLIP,

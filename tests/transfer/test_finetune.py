@@ -13,7 +13,7 @@ import torch
 import vitrail
 from vitrail.errors import DataError, RunError
 from vitrail.training.config import StartConfig, TrainConfig
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
 from vitrail.transfer.rules import Given
 from vitrail.weights.bundle import Bundle

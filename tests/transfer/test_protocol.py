@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import variant_config
 from vitrail.training.config import StartConfig, TrainConfig
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.protocol import (
     Trial,
     check_last_run,

@@ -18,13 +18,13 @@ from vitrail.data.pipeline import Skipped
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
-from vitrail.evaluation.predictions import Predictions, predict_all
-from vitrail.evaluation.report import ClassificationReport, report
+from vitrail.evaluation.predictions.predict import Predictions, predict_all
+from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.models.variants import build
 from vitrail.plain import to_plain
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
-from vitrail.training.journal import Journal
+from vitrail.training.monitoring.journal import Journal
 from vitrail.training.run import train
 from vitrail.transfer.report import MOST_POINTS, write_report
 from vitrail.weights.bundle import Bundle

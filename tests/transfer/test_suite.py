@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import make_colour_folder
 from vitrail.cli import main
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import evaluators_of, measure

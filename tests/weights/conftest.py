@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer, ViTConfig
 from vitrail.weights.bundle import Bundle

@@ -24,7 +24,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 import vitrail
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, DestinationError, SaveError, UndecodableImage
 from vitrail.files import recover_folder
 from vitrail.models.variants import create

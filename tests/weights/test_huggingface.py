@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.resnet import ResNet, ResNetConfig
 from vitrail.models.vit import ViTConfig

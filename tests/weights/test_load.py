@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, SaveError
 from vitrail.models.resnet import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.data.geometry import scaled_side
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.geometry import scaled_side
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.resnet import RootConfig
 from vitrail.models.vit import ViTConfig

@@ -22,7 +22,7 @@ from vitrail.models.float8 import use_float8
 from vitrail.models.fused import frozen_weights
 from vitrail.models.variants import build
 from vitrail.training.config import OptimizerConfig
-from vitrail.training.optimizer import make_optimizer
+from vitrail.training.optimization.optimizer import make_optimizer
 
 __all__ = ["COMPILED", "OURS", "PRODUCTS", "Entry", "Runner", "Settings", "entries", "make_step"]
 

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from vitrail.bench.measure import interleave, timed
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.variants import AnyConfig, build
 from vitrail.weights.bundle import Bundle

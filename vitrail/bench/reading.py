@@ -21,7 +21,7 @@ from PIL import Image
 from vitrail.bench.measure import interleave, timed
 from vitrail.bench.processes import Worker
 from vitrail.data.pipeline import Readers, TrainingBatches, default_threads
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError

@@ -28,9 +28,9 @@ from vitrail.bench.reading import (
 )
 from vitrail.cli.bench_tables import header, plain_table
 from vitrail.cli.options import parse
-from vitrail.data.pack import pack
+from vitrail.data.packing.pack import pack
 from vitrail.data.pipeline import Readers
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError

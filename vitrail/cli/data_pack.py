@@ -14,13 +14,13 @@ from rich.console import Console
 
 from vitrail.cli.bars import images_bar
 from vitrail.cli.options import parse
-from vitrail.data.manifest import Manifest
-from vitrail.data.pack import pack
+from vitrail.data.packing.manifest import Manifest
+from vitrail.data.packing.pack import pack
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import Stopped
 from vitrail.plain import byte_count
-from vitrail.training.stop import StopRequest
+from vitrail.training.monitoring.stop import StopRequest
 
 __all__ = ["Pack", "main"]
 

@@ -16,8 +16,8 @@ from vitrail.cli.options import parse
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.feature_files import check_features_folder, parquet_library, save_features, save_parquet
-from vitrail.evaluation.features import FeatureSet, default_cache, extract
+from vitrail.evaluation.features.extract import FeatureSet, default_cache, extract
+from vitrail.evaluation.features.files import check_features_folder, parquet_library, save_features, save_parquet
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.weights.adapt import adapted

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # so that --help does not wait for PyTorch
     from vitrail.data.source import Source
     from vitrail.data.splits import Splits
     from vitrail.evaluation.outputs import Outputs
-    from vitrail.evaluation.report import ClassificationReport
+    from vitrail.evaluation.predictions.report import ClassificationReport
     from vitrail.weights.bundle import Bundle
 
 __all__ = ["main"]
@@ -234,7 +234,7 @@ def _by_model(bundle: Bundle, options: Evaluate, share: float) -> tuple[Splits, 
     """The data with labels that are the model's outputs, and what to say of how they were matched."""
     from vitrail.data.sources import open_data
     from vitrail.data.splits import Splits
-    from vitrail.evaluation.imagenet import MappedSource, map_classes
+    from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes
 
     if not options.class_names:
         try:
@@ -290,7 +290,7 @@ def _chosen(splits: Splits, options: Evaluate) -> tuple[dict[str, Source], tuple
 
 
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
-    from vitrail.evaluation.features import default_cache
+    from vitrail.evaluation.features.extract import default_cache
     from vitrail.evaluation.outputs import Outputs
 
     return Outputs(
@@ -305,7 +305,7 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
 
 def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, ClassificationReport]:
     """Of the head, once more, without the intervals that are known already."""
-    from vitrail.evaluation.report import report
+    from vitrail.evaluation.predictions.report import report
 
     return {name: report(outputs.predictions(source), bootstrap=0) for name, source in sources.items()}
 

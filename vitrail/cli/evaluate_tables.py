@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.evaluation.report import ClassificationReport, ClassRow
+from vitrail.evaluation.predictions.report import ClassificationReport, ClassRow
 from vitrail.transfer.suite import SuiteResult
 
 __all__ = ["confusion_table", "figures_table", "per_class_table", "suite_table"]

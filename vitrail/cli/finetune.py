@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.cli.options import Resume, given, parse
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.evaluation.bootstrap import Figure
-from vitrail.evaluation.report import ClassificationReport
+from vitrail.evaluation.predictions.bootstrap import Figure
+from vitrail.evaluation.predictions.report import ClassificationReport
 from vitrail.plain import to_plain
 from vitrail.training.config import StartConfig, TrainConfig
-from vitrail.training.display import ConsoleDisplay, Display
 from vitrail.training.folder import read_record
+from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.run import finished, resume
 from vitrail.transfer.finetune import FinetuneResult, Protocol, finetune, look_at, plan
 from vitrail.transfer.protocol import Trial, is_trial

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.options import parse
-from vitrail.data.decode import SUFFIXES
+from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.weights.bundle import Prediction

@@ -14,7 +14,7 @@ from vitrail.cli.options import Resume, given, parse
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.recipes import RECIPES
 from vitrail.training.config import ModelConfig, TrainConfig
-from vitrail.training.display import ConsoleDisplay
+from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load

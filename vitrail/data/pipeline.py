@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from vitrail.data.decode import image_size_of
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Mixture, Source
 from vitrail.errors import ConfigError, UndecodableImage
 

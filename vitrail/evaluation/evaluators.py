@@ -13,14 +13,14 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source, Subset, is_multi_label
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, nearest
-from vitrail.evaluation.arrays import Figures
-from vitrail.evaluation.bootstrap import Figure
-from vitrail.evaluation.fewshot import check_counts, check_settings, draw_shots, few_shot
-from vitrail.evaluation.imagenet import MappedSource, map_classes, read_real, real_accuracy
-from vitrail.evaluation.knn import knn
-from vitrail.evaluation.linear import PENALTIES, linear_probe
+from vitrail.evaluation.classifiers.arrays import Figures
+from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
+from vitrail.evaluation.classifiers.knn import knn
+from vitrail.evaluation.classifiers.linear import PENALTIES, linear_probe
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.report import report
+from vitrail.evaluation.predictions.bootstrap import Figure
+from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes, read_real, real_accuracy
+from vitrail.evaluation.predictions.report import report
 from vitrail.machine import Precision
 from vitrail.plain import from_plain
 from vitrail.weights.bundle import Bundle

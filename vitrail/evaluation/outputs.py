@@ -7,8 +7,8 @@ from pathlib import Path
 
 from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source
-from vitrail.evaluation.features import FeatureSet, extract
-from vitrail.evaluation.predictions import Predictions, predict_all
+from vitrail.evaluation.features.extract import FeatureSet, extract
+from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.machine import Precision
 from vitrail.weights.bundle import Bundle
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vitrail.data.augment import Augment
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.training.config import ModelConfig, OptimizerConfig, TrainConfig
 
 __all__ = ["demo"]

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from vitrail.data.augment import Augment
+from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pipeline import Readers
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
 from vitrail.machine import autocast
+from vitrail.training.monitoring.watch import Watch
 from vitrail.training.plan import Plan
-from vitrail.training.state import TrainState
-from vitrail.training.watch import Watch
+from vitrail.training.state.state import TrainState
 
 __all__ = ["fit", "train_step"]
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vitrail.data.augment import Augment
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.machine import TrainingPrecision
-from vitrail.training.schedule import Schedule
-from vitrail.training.state import TrainState
+from vitrail.training.optimization.schedule import Schedule
+from vitrail.training.state.state import TrainState
 
 __all__ = ["Plan"]
 

@@ -14,25 +14,25 @@ import torch
 from vitrail.data.check import quick_check
 from vitrail.data.pipeline import Skipped
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError
-from vitrail.evaluation.accuracy import Accuracy
+from vitrail.evaluation.predictions.accuracy import Accuracy
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import keep_freed_memory
 from vitrail.models.lora import merged
 from vitrail.models.variants import AnyNetwork
-from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display
-from vitrail.training.examiner import Examiner, Probe
-from vitrail.training.examples import Example, write_examples
 from vitrail.training.folder import new_folder, read_record
-from vitrail.training.journal import Journal, read_journal
 from vitrail.training.loop import fit
-from vitrail.training.meter import check_finite
-from vitrail.training.parts import Parts
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.examiner import Examiner, Probe
+from vitrail.training.monitoring.examples import Example, write_examples
+from vitrail.training.monitoring.journal import Journal, read_journal
+from vitrail.training.monitoring.meter import check_finite
+from vitrail.training.monitoring.stop import StopRequest
+from vitrail.training.monitoring.watch import Intervals, Outlets, Watch
+from vitrail.training.setup import Parts
 from vitrail.training.start import open_again, open_initial
-from vitrail.training.state import TrainState
-from vitrail.training.stop import StopRequest
-from vitrail.training.watch import Intervals, Outlets, Watch
+from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 
 __all__ = ["RunResult", "finished", "resume", "train"]

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vitrail.evaluation.calibration import CalibrationBin
+from vitrail.evaluation.predictions.calibration import CalibrationBin
 from vitrail.page import escape, printable
 
 __all__ = [

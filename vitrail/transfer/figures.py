@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 from vitrail.data.check.report import plural
-from vitrail.data.decode import to_pil
+from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError
-from vitrail.evaluation.bootstrap import LEVEL, Figure
-from vitrail.evaluation.report import Calibration, ClassificationReport, ClassRow, Mistake
+from vitrail.evaluation.predictions.bootstrap import LEVEL, Figure
+from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake
 from vitrail.page import figure, table, thumbnail
 from vitrail.transfer.charts import heat_map, key, reliability_diagram, shorten
 

@@ -12,13 +12,13 @@ from vitrail.bench.memory import available_memory
 from vitrail.data.source import Source
 from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
-from vitrail.evaluation.calibration import fit_temperature
-from vitrail.evaluation.predictions import Predictions, predict_all
-from vitrail.evaluation.report import ClassificationReport, report
+from vitrail.evaluation.predictions.calibration import fit_temperature
+from vitrail.evaluation.predictions.predict import Predictions, predict_all
+from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.machine import pick_device
 from vitrail.training.config import TrainConfig
-from vitrail.training.display import Display
 from vitrail.training.folder import check_place, place_of
+from vitrail.training.monitoring.display import Display
 from vitrail.training.run import RunResult, train
 from vitrail.transfer.protocol import (
     Trial,

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from vitrail.data.augment import Augment
+from vitrail.data.augmentation.augment import Augment
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import AnyConfig
 from vitrail.training.config import OptimizerConfig, TrainConfig
-from vitrail.training.display import Display
 from vitrail.training.folder import read_record
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import resume, train
 from vitrail.training.start import open_initial
 from vitrail.transfer.rules import DataFacts, Given, Rule, accumulation, scaled_size

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.augment import Augment
+from vitrail.data.augmentation.augment import Augment
 from vitrail.data.check.report import plural
 from vitrail.data.source import Source
-from vitrail.evaluation.bootstrap import LEVEL
-from vitrail.evaluation.report import ClassificationReport
+from vitrail.evaluation.predictions.bootstrap import LEVEL
+from vitrail.evaluation.predictions.report import ClassificationReport
 from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, table
 from vitrail.plain import to_plain
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import read_record
-from vitrail.training.journal import read_journal
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer import charts
 from vitrail.transfer.charts import Mark, Point, Series
 from vitrail.transfer.figures import (

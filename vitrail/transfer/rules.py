@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vitrail.data.augment import Augment
-from vitrail.data.decode import image_size_of
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.pixels.decode import image_size_of
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, is_multi_label
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, DataError, UndecodableImage
 from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
 from vitrail.machine import Precision, pick_device

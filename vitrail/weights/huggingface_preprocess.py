@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitrail.data.geometry import scaled_side
-from vitrail.data.preprocess import Interpolation, Preprocess, Resize
+from vitrail.data.pixels.geometry import scaled_side
+from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
 from vitrail.errors import BundleError
 from vitrail.models.vit import ViTConfig
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.variants import VARIANTS, AnyConfig, AnyNetwork, Variant, build

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vitrail.data.geometry import scaled_side
-from vitrail.data.preprocess import Interpolation, Preprocess, Resize
+from vitrail.data.pixels.geometry import scaled_side
+from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.bundle import Bundle

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float32, Int64, UInt8, UInt64
 from PIL import Image
 
 from vitrail.data.check.look import CHUNK, Looks, Progress, in_threads
-from vitrail.data.decode import to_pil
+from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError
 

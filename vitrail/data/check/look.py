@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Int, Integer, UInt8
 from PIL import Image
 
-from vitrail.data.decode import FORMATS, to_pil
 from vitrail.data.pipeline import default_threads
+from vitrail.data.pixels.decode import FORMATS, to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, UndecodableImage
 

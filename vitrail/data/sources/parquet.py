@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
-from vitrail.data.decode import SUFFIXES
+from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.source import Label, Sample
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
 from vitrail.data.sources.label_column import LabelColumn, join, number

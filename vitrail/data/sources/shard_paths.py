@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitrail.data import manifest, remote
+from vitrail.data import remote
+from vitrail.data.packing import manifest
 from vitrail.data.splits import SPLITS, Split, by_split, split_of
 from vitrail.errors import DataError
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data import remote
-from vitrail.data.decode import SUFFIXES
+from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.sources.tar_members import Member, Read, members
 from vitrail.errors import DataError
 from vitrail.files import cache_folder

@@ -1,0 +1,599 @@
+"""Files of every kind, whole and broken, to grey and RGB pixels."""
+
+from __future__ import annotations
+
+import io
+import resource
+import struct
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageCms
+
+from vitrail.data.pixels import decode as decode_module
+from vitrail.data.pixels.decode import FORMATS, MAX_PIXELS, decode, image_size_of, open_image, to_pil
+from vitrail.errors import UndecodableImage
+
+Encode = Callable[..., bytes]
+
+LOSSLESS = [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})]
+
+BEGINNINGS = [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"II*\0", b"RIFF    WEBPVP8 "]
+
+RED, GREEN, BLUE, BLACK, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (0, 0, 0), (255, 255, 255)
+
+
+def picture(height: int = 13, width: int = 21, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def blocks(rows: int = 2, columns: int = 3) -> np.ndarray:
+    """Squares of 16 pixels of one colour each, which JPEG keeps nearly as they are."""
+    colours = np.random.default_rng(6).integers(30, 220, (rows, columns, 3), dtype=np.uint8)
+    return colours.repeat(16, axis=0).repeat(16, axis=1)
+
+
+def grey_of(colours: np.ndarray) -> np.ndarray:
+    """Luma of ITU-R 601, in the integers that Pillow documents: (19595 R + 38470 G + 7471 B + 2^15) / 2^16."""
+    red, green, blue = np.moveaxis(colours.astype(np.int64), -1, 0)
+    return ((19595 * red + 38470 * green + 7471 * blue + (1 << 15)) >> 16).astype(np.uint8)[..., None]
+
+
+def on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    share = alpha[..., None] / 255
+    return colours * share + 255 * (1 - share)
+
+
+def png(width: int, height: int, *, depth: int = 8, kind: int = 0, rows: bytes = b"") -> bytes:
+    """A PNG file put together by hand: `kind` 0 is grey, 2 is RGB; each row begins with its filter, 0."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("file_format", "options"), LOSSLESS)
+def test_lossless_formats_give_the_pixels(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+    expected = picture()
+    data = encode(expected, file_format, **options)
+    found = decode(data, 3)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(decode(data, 1), grey_of(expected))
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
+def test_jpeg_gives_the_pixels_nearly(encode: Encode, options: dict[str, object]) -> None:
+    expected = blocks()
+    found = decode(encode(expected, "JPEG", quality=98, **options), 3)
+    assert np.abs(found.astype(int) - expected)[4:12, 4:12].max() <= 4
+    assert np.abs(found.astype(int) - expected).mean() < 3
+
+
+def test_multi_picture_jpeg_of_cameras_gives_its_first_picture(encode: Encode) -> None:
+    first, second = Image.new("RGB", (32, 16), RED), Image.new("RGB", (32, 16), BLUE)
+    found = decode(encode(first, "MPO", save_all=True, append_images=[second], quality=95), 3)
+    assert found.shape == (16, 32, 3) and np.abs(found.astype(int) - RED).max() <= 4
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
+def test_grey_files_give_grey_or_equal_channels(encode: Encode, file_format: str) -> None:
+    expected = picture(channels=1)
+    data = encode(expected[..., 0], file_format)
+    np.testing.assert_array_equal(decode(data, 1), expected)
+    np.testing.assert_array_equal(decode(data, 3), expected.repeat(3, axis=2))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
+def test_bitmaps_are_black_and_white(encode: Encode, file_format: str) -> None:
+    bits = picture(channels=1)[..., 0] > 127
+    data = encode(Image.fromarray(bits), file_format)
+    np.testing.assert_array_equal(decode(data, 1)[..., 0], np.where(bits, 255, 0))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF", "BMP", "GIF"])
+def test_palettes_are_looked_up(encode: Encode, file_format: str) -> None:
+    indices = picture(channels=1)[..., 0] % 4
+    palette = np.array([RED, GREEN, BLUE, (7, 80, 200)], np.uint8)
+    image = Image.fromarray(indices)
+    image.putpalette(palette.tobytes())
+    data = encode(image, file_format)
+    np.testing.assert_array_equal(decode(data, 3), palette[indices])
+    np.testing.assert_array_equal(decode(data, 1), grey_of(palette[indices]))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "GIF"])
+def test_a_transparent_colour_of_a_palette_is_white(encode: Encode, file_format: str) -> None:
+    indices = picture(channels=1)[..., 0] % 4
+    indices[0, 0] = 2
+    palette = np.array([RED, GREEN, BLACK, BLUE], np.uint8)
+    image = Image.fromarray(indices)
+    image.putpalette(palette.tobytes())
+    expected = np.array([RED, GREEN, WHITE, BLUE], np.uint8)[indices]
+    np.testing.assert_array_equal(decode(encode(image, file_format, transparency=2), 3), expected)
+    np.testing.assert_array_equal(decode(encode(image, file_format, transparency=2), 1), grey_of(expected))
+
+
+def test_a_palette_with_an_alpha_for_each_colour_is_laid_on_white(encode: Encode) -> None:
+    indices = np.arange(4, dtype=np.uint8)[None]
+    palette = np.array([BLACK, BLACK, RED, BLUE], np.uint8)
+    image = Image.fromarray(indices)
+    image.putpalette(palette.tobytes())
+    found = decode(encode(image, "PNG", transparency=bytes([0, 102, 51, 255])), 3)
+    np.testing.assert_array_equal(found[0], [WHITE, (153, 153, 153), (255, 204, 204), BLUE])
+
+
+@pytest.mark.parametrize(
+    ("file_format", "options"), [("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True, "exact": True})]
+)
+def test_alpha_is_laid_on_white(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+    pixels = picture(channels=4)
+    pixels[0, :3, 3] = 0, 255, 128
+    data = encode(pixels, file_format, **options)
+    expected = on_white(pixels[..., :3], pixels[..., 3])
+    found = decode(data, 3)
+    assert np.abs(found - expected).max() <= 1
+    np.testing.assert_array_equal(found[0, 0], WHITE)
+    np.testing.assert_array_equal(found[0, 1], pixels[0, 1, :3])
+    np.testing.assert_array_equal(decode(data, 1), grey_of(found))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+def test_grey_with_alpha_is_laid_on_white(encode: Encode, file_format: str) -> None:
+    pixels = picture(channels=2)
+    data = encode(Image.merge("LA", [Image.fromarray(plane) for plane in np.moveaxis(pixels, 2, 0)]), file_format)
+    expected = on_white(pixels[..., :1], pixels[..., 1])
+    assert np.abs(decode(data, 1) - expected).max() <= 1
+    assert np.abs(decode(data, 3) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_one_transparent_colour_is_white(encode: Encode, mode: str) -> None:
+    black = (0, 0, 0) if mode == "RGB" else 0
+    image = Image.new(mode, (3, 1), black)
+    image.putpixel((1, 0), (9, 9, 9) if mode == "RGB" else 9)
+    found = decode(encode(image, "PNG", transparency=black), 3)
+    np.testing.assert_array_equal(found[0], [WHITE, (9, 9, 9), WHITE])
+
+
+@pytest.mark.parametrize(("file_format", "tolerance"), [("TIFF", 0), ("JPEG", 5)])
+def test_inks_of_cmyk_become_their_colours(encode: Encode, file_format: str, tolerance: int) -> None:
+    inks = [(0, 0, 0, 0), (255, 0, 0, 0), (0, 255, 0, 0), (0, 0, 255, 0), (0, 0, 0, 255), (0, 0, 0, 100)]
+    colours = [WHITE, (0, 255, 255), (255, 0, 255), (255, 255, 0), BLACK, (155, 155, 155)]
+    plane = np.array(inks, np.uint8)[None].repeat(16, axis=0).repeat(16, axis=1)
+    options = {"quality": 98, "subsampling": 0} if file_format == "JPEG" else {}
+    found = decode(encode(Image.frombytes("CMYK", (96, 16), plane.tobytes()), file_format, **options), 3)
+    assert np.abs(found[8, 8::16].astype(int) - colours).max() <= tolerance
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+def test_16_bits_of_grey_are_scaled_not_clipped(encode: Encode, file_format: str) -> None:
+    values = np.array([[0, 255, 256, 1000], [0x7FFF, 0x8000, 0xFF00, 0xFFFF]], np.uint16)
+    data = encode(values, file_format)
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.mode.startswith("I")
+    np.testing.assert_array_equal(decode(data, 1)[..., 0], values // 256)
+    np.testing.assert_array_equal(decode(data, 3), (values // 256)[..., None].repeat(3, axis=2))
+
+
+def test_16_bits_of_colour_are_scaled_not_clipped() -> None:
+    rows = b"\0" + struct.pack(">6H", 0, 255, 256, 0x8000, 0xFF00, 0xFFFF)
+    np.testing.assert_array_equal(decode(png(2, 1, depth=16, kind=2, rows=rows), 3), [[[0, 0, 1], [128, 255, 255]]])
+
+
+def test_floating_point_pixels_are_refused(encode: Encode) -> None:
+    with pytest.raises(UndecodableImage, match=r"has 32-bit pixels .mode F., whose range is unknown"):
+        decode(encode(np.ones((2, 2), np.float32), "TIFF"), 3)
+
+
+@pytest.mark.parametrize(
+    ("file_format", "options"),
+    [("GIF", {"disposal": 2}), ("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})],
+)
+def test_of_an_animation_the_first_frame_counts(encode: Encode, file_format: str, options: dict[str, object]) -> None:
+    frames = [Image.new("RGB", (5, 4), colour) for colour in (RED, GREEN, BLUE)]
+    data = encode(frames[0], file_format, save_all=True, append_images=frames[1:], **options)
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.n_frames == 3
+    np.testing.assert_array_equal(decode(data, 3), np.full((4, 5, 3), RED))
+
+
+STORED = {
+    1: lambda upright: upright,
+    2: lambda upright: upright[:, ::-1],
+    3: lambda upright: upright[::-1, ::-1],
+    4: lambda upright: upright[::-1],
+    5: lambda upright: upright.swapaxes(0, 1),
+    6: lambda upright: np.rot90(upright, 1),
+    7: lambda upright: upright[::-1, ::-1].swapaxes(0, 1),
+    8: lambda upright: np.rot90(upright, -1),
+}
+"""How each orientation of EXIF holds an upright picture."""
+
+
+def orientation(number: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = number
+    return exif
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize(("file_format", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("TIFF", {})])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_exif_turns_pictures_upright(
+    encode: Encode, number: int, file_format: str, options: dict[str, object], channels: int
+) -> None:
+    upright = picture()
+    data = encode(np.ascontiguousarray(STORED[number](upright)), file_format, exif=orientation(number), **options)
+    np.testing.assert_array_equal(decode(data, channels), upright if channels == 3 else grey_of(upright))
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_exif_turns_jpeg_upright(encode: Encode, number: int) -> None:
+    upright = blocks()
+    stored = encode(np.ascontiguousarray(STORED[number](upright)), "JPEG", quality=98, subsampling=0)
+    tagged = encode(
+        np.ascontiguousarray(STORED[number](upright)), "JPEG", quality=98, subsampling=0, exif=orientation(number)
+    )
+    found = decode(tagged, 3)
+    assert found.shape == upright.shape and np.abs(found.astype(int) - upright).max() <= 3
+    np.testing.assert_array_equal(np.ascontiguousarray(STORED[number](found)), decode(stored, 3))
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_exif_counts_in_opened_pictures_too(encode: Encode, number: int) -> None:
+    upright = picture()
+    data = encode(np.ascontiguousarray(STORED[number](upright)), "PNG", exif=orientation(number))
+    with Image.open(io.BytesIO(data)) as opened:
+        np.testing.assert_array_equal(decode(opened, 3), upright)
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0\0\0"])
+def test_senseless_exif_is_no_reason_to_refuse(encode: Encode, exif: bytes) -> None:
+    found = decode(encode(blocks(), "JPEG", exif=exif), 3)
+    np.testing.assert_array_equal(found, decode(encode(blocks(), "JPEG"), 3))
+
+
+@pytest.mark.parametrize("data", [b"x", b"\0" * 100, b"\xff\xd8", b"plain text of <html> and <svg>"])
+def test_what_is_no_image_is_refused_with_the_formats(data: bytes) -> None:
+    with pytest.raises(UndecodableImage, match=r"^is not an image in a format of JPEG, PNG, WEBP, BMP, GIF, TIFF$"):
+        decode(data, 3)
+
+
+def test_zero_bytes_are_refused() -> None:
+    with pytest.raises(UndecodableImage, match=r"^is empty \(0 bytes\)$"):
+        decode(b"", 3)
+
+
+@pytest.mark.parametrize("file_format", ["PPM", "EPS", "ICO", "PCX", "TGA", "SGI", "PDF"])
+def test_formats_beyond_the_list_are_refused(encode: Encode, file_format: str) -> None:
+    data = encode(picture(16, 16), file_format)
+    if file_format != "PDF":
+        with Image.open(io.BytesIO(data)) as opened:
+            assert opened.format == file_format
+    with pytest.raises(UndecodableImage, match=r"is not an image in a format of JPEG"):
+        decode(data, 3)
+    assert set(FORMATS) == {"JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"}
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_half_a_file_is_refused(encode: Encode, file_format: str) -> None:
+    data = encode(picture(40, 40), file_format)
+    with pytest.raises(UndecodableImage):
+        decode(data[: len(data) // 2], 3)
+
+
+@settings(max_examples=200)
+@given(
+    file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
+    place=st.floats(0, 1),
+    channels=st.sampled_from([1, 3]),
+)
+def test_files_cut_anywhere_give_pixels_or_the_one_exception(
+    encode: Encode, file_format: str, place: float, channels: int
+) -> None:
+    data = encode(picture(20, 30), file_format)
+    check_pixels_or_refusal(data[: int(place * len(data))], channels)
+
+
+@settings(max_examples=200)
+@given(
+    file_format=st.sampled_from(["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]),
+    place=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(0, 255),
+)
+def test_files_with_an_altered_byte_give_pixels_or_the_one_exception(
+    encode: Encode, file_format: str, place: float, byte: int
+) -> None:
+    data = bytearray(encode(picture(20, 30), file_format))
+    data[int(place * len(data))] = byte
+    check_pixels_or_refusal(bytes(data), 3)
+
+
+@settings(max_examples=200)
+@given(start=st.sampled_from(BEGINNINGS), rest=st.binary(max_size=60))
+def test_noise_gives_pixels_or_the_one_exception(start: bytes, rest: bytes) -> None:
+    check_pixels_or_refusal(start + rest, 3)
+
+
+def check_pixels_or_refusal(data: bytes, channels: int) -> None:
+    try:
+        pixels = decode(data, channels)
+    except UndecodableImage as error:
+        assert str(error)
+    else:
+        assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == channels and pixels.size
+
+
+def test_truncated_files_are_refused_without_the_tests_own_filter_of_warnings(encode: Encode) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for file_format in ("JPEG", "PNG"):
+            data = encode(picture(40, 40), file_format)
+            with pytest.raises(UndecodableImage, match=r"^cannot be decoded: .*truncated"):
+                decode(data[:-200], 3)
+
+
+@pytest.mark.parametrize("side", [65_000, 12_000, 10_000])
+@pytest.mark.parametrize("kind", [0, 2])
+@pytest.mark.parametrize("action", ["error", "ignore"])
+def test_a_header_that_claims_too_much_is_refused_before_memory_is_taken(side: int, kind: int, action: str) -> None:
+    data = png(side, side, kind=kind, rows=b"\0" * 100)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        with pytest.raises(UndecodableImage, match=r"claims (more than|\d+ x \d+ pixels; at most) 89,478,485"):
+            decode(data, 3)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+    assert time.perf_counter() - start < 3
+
+
+@pytest.mark.parametrize("limit", [None, 10**12])
+def test_the_limit_holds_whatever_pillows_own_is(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    with pytest.raises(UndecodableImage, match=r"^claims 65000 x 65000 pixels; at most 89,478,485 are allowed$"):
+        decode(png(65_000, 65_000), 3)
+    assert MAX_PIXELS == 89_478_485
+
+
+def test_the_limit_itself_is_allowed(monkeypatch: pytest.MonkeyPatch, encode: Encode) -> None:
+    monkeypatch.setattr(decode_module, "MAX_PIXELS", 12)
+    assert decode(encode(picture(3, 4), "PNG"), 3).shape == (3, 4, 3)
+    with pytest.raises(UndecodableImage, match=r"^claims 1 x 13 pixels; at most 12 are allowed$"):
+        decode(encode(picture(13, 1), "PNG"), 3)
+
+
+def test_arrays_are_taken_as_they_are() -> None:
+    colour = picture()
+    grey = picture(channels=1)
+    np.testing.assert_array_equal(decode(colour, 3), colour)
+    np.testing.assert_array_equal(decode(colour, 1), grey_of(colour))
+    for array in (grey, grey[..., 0]):
+        np.testing.assert_array_equal(decode(array, 1), grey)
+        np.testing.assert_array_equal(decode(array, 3), grey.repeat(3, axis=2))
+
+
+def test_arrays_may_be_views() -> None:
+    view = picture(20, 30)[::-2, 3::3]
+    np.testing.assert_array_equal(decode(view, 1), grey_of(view))
+    np.testing.assert_array_equal(np.asarray(to_pil(view, 3)), view)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((4, 4, 3), np.float32), np.zeros((4, 4), np.int64), np.zeros((4, 4, 3), bool),
+        np.zeros((4, 4), np.uint16), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4, 2), np.uint8),
+        np.zeros((3, 4, 4), np.uint8), np.zeros(4, np.uint8), np.zeros((1, 4, 4, 3), np.uint8),
+        np.zeros((), np.uint8), np.zeros((0, 4), np.uint8), np.zeros((4, 4, 0), np.uint8),
+    ],
+    ids=lambda array: f"{array.dtype} {array.shape}",
+)  # fmt: skip
+@pytest.mark.parametrize("channels", [1, 3])
+def test_other_arrays_are_refused_with_their_type_and_shape(array: np.ndarray, channels: int) -> None:
+    with pytest.raises(UndecodableImage) as caught:
+        decode(array, channels)
+    assert str(caught.value) == (
+        f"is an array of {array.dtype} {array.shape}; an image is uint8 of (h, w), (h, w, 1) or (h, w, 3)"
+    )
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "HSV", "LAB", "I;16", "I;16B", "RGBa"]
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pillow_images_of_any_mode_give_pixels(mode: str, channels: int) -> None:
+    found = to_pil(Image.new(mode, (4, 3)), channels)
+    assert found.size == (4, 3) and found.mode == ("L" if channels == 1 else "RGB")
+
+
+def test_a_pillow_image_is_left_as_it_is(encode: Encode) -> None:
+    image = Image.open(io.BytesIO(encode(picture(channels=4), "PNG", exif=orientation(6))))
+    before = image.copy()
+    decode(image, 1)
+    assert image.mode == "RGBA" and image.getexif()[0x0112] == 6
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(before))
+
+
+def tiff(width: int, height: int, tags: dict[int, int], data: bytes, *, tiles: bool = False) -> bytes:
+    """A TIFF file put together by hand, of one strip or tile."""
+    places = {324: 8, 325: len(data)} if tiles else {273: 8, 278: height, 279: len(data)}
+    entries = sorted({256: width, 257: height, 277: 1, 258: 8, 262: 1, 259: 1, **tags, **places}.items())
+    data += b"\0" * (len(data) % 2)
+    listed = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(entries)) + listed + b"\0" * 4
+
+
+@pytest.mark.parametrize(("black", "expected"), [(1, [0, 0, 128, 255]), (0, [255, 255, 127, 0])])
+def test_16_bits_of_grey_whose_white_is_zero_are_turned_round(black: int, expected: list[int]) -> None:
+    data = tiff(4, 1, {258: 16, 262: black}, struct.pack("<4H", 0, 255, 0x8000, 0xFFFF))
+    assert decode(data, 1).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("mode", ["YCbCr", "LAB"])
+def test_other_colour_spaces_of_tiff_become_rgb(encode: Encode, mode: str) -> None:
+    soft = Image.fromarray(blocks() // 2 + 64)
+    if mode == "LAB":
+        spaces = [ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")]
+        stored = ImageCms.applyTransform(soft, ImageCms.buildTransform(*spaces, "RGB", "LAB"))
+    else:
+        stored = soft.convert(mode)
+    data = encode(stored, "TIFF")
+    with Image.open(io.BytesIO(data)) as opened:
+        assert opened.mode == mode
+    assert np.abs(decode(data, 3).astype(int) - np.asarray(soft)).max() <= 4
+    assert np.abs(decode(data, 1).astype(int) - grey_of(np.asarray(soft))).max() <= 4
+
+
+def test_colour_profiles_are_ignored(encode: Encode) -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    np.testing.assert_array_equal(decode(encode(picture(), "PNG", icc_profile=profile), 3), picture())
+
+
+@pytest.mark.parametrize("compression", [1, 5, 8])
+def test_a_tile_that_claims_too_much_is_refused_before_memory_is_taken(compression: int) -> None:
+    data = tiff(2, 2, {259: compression, 322: 1 << 15, 323: 60_000}, zlib.compress(bytes(100)), tiles=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        UndecodableImage, match=r"^claims tiles of 32768 x 60000 pixels; at most 89,478,485 are allowed$"
+    ):
+        decode(data, 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [(b"zTXt", b"k\0\0"), (b"iTXt", b"k\0\1\0\0\0"), (b"iCCP", b"k\0\0"), (b"IDAT", b"")]
+)
+def test_chunks_that_unpack_to_128_megabytes_are_not_unpacked(name: bytes, head: bytes) -> None:
+    body = head + zlib.compress(bytes(1 << 27), 1)
+    chunk = struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+    whole = png(2, 2, rows=b"\0\1\2\0\3\4")
+    place = whole.index(b"IDAT") - 4
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    check_pixels_or_refusal(whole[:place] + chunk + whole[place:], 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"<!DOCTYPE html><html><body>404</body></html>", "an HTML page"), (b" \n<HTML lang=en>", "an HTML page"),
+        (b"<?xml version='1.0'?>\n<svg xmlns='x'>", "SVG"), (b"\0\0\0\x1cftypheic\0", "HEIC"),
+        (b"\0\0\0\x1cftypavif\0", "AVIF"), (b"%PDF-1.7", "PDF"), (b"\xff\x0a\0", "JPEG XL"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, whose file was not fetched"),
+    ],
+)  # fmt: skip
+def test_other_formats_are_named(data: bytes, name: str) -> None:
+    with pytest.raises(UndecodableImage) as caught:
+        decode(data, 3)
+    assert str(caught.value) == f"is not an image in a format of {', '.join(FORMATS)}: it looks like {name}"
+
+
+def test_avif_is_named(encode: Encode) -> None:
+    with pytest.raises(UndecodableImage, match=r"it looks like AVIF$"):
+        decode(encode(picture(), "AVIF"), 3)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "BMP", "TIFF", "WEBP", "GIF"])
+def test_a_header_cut_short_is_said_to_be_one(encode: Encode, file_format: str) -> None:
+    data = encode(picture(), file_format)[:12]
+    with pytest.raises(UndecodableImage, match=f"^begins as {file_format}, but its header is damaged or cut short$"):
+        decode(data, 3)
+
+
+def test_no_pixels_at_all_are_refused() -> None:
+    with pytest.raises(UndecodableImage):
+        decode(png(0, 5), 3)
+    with pytest.raises(UndecodableImage, match=r"^claims 0 x 3 pixels, which is none$"):
+        decode(Image.new("RGB", (0, 3)), 3)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF"])
+def test_the_size_is_that_of_the_pixels(encode: Encode, number: int, file_format: str) -> None:
+    options = {} if file_format in ("BMP", "GIF") else {"exif": orientation(number)}
+    data = encode(picture(13, 21), file_format, **options)
+    expected = (21, 13) if options and number > 4 else (13, 21)
+    assert image_size_of(data) == decode(data, 3).shape[:2] == expected
+    with Image.open(io.BytesIO(data)) as opened:
+        assert image_size_of(opened) == expected
+        opened.load()
+        assert image_size_of(opened) == expected
+    assert image_size_of(picture(13, 21)) == (13, 21)
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "BMP", "TIFF", "GIF"])
+def test_the_size_needs_the_header_alone(encode: Encode, file_format: str) -> None:
+    data = encode(picture(70, 90), file_format)
+    with pytest.raises(UndecodableImage):
+        decode(data[: len(data) * 3 // 4], 3)
+    if file_format == "TIFF":  # whose header is at the end in some files, and counts the bytes that follow
+        data = data[:200] + bytes(len(data) - 200)
+    assert image_size_of(data if file_format == "TIFF" else data[: len(data) * 3 // 4]) == (70, 90)
+
+
+def test_the_size_of_what_is_no_image_is_refused() -> None:
+    for data in (b"", b"<html>", png(65_000, 65_000)):
+        with pytest.raises(UndecodableImage):
+            image_size_of(data)
+
+
+@pytest.mark.parametrize("shrink", [2, 4, 8])
+@pytest.mark.parametrize("size", [(80, 96), (81, 97), (87, 103), (8, 9)])
+def test_jpeg_files_shrink_to_the_size_rounded_up(encode: Encode, shrink: int, size: tuple[int, int]) -> None:
+    opened = open_image(encode(picture(*size), "JPEG", exif=orientation(6)))
+    assert opened.shrink_for(shrink + 0.9) == shrink and opened.size == size[::-1]
+    assert opened.load(3, shrink).size == (-(-size[0] // shrink), -(-size[1] // shrink))
+
+
+def test_only_jpeg_files_shrink(encode: Encode) -> None:
+    jpeg = encode(picture(64, 64), "JPEG")
+    assert open_image(jpeg).shrink_for(100.0) == 8 and open_image(jpeg).shrink_for(1.9) == 1
+    assert open_image(encode(picture(3, 64), "JPEG")).shrink_for(100.0) == 2
+    with Image.open(io.BytesIO(jpeg)) as opened:
+        assert open_image(opened).shrink_for(100.0) == 1
+    for other in (encode(picture(64, 64), "PNG"), picture(64, 64)):
+        assert open_image(other).shrink_for(100.0) == 1
+
+
+def test_shrunk_jpeg_files_cut_short_are_refused(encode: Encode) -> None:
+    data = encode(picture(64, 64), "JPEG")
+    for length in range(700, len(data) - 2, 97):
+        with pytest.raises(UndecodableImage, match="truncated"):
+            open_image(data[:length]).load(3, 4)
+
+
+def test_broken_tiff_files_write_nothing(capfd: pytest.CaptureFixture[str], encode: Encode) -> None:
+    data = encode(picture(), "TIFF", compression="tiff_lzw")
+    for length in range(0, len(data), 41):
+        check_pixels_or_refusal(data[:length], 3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_pillow_warns_of_is_no_warning_here(encode: Encode) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Image.open(io.BytesIO(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"))).getexif()
+        assert caught
+        caught.clear()
+        decode(encode(picture(), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\xff\0"), 3)
+        warnings.warn("of somebody else", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["of somebody else"]
+
+
+def test_threads_decode_the_same(encode: Encode) -> None:
+    files = [encode(picture(64, 64), name) for name in ("JPEG", "PNG", "WEBP", "TIFF", "GIF")] * 20
+    with ThreadPoolExecutor(8) as threads:
+        for found, data in zip(threads.map(lambda data: decode(data, 3), files), files, strict=True):
+            np.testing.assert_array_equal(found, decode(data, 3))

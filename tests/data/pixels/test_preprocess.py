@@ -1,0 +1,490 @@
+"""Geometry and normalisation against independent computations."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess, Resize
+from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.plain import from_plain, to_plain
+
+Encode = Callable[..., bytes]
+
+side = st.integers(1, 70)
+
+
+def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+def soft_noise(height: int, width: int) -> np.ndarray:
+    """Noise that a bicubic kernel does not push beyond 0 or 255."""
+    return np.random.default_rng(0).integers(60, 196, (height, width, 3), dtype=np.uint8)
+
+
+def triangle(x: float) -> float:
+    return max(0.0, 1 - abs(x))
+
+
+def cubic(x: float) -> float:
+    """Keys's kernel with a = -1/2."""
+    x = abs(x)
+    if x < 1:
+        return 1.5 * x**3 - 2.5 * x**2 + 1
+    return -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2 if x < 2 else 0.0
+
+
+KERNELS = {"bilinear": (triangle, 1), "bicubic": (cubic, 2)}
+
+
+def resampling(old: int, new: int, interpolation: str) -> np.ndarray:
+    """The matrix that scales one axis: the kernel widened by the scale when shrinking, rows summing to 1."""
+    kernel, reach = KERNELS[interpolation]
+    scale = old / new
+    widened = max(scale, 1.0)
+    matrix = np.zeros((new, old))
+    for row in range(new):
+        centre = (row + 0.5) * scale
+        low, high = max(0, int(centre - reach * widened + 0.5)), min(old, int(centre + reach * widened + 0.5))
+        for column in range(low, high):
+            matrix[row, column] = kernel((column + 0.5 - centre) / widened)
+    return matrix / matrix.sum(1, keepdims=True)
+
+
+def reference_resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
+    """h w c -> height width c, without any rounding."""
+    across = np.einsum("hwc,vw->hvc", image.astype(float), resampling(image.shape[1], width, interpolation))
+    return np.einsum("hwc,vh->vwc", across, resampling(image.shape[0], height, interpolation)).clip(0, 255)
+
+
+def reference_placement(old: tuple[int, int], new: tuple[int, int], share: float) -> tuple[list[int], int, int]:
+    """Size of the scaled image, top and left of the cut, for "crop", in fractions: no rounding but what is meant."""
+    target = [math.floor(Fraction(side) / Fraction(share).limit_denominator(1000)) for side in new]
+    if target[0] == target[1]:
+        scaled = [math.floor(Fraction(target[0] * before, min(old))) for before in old]
+    else:
+        scale = max(Fraction(after, before) for after, before in zip(target, old, strict=True))
+        scaled = [round(before * scale) for before in old]
+    top, left = (round(Fraction(after - cut, 2)) for after, cut in zip(scaled, new, strict=True))
+    return scaled, top, left
+
+
+def reference_crop(image: np.ndarray, size: tuple[int, int], share: float, interpolation: str) -> np.ndarray:
+    scaled, top, left = reference_placement(image.shape[:2], size, share)
+    whole = image.astype(float) if scaled == [*image.shape[:2]] else reference_resize(image, *scaled, interpolation)
+    return whole[top : top + size[0], left : left + size[1]]
+
+
+@settings(max_examples=60)
+@given(old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from(sorted(KERNELS)))
+def test_squash_scales_both_sides(old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation) -> None:
+    image = soft_noise(*old)
+    found = Preprocess(image_size=new, interpolation=interpolation).pixels(image)
+    assert np.abs(found.transpose(1, 2, 0) - reference_resize(image, *new, interpolation)).max() < 1.3
+
+
+@settings(max_examples=60)
+@given(
+    old=st.tuples(side, side),
+    new=st.tuples(side, side),
+    share=st.sampled_from([1.0, 0.875, 0.5]),
+    interpolation=st.sampled_from(sorted(KERNELS)),
+)
+def test_crop_covers_and_cuts_the_centre(
+    old: tuple[int, int], new: tuple[int, int], share: float, interpolation: Interpolation
+) -> None:
+    image = soft_noise(*old)
+    preprocess = Preprocess(image_size=new, resize="crop", crop_share=share, interpolation=interpolation)
+    found = preprocess.pixels(image).transpose(1, 2, 0)
+    assert np.abs(found - reference_crop(image, new, share, interpolation)).max() < 1.3
+
+
+@pytest.mark.parametrize(("factor", "size"), [((2, 3), (4, 5)), ((1, 7), (3, 2)), ((5, 1), (2, 6))])
+def test_nearest_repeats_and_picks_pixels(factor: tuple[int, int], size: tuple[int, int]) -> None:
+    small = noise(*size)
+    large = small.repeat(factor[0], axis=0).repeat(factor[1], axis=1)
+    up = Preprocess(image_size=large.shape[:2], interpolation="nearest").pixels(small)
+    down = Preprocess(image_size=size, interpolation="nearest").pixels(large)
+    np.testing.assert_array_equal(up, large.transpose(2, 0, 1))
+    np.testing.assert_array_equal(down, small.transpose(2, 0, 1))
+
+
+def test_shrinking_averages_over_the_pixels_that_fall_together() -> None:
+    image = np.zeros((2, 64, 1), np.uint8)
+    image[:, ::2] = 200
+    found = Preprocess(image_size=(2, 8), channels=1).pixels(image)
+    assert np.abs(found[:, :, 1:-1].astype(int) - 100).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rows", "columns"),
+    [
+        ((4, 8), (4, 4), slice(0, 4), slice(2, 6)),
+        ((9, 4), (4, 4), slice(2, 6), slice(0, 4)),
+        ((6, 9), (6, 4), slice(0, 6), slice(2, 6)),
+    ],
+)
+def test_crop_without_scaling_is_the_centre_exactly(
+    old: tuple[int, int], new: tuple[int, int], rows: slice, columns: slice
+) -> None:
+    image = noise(*old)
+    found = Preprocess(image_size=new, resize="crop").pixels(image)
+    np.testing.assert_array_equal(found, image[rows, columns].transpose(2, 0, 1))
+
+
+def test_a_crop_share_of_seven_eighths_cuts_224_of_256() -> None:
+    image = noise(256, 300)
+    found = Preprocess(image_size=(224, 224), resize="crop", crop_share=0.875).pixels(image)
+    np.testing.assert_array_equal(found, image[16:240, 38:262].transpose(2, 0, 1))
+
+
+@given(
+    old=st.tuples(side, side),
+    new=st.tuples(side, side),
+    channels=st.sampled_from([1, 3]),
+    resize=st.sampled_from(["squash", "crop", "pad"]),
+    share=st.floats(0.2, 1),
+    interpolation=st.sampled_from(["nearest", "bilinear", "bicubic", "area"]),
+    given_channels=st.sampled_from([1, 3]),
+)
+def test_the_shape_is_always_the_one_asked_for(
+    old: tuple[int, int],
+    new: tuple[int, int],
+    channels: int,
+    resize: Resize,
+    share: float,
+    interpolation: Interpolation,
+    given_channels: int,
+) -> None:
+    preprocess = Preprocess(
+        image_size=new, channels=channels, resize=resize, crop_share=share, interpolation=interpolation
+    )
+    found = preprocess.pixels(noise(*old, given_channels))
+    assert found.shape == (channels, *new) and found.dtype == np.uint8 and found.flags.c_contiguous
+
+
+@given(
+    old=st.tuples(side, side),
+    new=st.tuples(side, side),
+    channels=st.sampled_from([1, 3]),
+    resize=st.sampled_from(["squash", "crop", "pad"]),
+    share=st.sampled_from([1.0, 0.8]),
+    interpolation=st.sampled_from(["nearest", "bilinear", "bicubic", "area"]),
+    given_channels=st.sampled_from([1, 3]),
+)
+def test_files_arrays_and_pillow_images_give_the_same_pixels(
+    encode: Encode,
+    old: tuple[int, int],
+    new: tuple[int, int],
+    channels: int,
+    resize: Resize,
+    share: float,
+    interpolation: Interpolation,
+    given_channels: int,
+) -> None:
+    preprocess = Preprocess(
+        image_size=new, channels=channels, resize=resize, crop_share=share, interpolation=interpolation
+    )
+    array = noise(*old, given_channels)
+    picture = Image.fromarray(array[..., 0] if given_channels == 1 else array)
+    expected = preprocess.pixels(array)
+    for image in (encode(picture, "PNG"), picture, Image.open(io.BytesIO(encode(picture, "BMP")))):
+        np.testing.assert_array_equal(preprocess.pixels(image), expected)
+
+
+def test_a_file_on_disk_gives_the_same_pixels(encode: Encode, tmp_path: Path) -> None:
+    path = tmp_path / "rose.png"
+    path.write_bytes(encode(noise(30, 20), "PNG"))
+    preprocess = Preprocess(image_size=(16, 12))
+    with Image.open(path) as opened:
+        np.testing.assert_array_equal(preprocess.pixels(opened), preprocess.pixels(path.read_bytes()))
+
+
+@pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
+@pytest.mark.parametrize("size", [(7, 5), (1, 1), (28, 28)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_the_size_are_left_as_they_are(
+    encode: Encode, resize: Resize, size: tuple[int, int], channels: int
+) -> None:
+    image = noise(*size, channels)
+    for interpolation in ("nearest", "bilinear", "bicubic", "area"):
+        preprocess = Preprocess(image_size=size, channels=channels, resize=resize, interpolation=interpolation)
+        for form in (image, encode(image[..., 0] if channels == 1 else image, "PNG")):
+            np.testing.assert_array_equal(preprocess.pixels(form), image.transpose(2, 0, 1))
+
+
+def test_the_pixels_are_a_copy_of_their_own() -> None:
+    image = noise(4, 4, 1)
+    before = image.copy()
+    image.setflags(write=False)
+    found = Preprocess(image_size=(4, 4), channels=1).pixels(image)
+    torch.from_numpy(np.stack([found])).zero_()
+    np.testing.assert_array_equal(image, before)
+
+
+def test_broken_images_are_undecodable() -> None:
+    for image in (b"", b"<html>", noise(4, 4, 2)):
+        with pytest.raises(UndecodableImage):
+            Preprocess(image_size=(4, 4)).pixels(image)
+
+
+@pytest.mark.parametrize(
+    ("channels", "mean", "std"),
+    [
+        (3, (0.5,), (0.5,)),
+        (1, (0.5,), (0.5,)),
+        (3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        (3, (0.0,), (1.0,)),
+        (3, (0.4, 0.5, 0.6), (0.25,)),
+        (1, (0.286,), (0.353,)),
+    ],
+)
+def test_normalise_is_the_formula_for_every_value(
+    channels: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
+    values = torch.arange(256, dtype=torch.uint8)
+    images = torch.stack([(values + channel).to(torch.uint8) for channel in range(channels)]).reshape(
+        1, channels, 16, 16
+    )
+    images = torch.cat([images, 255 - images])
+    found = Preprocess(image_size=(16, 16), channels=channels, mean=mean, std=std).normalise(images)
+    assert found.dtype == torch.float32 and found.shape == images.shape
+    for channel in range(channels):
+        m, s = mean[channel % len(mean)], std[channel % len(std)]
+        expected = (images[:, channel].double() / 255 - m) / s
+        assert (found[:, channel].double() - expected).abs().max() < 1e-6
+
+
+def test_normalise_leaves_the_pixels_and_reaches_from_minus_1_to_1() -> None:
+    images = torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 1, 1, 2)
+    found = Preprocess(image_size=(1, 2), channels=1).normalise(images)
+    torch.testing.assert_close(found.flatten(), torch.tensor([-1.0, 1.0]), rtol=0, atol=1e-6)
+    assert images.flatten().tolist() == [0, 255]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image_size": (0, 4)}, "image_size=(0, 4) must be at least 1"),
+        ({"image_size": (4, -1)}, "image_size=(4, -1) must be at least 1"),
+        ({"channels": 4}, "channels=4 is not one of 1 (grey), 3 (RGB)"),
+        ({"crop_share": 0.0}, "crop_share=0.0 is not in (0, 1]"),
+        ({"crop_share": 1.01}, "crop_share=1.01 is not in (0, 1]"),
+        ({"crop_share": math.nan}, "crop_share=nan is not in (0, 1]"),
+        ({"pad_value": (256,)}, "pad_value=(256,) is not in 0 to 255"),
+        ({"pad_value": (0, -1, 0)}, "pad_value=(0, -1, 0) is not in 0 to 255"),
+        ({"pad_value": (0, 0)}, "pad_value=(0, 0) needs 1 number, or one for each of 3 channels"),
+        (
+            {"interpolation": "area", "antialias": False},
+            "interpolation='area' averages, which antialias=False rules out",
+        ),
+        (
+            {"scaled_decode": True, "antialias": False},
+            "scaled_decode=True averages, which interpolation='nearest' and antialias=False rule out",
+        ),
+        (
+            {"scaled_decode": True, "interpolation": "nearest"},
+            "scaled_decode=True averages, which interpolation='nearest' and antialias=False rule out",
+        ),
+        ({"mean": ()}, "mean=() needs 1 number, or one for each of 3 channels"),
+        ({"mean": (0.5, 0.5)}, "mean=(0.5, 0.5) needs 1 number, or one for each of 3 channels"),
+        ({"channels": 1, "std": (0.1, 0.2, 0.3)}, "std=(0.1, 0.2, 0.3) needs 1 number, or one for each of 1 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, "mean=(0.5,) and std=(0.5, 0.0, 0.5) must be finite, and std above 0"),
+        ({"std": (-1.0,)}, "mean=(0.5,) and std=(-1.0,) must be finite, and std above 0"),
+    ],
+)
+def test_fields_out_of_range_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Preprocess(**{"image_size": (4, 4), **fields})
+    assert str(caught.value) == message
+
+
+def test_unknown_choices_are_refused_with_all_choices() -> None:
+    preprocess = Preprocess(image_size=(4, 4))
+    object.__setattr__(preprocess, "resize", "stretch")
+    object.__setattr__(preprocess, "interpolation", "lanczos")
+    with pytest.raises(ConfigError) as caught:
+        preprocess.__post_init__()
+    assert str(caught.value) == (
+        "resize='stretch' is not one of 'squash', 'crop', 'pad'\n"
+        "interpolation='lanczos' is not one of 'nearest', 'bilinear', 'bicubic', 'area'"
+    )
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Preprocess(image_size=(0, 0), channels=2, crop_share=2.0)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_an_image_too_thin_to_be_scaled_is_refused() -> None:
+    thin = np.zeros((1, 2000, 3), np.uint8)
+    with pytest.raises(UndecodableImage, match="too long and thin: 2000 x 1 pixels, scaled to 448000 x 224"):
+        Preprocess(image_size=(224, 224), resize="crop").pixels(thin)
+    assert Preprocess(image_size=(224, 224)).pixels(thin).shape == (3, 224, 224)
+
+
+# --- a part of the image
+
+
+@given(drawn=st.data(), old=st.tuples(side, side), new=st.tuples(side, side), interpolation=st.sampled_from([*FILTERS]))
+def test_a_box_is_cut_out_and_then_scaled(
+    encode: Encode, drawn: st.DataObject, old: tuple[int, int], new: tuple[int, int], interpolation: Interpolation
+) -> None:
+    height, width = (drawn.draw(st.integers(1, whole)) for whole in old)
+    top, left = (drawn.draw(st.integers(0, whole - part)) for whole, part in zip(old, (height, width), strict=True))
+    image = noise(*old)
+    part = Image.fromarray(image[top : top + height, left : left + width])
+    expected = np.asarray(part.resize(new[::-1], FILTERS[interpolation])).transpose(2, 0, 1)
+    for resize, share in (("squash", 1.0), ("crop", 0.5), ("pad", 0.8)):
+        preprocess = Preprocess(image_size=new, resize=resize, crop_share=share, interpolation=interpolation)
+        for form in (image, encode(image, "PNG"), Image.fromarray(image)):
+            np.testing.assert_array_equal(preprocess.pixels(form, (top, left, height, width)), expected)
+
+
+def test_a_box_of_the_size_is_only_cut_out() -> None:
+    image = noise(9, 11)
+    found = Preprocess(image_size=(4, 5)).pixels(image, (2, 3, 4, 5))
+    np.testing.assert_array_equal(found, image[2:6, 3:8].transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("box", [(0, 0, 0, 3), (-1, 0, 3, 3), (0, 0, 8, 3), (5, 0, 3, 3), (0, 7, 3, 3), (0, 0, 3, -1)])
+def test_a_box_that_the_image_does_not_hold_is_refused(box: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ConfigError, match=r"is not a part of an image of 7 x 9 \(height, width\)$"):
+        Preprocess(image_size=(7, 9)).pixels(noise(7, 9), box)
+
+
+# --- decoding at a smaller size
+
+
+def slope(height: int, width: int) -> np.ndarray:
+    """Levels that rise by 2 to the right and downwards: a shift by half a pixel would show."""
+    rows, columns = np.mgrid[:height, :width]
+    return np.stack([columns * 200 / width, rows * 200 / height, (rows + columns) * 200 / (height + width)], -1).astype(
+        np.uint8
+    )
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("box", [None, (9, 21, 64, 70)])
+@pytest.mark.parametrize(("resize", "share"), [("squash", 1.0), ("crop", 0.8), ("pad", 1.0)])
+def test_scaled_decoding_shows_the_same_part_whatever_way_the_file_is_turned(
+    encode: Encode, number: int, box: tuple[int, int, int, int] | None, resize: Resize, share: float
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = number
+    data = encode(slope(91, 109), "JPEG", quality=98, subsampling=0, exif=exif)
+    preprocess = Preprocess(image_size=(7, 9), resize=resize, crop_share=share)
+    expected = preprocess.pixels(data, box).astype(int)
+    found = replace(preprocess, scaled_decode=True).pixels(data, box).astype(int)
+    assert 0 < np.abs(found - expected).max() <= 4
+
+
+def test_scaled_decoding_changes_a_photograph_a_little(encode: Encode) -> None:
+    small = Image.fromarray(noise(24, 32)).resize((640, 480), Image.Resampling.BICUBIC)
+    data = encode(small, "JPEG", quality=90)
+    for size in ((60, 60), (100, 130), (120, 120)):
+        preprocess = Preprocess(image_size=size, interpolation="bicubic")
+        difference = np.abs(
+            replace(preprocess, scaled_decode=True).pixels(data).astype(int) - preprocess.pixels(data).astype(int)
+        )
+        assert 0 < difference.mean() < 2
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "BMP", "WEBP", "GIF", "TIFF"])
+def test_scaled_decoding_leaves_other_images_alone(encode: Encode, file_format: str) -> None:
+    plain = Preprocess(image_size=(6, 7))
+    data = encode(noise(64, 64), file_format)
+    opened = Image.open(io.BytesIO(encode(noise(64, 64), "JPEG")))
+    for image in (data, noise(64, 64), opened):
+        np.testing.assert_array_equal(replace(plain, scaled_decode=True).pixels(image), plain.pixels(image))
+
+
+@pytest.mark.parametrize("size", [(17, 16), (16, 17), (33, 33), (64, 64)])
+def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(encode: Encode, size: tuple[int, int]) -> None:
+    data = encode(noise(64, 64), "JPEG")
+    plain = Preprocess(image_size=size)
+    np.testing.assert_array_equal(replace(plain, scaled_decode=True).pixels(data), plain.pixels(data))
+    smaller = Preprocess(image_size=(16, 16))
+    assert (replace(smaller, scaled_decode=True).pixels(data) != smaller.pixels(data)).any()
+    np.testing.assert_array_equal(
+        replace(smaller, scaled_decode=True).pixels(data, (3, 3, 63 - 32, 40)), smaller.pixels(data, (3, 3, 31, 40))
+    )
+
+
+# --- without antialiasing
+
+
+def plain_resampling(old: int, new: int, interpolation: str) -> np.ndarray:
+    """The matrix of one axis: the nearest 2 or 4 pixels, those beyond the edge being the edge's."""
+
+    def keys(x: float) -> float:
+        x, a = abs(x), -0.75
+        if x < 1:
+            return (a + 2) * x**3 - (a + 3) * x**2 + 1
+        return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
+
+    kernel, reach = (triangle, 1) if interpolation == "bilinear" else (keys, 2)
+    matrix = np.zeros((new, old))
+    for row in range(new):
+        place = (row + 0.5) * old / new - 0.5
+        for column in range(math.floor(place) - reach + 1, math.floor(place) + reach + 1):
+            matrix[row, min(max(column, 0), old - 1)] += kernel(column - place)
+    return matrix
+
+
+@settings(max_examples=60)
+@given(
+    old=st.tuples(side, side),
+    new=st.tuples(side, side),
+    channels=st.sampled_from([1, 3]),
+    interpolation=st.sampled_from(["bilinear", "bicubic"]),
+)
+def test_without_antialiasing_the_nearest_pixels_alone_count(
+    old: tuple[int, int], new: tuple[int, int], channels: int, interpolation: Interpolation
+) -> None:
+    image = noise(*old, channels)
+    rows, columns = (plain_resampling(*sides, interpolation) for sides in zip(old, new, strict=True))
+    expected = np.einsum("hwc,yh,xw->cyx", image.astype(float), rows, columns).clip(0, 255)
+    preprocess = Preprocess(image_size=new, channels=channels, interpolation=interpolation, antialias=False)
+    assert np.abs(preprocess.pixels(image) - expected).max() <= 0.502
+
+
+def test_without_antialiasing_a_quarter_is_a_mean_of_four_pixels() -> None:
+    image = noise(8, 12)
+    found = Preprocess(image_size=(2, 3), antialias=False).pixels(image)
+    inner = image.reshape(2, 4, 3, 4, 3)[:, 1:3, :, 1:3].astype(int).sum(axis=(1, 3))
+    np.testing.assert_array_equal(found, np.round(inner / 4).transpose(2, 0, 1))
+
+
+def test_area_is_the_mean_of_what_falls_together() -> None:
+    image = noise(8, 12)
+    found = Preprocess(image_size=(2, 3), interpolation="area").pixels(image)
+    mean = image.reshape(2, 4, 3, 4, 3).astype(float).mean(axis=(1, 3))
+    assert np.abs(found - mean.transpose(2, 0, 1)).max() <= 1
+
+
+# --- on disk
+
+
+def test_what_older_files_do_not_say_is_as_it_was() -> None:
+    older = {
+        "image_size": [224, 224], "channels": 3, "resize": "crop", "crop_share": 0.9, "interpolation": "bicubic",
+        "mean": [0.5], "std": [0.5],
+    }  # fmt: skip
+    read = from_plain(Preprocess, older)
+    assert (read.antialias, read.scaled_decode, read.pad_value) == (True, False, (255,))
+    changed = replace(read, antialias=False, resize="pad", pad_value=(1, 2, 3))
+    assert from_plain(Preprocess, to_plain(changed)) == changed

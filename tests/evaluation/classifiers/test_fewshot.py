@@ -1,0 +1,224 @@
+"""Few-shot least squares beside the normal equations in numpy, and leaving one out beside leaving one out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.classifiers.fewshot import LOO_GRID, draw_shots, few_shot, fit_least_squares
+from vitrail.evaluation.classifiers.linear import LinearClassifier
+
+
+def clusters(
+    per_class: int, width: int, classes: int, *, seed: int = 0, spread: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features around a centre for each class, of uneven scales and means, and their labels, shuffled."""
+    random = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).normal(size=(classes, width))
+    labels = random.permutation(np.repeat(np.arange(classes), per_class))
+    scales, means = np.geomspace(0.01, 30, width), np.linspace(-50, 50, width)
+    features = (centres[labels] + spread * random.normal(size=(len(labels), width))) * scales + means
+    return features.astype(np.float32), labels.astype(np.int64)
+
+
+def normal_equations(
+    features: np.ndarray, labels: np.ndarray, classes: int, l2: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Whitened features with the constant, y, and (X^T X + l2)^-1 X^T y as weights and intercepts for raw features."""
+    raw = features.astype(np.float64)
+    mean, scale = raw.mean(axis=0), raw.std(axis=0) + 1e-5
+    x = np.hstack([(raw - mean) / scale, np.full((len(raw), 1), 100.0)])
+    y = np.where(labels[:, None] == np.arange(classes), 1.0, -1.0)
+    w = np.linalg.solve(x.T @ x + l2 * np.eye(x.shape[1]), x.T @ y)
+    weight = w[:-1] / scale[:, None]
+    return x, y, weight, 100 * w[-1] - mean @ weight
+
+
+@pytest.mark.parametrize("width", [1, 5, 28, 29, 30, 31, 97], ids="width {}".format)
+@pytest.mark.parametrize("l2", [1024.0, 0.5])
+def test_both_branches_equal_the_normal_equations(width: int, l2: float) -> None:
+    features, labels = clusters(10, width, 3)  # 30 rows: with the constant feature, width 30 is the first wide one
+    classifier, strength = fit_least_squares(features, labels, num_classes=3, l2=l2)
+    _, _, weight, bias = normal_equations(features, labels, 3, l2)
+    assert strength == l2
+    np.testing.assert_allclose(classifier.weight, weight, rtol=1e-7, atol=1e-9 * abs(weight).max())
+    np.testing.assert_allclose(classifier.bias, bias, rtol=1e-7, atol=1e-9)
+    others, _ = clusters(7, width, 3, seed=1)
+    np.testing.assert_allclose(classifier.scores(others), others.astype(np.float64) @ weight + bias, atol=1e-6)
+
+
+@pytest.mark.parametrize(("width", "size"), [(28, 29), (29, 30), (30, 30), (97, 30)])
+def test_the_smaller_matrix_is_taken_apart(width: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, original = [], torch.linalg.eigh
+
+    def note(matrix: torch.Tensor) -> object:
+        sizes.append(tuple(matrix.shape))
+        return original(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", note)
+    features, labels = clusters(10, width, 3)
+    fit_least_squares(features, labels, num_classes=3, l2=1024.0)
+    assert sizes == [(size, size)]
+
+
+@given(
+    rows=st.integers(1, 12), width=st.integers(1, 12), classes=st.integers(1, 4), seed=st.integers(0, 1000),
+    l2=st.sampled_from([2.0**-3, 1024.0, 2.0**15]),
+)  # fmt: skip
+def test_any_sizes_equal_the_normal_equations(rows: int, width: int, classes: int, seed: int, l2: float) -> None:
+    random = np.random.default_rng(seed)
+    features = random.normal(size=(rows, width)).astype(np.float32)
+    features[:, random.integers(width)] = 0.1  # a constant, which float32 cannot hold exactly
+    labels = random.integers(0, classes, rows)
+    classifier, _ = fit_least_squares(features, labels, num_classes=classes, l2=l2)
+    _, _, weight, bias = normal_equations(features, labels, classes, l2)
+    expected = features.astype(np.float64) @ weight + bias
+    np.testing.assert_allclose(classifier.scores(features), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("per_class", "width", "spread"), [(20, 8, 2), (4, 50, 2), (4, 50, 0.3), (1, 9, 1), (3, 8, 9)])
+def test_loo_chooses_what_errs_least_on_rows_left_out(per_class: int, width: int, spread: float) -> None:
+    features, labels = clusters(per_class, width, 3, spread=spread)
+    errors = {}
+    for l2 in LOO_GRID:
+        x, y, _, _ = normal_equations(features, labels, 3, l2)
+        errors[l2] = 0.0
+        for row in range(len(x)):
+            others = np.arange(len(x)) != row
+            w = np.linalg.solve(x[others].T @ x[others] + l2 * np.eye(x.shape[1]), x[others].T @ y[others])
+            errors[l2] += float(((y[row] - x[row] @ w) ** 2).sum())
+    classifier, chosen = fit_least_squares(features, labels, num_classes=3, l2="loo")
+    assert chosen == min(LOO_GRID, key=errors.__getitem__)
+    fixed, _ = fit_least_squares(features, labels, num_classes=3, l2=chosen)
+    assert np.array_equal(classifier.weight, fixed.weight)
+
+
+def test_loo_regularises_noise_more_than_a_clear_signal() -> None:
+    random = np.random.default_rng(0)
+    labels = np.repeat(np.arange(2), 20)
+    noise = random.normal(size=(40, 15)).astype(np.float32)
+    clear = noise + 20 * labels[:, None].astype(np.float32)
+    strengths = [fit_least_squares(one, labels, num_classes=2, l2="loo")[1] for one in (noise, clear)]
+    assert strengths[0] > 16 * strengths[1]
+
+
+@given(labels=st.lists(st.integers(0, 3), max_size=60), seed=st.integers(0, 10**6))
+def test_shots_are_of_each_class_and_nested(labels: list[int], seed: int) -> None:
+    array = np.array(labels, np.int64)
+    before: set[int] = set()
+    for shots in (1, 2, 5, 25):
+        drawn = draw_shots(array, shots, seed)
+        assert list(drawn) == sorted(set(drawn)) and before <= set(drawn)
+        assert all((array[drawn] == label).sum() == min(shots, labels.count(label)) for label in range(4))
+        before = set(drawn)
+
+
+def test_other_classes_do_not_move_the_draw() -> None:
+    labels = np.random.default_rng(0).integers(0, 6, 200)
+    few = labels[labels < 3]
+    drawn = np.zeros(200, bool)
+    drawn[draw_shots(labels, 5, 7)] = True
+    assert np.array_equal(np.flatnonzero(drawn[labels < 3]), draw_shots(few, 5, 7))
+
+
+def test_a_draw_that_must_never_change() -> None:
+    labels = np.arange(40) % 4
+    assert draw_shots(labels, 2, 0).tolist() == [0, 1, 2, 5, 7, 19, 20, 22]
+
+
+def test_the_whole_equals_its_parts() -> None:
+    train, labels = clusters(30, 20, 4, spread=3)
+    test, truth = clusters(25, 20, 4, seed=5, spread=3)
+    result = few_shot(train, labels, test, truth, num_classes=4, shots=(1, 10, 25), seeds=(3, 8, 11, 12))
+    assert result.seeds == (3, 8, 11, 12) and [row.shots for row in result.rows] == [1, 10, 25]
+    for row in result.rows:
+        expected = []
+        for seed in result.seeds:
+            drawn = draw_shots(labels, row.shots, seed)
+            _, _, weight, bias = normal_equations(train[drawn], labels[drawn], 4, 1024)
+            expected.append(np.mean((test.astype(np.float64) @ weight + bias).argmax(axis=1) == truth))
+        assert row.accuracies == tuple(expected) and row.images == 4 * row.shots and row.l2 == (1024,) * 4
+        assert row.mean == pytest.approx(np.mean(expected)) and row.std == pytest.approx(np.std(expected, ddof=1))
+    assert result.rows[0].mean < result.rows[1].mean < result.rows[2].mean < 1
+
+
+def test_a_mapped_file_gives_what_the_array_gives(tmp_path: Path) -> None:
+    train, labels = clusters(12, 7, 3)
+    np.save(tmp_path / "features.npy", train)
+    mapped = np.load(tmp_path / "features.npy", mmap_mode="r")
+    settings: dict[str, Any] = {"num_classes": 3, "shots": (1, 5), "seeds": 2, "l2": "loo"}
+    assert few_shot(mapped, labels, mapped, labels, **settings) == few_shot(train, labels, train, labels, **settings)
+
+
+def test_one_seed_has_no_deviation() -> None:
+    train, labels = clusters(5, 6, 2)
+    (row,) = few_shot(train, labels, train, labels, num_classes=2, shots=[5], seeds=1).rows
+    assert row.std is None and row.mean == row.accuracies[0]
+
+
+def test_one_class_is_always_right() -> None:
+    train, labels = clusters(5, 6, 1)
+    (row,) = few_shot(train, labels, train, labels, num_classes=1, shots=[2]).rows
+    assert row.accuracies == (1, 1, 1)
+
+
+def test_features_that_are_all_the_same_guess_the_first_class() -> None:
+    features, labels = np.full((12, 3), 0.1, np.float32), np.arange(12) % 3
+    (row,) = few_shot(features, labels, features, labels, num_classes=3, shots=[4]).rows
+    assert row.accuracies == (1 / 3,) * 3
+
+
+def test_too_few_images_are_named_and_counted() -> None:
+    labels = np.array([0] * 5 + [1] * 2 + [2] * 3, np.int64)
+    features = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+    settings: dict[str, Any] = {"num_classes": 4, "shots": (1, 5), "class_names": ("ash", "birch", "cedar", "oak")}
+    with pytest.raises(DataError) as error:
+        few_shot(features, labels, features, labels, **settings)
+    assert "5 shots need 5 training images of each class" in str(error.value)
+    assert "birch (2), cedar (3), oak (0)." in str(error.value) and "ash" not in str(error.value)
+    assert "--allow-fewer" in str(error.value)
+    result = few_shot(features, labels, features, labels, **settings, allow_fewer=True)
+    assert [row.images for row in result.rows] == [3, 10]
+
+
+def test_many_short_classes_are_counted() -> None:
+    labels = np.arange(30)
+    with pytest.raises(DataError, match=r"class 9 \(1\) and 20 more\."):
+        few_shot(np.eye(30, dtype=np.float32), labels, np.eye(30, dtype=np.float32), labels, num_classes=30, shots=[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shots": ()}, r"shots=\(\) must be numbers of images of each class, from 1"),
+        ({"shots": (5, 0)}, r"shots=\(5, 0\)"),
+        ({"seeds": 0}, r"seeds=\(\) must be whole numbers from 0, at least one"),
+        ({"seeds": (1, -1)}, r"seeds=\(1, -1\)"),
+        ({"l2": 0.0}, r"l2=0.0 must be a number above 0, or 'loo'"),
+        ({"l2": float("nan")}, "l2=nan"),
+        ({"l2": "auto"}, "l2='auto' must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str, types_unchecked: None) -> None:
+    train, labels = clusters(5, 6, 2)
+    with pytest.raises(ConfigError, match=message):
+        few_shot(train, labels, train, labels, num_classes=2, **settings)
+
+
+def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
+    train, labels = clusters(5, 6, 2)
+    with pytest.raises(DataError, match="6 wide and those to test on 5"):
+        few_shot(train, labels, train[:, :5], labels, num_classes=2, shots=[1])
+    with pytest.raises(
+        DataError, match="test features: 10 of 10 labels are not in 0 to 1; the first, of row 0, is none"
+    ):
+        few_shot(train, labels, train, np.full(10, -1), num_classes=2, shots=[1])
+    with pytest.raises(DataError, match="features are 5 wide; this classifier is for 6"):
+        LinearClassifier(np.zeros((6, 2)), np.zeros(2)).scores(train[:, :5])

@@ -1,0 +1,219 @@
+"""Nearest neighbours beside brute force in float64 and scikit-learn, ties, and memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score
+from sklearn.neighbors import KNeighborsClassifier
+
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.classifiers import knn as module
+from vitrail.evaluation.classifiers.knn import Neighbours, knn, knn_leave_one_out, nearest
+
+
+def corners(n: int, seed: int) -> np.ndarray:
+    """Corners of a cube in 16 dimensions, many of them twice: their cosines are multiples of 1/8, without rounding."""
+    random = np.random.default_rng(seed)
+    few = random.choice([-1.0, 1.0], size=(max(2, n // 3), 16))
+    return few[random.integers(0, len(few), n)].astype(np.float32)
+
+
+def brute_force(stored: np.ndarray, queries: np.ndarray | None, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and cosines in float64, by a full stable sort."""
+
+    def unit(rows: np.ndarray) -> np.ndarray:
+        lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+        return rows / np.where(lengths > 0, lengths, 1)
+
+    cosines = unit(stored if queries is None else queries) @ unit(stored).T
+    if queries is None:
+        np.fill_diagonal(cosines, -np.inf)
+    order = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
+    return order, np.take_along_axis(cosines, order, axis=1)
+
+
+def joined(stored: np.ndarray, queries: np.ndarray | None, k: int) -> tuple[np.ndarray, np.ndarray]:
+    blocks: list[Neighbours] = list(nearest(stored, queries, k))
+    starts = np.cumsum([0, *(len(block.indices) for block in blocks)])
+    assert [block.first for block in blocks] == starts[:-1].tolist()
+    return np.concatenate([one.indices for one in blocks]), np.concatenate([one.similarities for one in blocks])
+
+
+@pytest.fixture(params=[(8192, 1024, 16384), (60, 20, 64), (7, 3, 33)], ids="{0[0]},{0[1]},{0[2]}".format)
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of parts: the package's own, and small ones that cut everything unevenly."""
+    for name, value in zip(("QUERIES", "ROWS", "STORED"), request.param, strict=True):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize(("n", "m", "k"), [(1, 1, 1), (2, 5, 1), (150, 67, 150), (331, 100, 5), (331, 41, 40)])
+def test_neighbours_are_those_of_brute_force(n: int, m: int, k: int, leave_one_out: bool) -> None:
+    k, n = (k, n + 1) if leave_one_out else (k, n)
+    stored, queries = corners(n, 0), None if leave_one_out else corners(m, 1)
+    indices, cosines = joined(stored, queries, k)
+    expected, theirs = brute_force(stored, queries, k)
+    assert np.array_equal(indices, expected), "equal ones stand in the order of their index"
+    assert np.array_equal(cosines, theirs.astype(np.float32))
+
+
+@given(
+    n=st.integers(1, 60), m=st.integers(1, 20), width=st.integers(1, 9), seed=st.integers(0, 999),
+    share=st.floats(0, 1),
+)  # fmt: skip
+def test_cosines_of_any_numbers_are_those_of_float64(n: int, m: int, width: int, seed: int, share: float) -> None:
+    random = np.random.default_rng(seed)
+    stored = (random.normal(size=(n, width)) * 10.0 ** random.integers(-15, 15, (n, 1))).astype(np.float32)
+    queries = random.normal(size=(m, width)).astype(np.float32)
+    k = 1 + int(share * (n - 1))
+    indices, cosines = joined(stored, queries, k)
+    _, expected = brute_force(stored, queries, k)
+    np.testing.assert_allclose(cosines, expected, rtol=0, atol=1e-6)
+    assert all(len(set(row)) == k for row in indices)
+
+
+def test_all_alike_and_zeros_stand_in_order() -> None:
+    same = np.full((70, 5), 0.3, np.float32)
+    indices, _ = joined(same, same[:3], 40)
+    assert np.array_equal(indices, np.tile(np.arange(40), (3, 1)))
+    indices, cosines = joined(np.zeros((70, 5), np.float32), same[:3], 40)
+    assert np.array_equal(indices, np.tile(np.arange(40), (3, 1))) and not cosines.any()
+    indices, _ = joined(same, None, 2)
+    assert indices[:3].tolist() == [[1, 2], [0, 2], [0, 1]]
+
+
+def clusters(n: int, classes: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, classes, n)
+    centres = np.random.default_rng(9).normal(size=(classes, 12))
+    return (centres[labels] + 1.5 * random.normal(size=(n, 12))).astype(np.float32), labels
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("temperature", [0.07, 1.0, math.inf])
+def test_votes_are_those_of_scikit_learn(temperature: float) -> None:
+    train, labels = clusters(230, 4, seed=0)
+    test, truth = clusters(101, 4, seed=1)
+    rows = knn(train, labels, test, truth, num_classes=4, k=(20, 1, 5, 5, 230), temperature=temperature)
+    assert [row.k for row in rows] == [1, 5, 20, 230]
+    for row in rows:
+        theirs = KNeighborsClassifier(
+            row.k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / temperature)
+        )
+        theirs.fit(train.astype(np.float64), labels)
+        assert row.figures.accuracy == theirs.score(test.astype(np.float64), truth)
+        assert row.figures.mean_average_precision is None
+
+
+def test_leave_one_out_is_a_search_among_the_others() -> None:
+    features, labels = clusters(45, 3, seed=0)
+    rows = knn_leave_one_out(features, labels, num_classes=3, k=(1, 7, 44))
+    for row in rows:
+        right = []
+        for index in range(45):
+            others = np.arange(45) != index
+            (one,) = knn(features[others], labels[others], features[[index]], labels[[index]], num_classes=3, k=[row.k])
+            right.append(one.figures.accuracy)
+        assert row.figures.accuracy == pytest.approx(np.mean(right))
+    assert knn(features, labels, features, labels, num_classes=3, k=[1])[0].figures.accuracy == 1
+
+
+def test_a_tie_of_votes_goes_to_the_first_class() -> None:
+    stored, labels = np.eye(3, dtype=np.float32), np.array([2, 1, 0])
+    query = np.array([[1.0, 1.0, 0.0]], np.float32)
+    (row,) = knn(stored, labels, query, np.array([1]), num_classes=3, k=[2])
+    assert row.figures.accuracy == 1
+
+
+def test_a_low_temperature_does_not_overflow() -> None:
+    train, labels = clusters(50, 3, seed=0)
+    one, many = knn(train, labels, train[::-1], labels[::-1], num_classes=3, k=(1, 50), temperature=1e-5)
+    assert one.figures == many.figures
+
+
+@pytest.mark.parametrize("temperature", [0.07, math.inf])
+def test_several_labels_average_the_neighbours(temperature: float) -> None:
+    train, one = clusters(90, 4, seed=0)
+    test, other = clusters(40, 4, seed=1)
+    targets, truth = (np.eye(4, dtype=np.uint8)[one], np.eye(4, dtype=np.uint8)[other])
+    targets |= np.roll(targets, 1, axis=0)
+    rows = knn(train, targets, test, truth, num_classes=4, k=(3, 30), temperature=temperature)
+    for row in rows:
+        order, cosines = brute_force(train, test, row.k)
+        weights = np.exp(cosines / temperature)
+        scores = (weights[..., None] * targets[order]).sum(axis=1) / weights.sum(axis=1, keepdims=True)
+        hits = truth[np.arange(40), scores.argmax(axis=1)]
+        assert row.figures.accuracy == hits.mean()
+        assert row.figures.mean_average_precision is not None
+        if row.k == 30 and temperature == 0.07:  # without ties, where the two differ
+            precision = average_precision_score(truth, scores)
+            assert row.figures.mean_average_precision == pytest.approx(precision, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"k": (1, 21)}, "k=21 is not from 1 to 20, the number of stored features"),
+        ({"k": ()}, r"k=\(\) must be numbers of neighbours, from 1"),
+        ({"k": (0, 5)}, r"k=\(0, 5\) must be numbers of neighbours, from 1"),
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"temperature": math.nan}, "temperature=nan must be above 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    train, labels = clusters(20, 2, seed=0)
+    with pytest.raises(ConfigError, match=message):
+        knn(train, labels, train, labels, num_classes=2, **{"k": [5], **settings})
+
+
+def test_leaving_one_out_leaves_one_fewer() -> None:
+    train, labels = clusters(20, 2, seed=0)
+    with pytest.raises(ConfigError, match="k=20 is not from 1 to 19, the number of other features"):
+        knn_leave_one_out(train, labels, num_classes=2, k=[20])
+
+
+def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
+    train, labels = clusters(20, 2, seed=0)
+    with pytest.raises(DataError, match="12 wide and those to test on 11"):
+        knn(train, labels, train[:, :11], labels, num_classes=2, k=[1])
+    with pytest.raises(DataError, match=r"training features: .* the first, of row 0, is none"):
+        knn(train, labels * 0 - 1, train, labels, num_classes=2, k=[1])
+    train[13, 1] = np.inf
+    with pytest.raises(DataError, match="features of row 13 are not all finite"):
+        knn_leave_one_out(train, labels, num_classes=2, k=[1])
+
+
+MEASURE = """
+import sys
+import numpy as np, torch
+from vitrail.evaluation.classifiers.knn import nearest
+from vitrail.machine import peak_memory
+torch.set_num_threads(1)
+mapped = np.load(sys.argv[1], mmap_mode="r")
+before = peak_memory(torch.device("cpu"))
+for block in nearest(mapped, mapped[::int(sys.argv[2])], 200):
+    pass
+print(peak_memory(torch.device("cpu")) - before - mapped.nbytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alike", [False, True])
+def test_memory_beyond_the_features_is_bounded(tmp_path: Path, alike: bool) -> None:
+    """It was 1.4 GB where all features are alike, the worst case, and 0.3 GB otherwise."""
+    random = np.random.default_rng(0)
+    features = np.ones((100_000, 24), np.float32) if alike else random.normal(size=(100_000, 24)).astype(np.float32)
+    np.save(tmp_path / "features.npy", features)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "features.npy"), "50" if alike else "9"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0 < int(finished.stdout) < (2e9 if alike else 0.5e9)

@@ -1,0 +1,487 @@
+"""Features against the network itself, with and without a cache, by one process and by several."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vitrail.data.pipeline import Ranks, Readers
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Label, Sample, Subset
+from vitrail.data.sources.folder import FolderSource
+from vitrail.errors import ConfigError, SaveError
+from vitrail.evaluation.features.extract import FeatureSet, extract
+from vitrail.models.variants import create
+from vitrail.models.vit import VisionTransformer
+from vitrail.weights.bundle import Bundle
+
+PREPROCESS = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,))
+HERE = Readers(0)
+"""Without threads: the images of these tests are tiny."""
+
+
+class Pictures:
+    """A source of random images in memory; those whose index is in `broken` are not images."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, count: int, broken: tuple[int, ...] = (), labels: list[Label] | None = None) -> None:
+        random = np.random.default_rng(7)
+        self.images = [random.integers(0, 256, (9, 12, 3), dtype=np.uint8) for _ in range(count)]
+        self.labels = [index % 3 for index in range(count)] if labels is None else labels
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.label(index))
+
+    def key(self, index: int) -> str:
+        return f"picture {index}"
+
+    def label(self, index: int) -> Label:
+        return self.labels[index]
+
+
+def make_network(seed: int = 3) -> VisionTransformer:
+    torch.manual_seed(seed)
+    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=3, width=16, depth=2, heads=2, mlp_width=32)
+    assert isinstance(network, VisionTransformer)
+    return network
+
+
+class Watched:
+    """Extracts with a network that counts the images it sees, and keeps the notes."""
+
+    def __init__(self, network: VisionTransformer | None = None) -> None:
+        self.network = make_network() if network is None else network
+        self.seen = 0
+        self.notes: list[str] = []
+        self.progress: list[int] = []
+        embed = self.network.embed
+
+        def counting(images: Tensor) -> Tensor:
+            self.seen += len(images)
+            return embed(images)
+
+        self.network.embed = counting  # type: ignore[method-assign]
+
+    def __call__(self, source: object, cache: Path | None, **options: object) -> FeatureSet:
+        settings = {"batch_size": 5, "readers": HERE, "preprocess": PREPROCESS, **options}
+        preprocess = settings.pop("preprocess")
+        return extract(
+            self.network, source, preprocess, cache=cache, on_note=self.notes.append,
+            on_progress=self.progress.append, **settings,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+
+def by_hand(network: VisionTransformer, source: Pictures) -> np.ndarray:
+    """Each image by itself."""
+    rows = []
+    network.eval()
+    with torch.no_grad():
+        for index in range(len(source)):
+            if index not in source.broken:
+                pixels = torch.from_numpy(PREPROCESS.pixels(source.images[index]))[None]
+                rows.append(network.embed(PREPROCESS.normalise(pixels))[0].numpy())
+    return np.stack(rows) if rows else np.empty((0, 16), np.float32)
+
+
+def same(one: FeatureSet, other: FeatureSet) -> bool:
+    return (
+        one.features.tobytes() == other.features.tobytes()
+        and one.features.shape == other.features.shape
+        and np.array_equal(one.labels, other.labels)
+        and (one.keys, one.classes, one.skipped) == (other.keys, other.classes, other.skipped)
+    )
+
+
+def the_entry(cache: Path) -> Path:
+    (found,) = (path for path in cache.iterdir() if path.is_dir())
+    return found
+
+
+def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:
+    source = FolderSource(colour_folder)
+    bundle = Bundle(make_network().eval(), ("a", "b", "c"), PREPROCESS)
+    features = extract(bundle.network, source, PREPROCESS, batch_size=36)
+    images = [colour_folder / source.key(index) for index in range(36)]
+    assert np.array_equal(features.features, bundle.embed(images, batch_size=36).numpy())
+    assert features.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    assert features.keys[12] == "green/00.png" and features.classes == ("blue", "green", "red")
+    assert features.targets is None and (len(features), features.width) == (36, 16)
+
+
+@given(st.integers(0, 13), st.sets(st.integers(0, 12)), st.integers(1, 15))
+def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], batch_size: int) -> None:
+    source = Pictures(count, tuple(index for index in broken if index < count))
+    left = [index for index in range(count) if index not in source.broken]
+    network = make_network()
+    expected = by_hand(network, source)
+    with tempfile.TemporaryDirectory() as folder:
+        watched = Watched(network)
+        for cache in (None, Path(folder), Path(folder)):
+            features = watched(source, cache, batch_size=batch_size)
+            assert np.allclose(features.features, expected, atol=1e-5) and features.features.dtype == np.float32
+            assert features.features.shape == (len(left), 16)
+            assert features.keys == tuple(f"picture {index}" for index in left)
+            assert features.labels.tolist() == [index % 3 for index in left]
+            assert [item.key for item in features.skipped] == [f"picture {index}" for index in sorted(source.broken)]
+            assert all("HTML" in item.reason for item in features.skipped)
+            assert watched.progress[-1] == count
+        assert watched.seen == 2 * count
+
+
+def test_labels_of_several_classes_become_targets_and_none_becomes_minus_one(tmp_path: Path) -> None:
+    several = extract(make_network(), Pictures(3, labels=[(0, 2), (), (1,)]), PREPROCESS, readers=HERE)
+    assert several.targets is not None and several.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert several.labels.tolist() == [-1, -1, -1]
+    some = extract(make_network(), Pictures(3, labels=[2, None, 1]), PREPROCESS, readers=HERE, cache=tmp_path)
+    assert some.targets is None and some.labels.tolist() == [2, -1, 1]
+
+
+def test_the_second_time_they_are_read_and_mapped(tmp_path: Path) -> None:
+    source, watched = Pictures(13, broken=(4,)), Watched()
+    first = watched(source, tmp_path)
+    assert watched.seen == 13 and watched.notes == [] and watched.progress[:3] == [5, 10, 13]
+    second = watched(source, tmp_path, batch_size=3)
+    assert watched.seen == 13
+    assert watched.notes == [f"features of 12 images read from the cache, {the_entry(tmp_path)}"]
+    assert same(first, second) and same(second, watched(source, None))
+    for features in (first, second):
+        assert isinstance(features.features, np.memmap) and not features.features.flags.writeable
+    assert sorted(path.name for path in the_entry(tmp_path).iterdir()) == ["entry.json", "features.npy"]
+
+
+def test_the_network_is_left_as_it_was(tmp_path: Path) -> None:
+    network = make_network().train()
+    extract(network, Pictures(3), PREPROCESS, readers=HERE, cache=tmp_path)
+    assert network.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def changed_weights(watched: Watched, source: Pictures) -> dict[str, object]:
+    with torch.no_grad():
+        watched.network.state_dict()["blocks.1.attention.out.bias"][3] += 0.5
+    return {}
+
+
+def changed_preprocessing(watched: Watched, source: Pictures) -> dict[str, object]:
+    return {"preprocess": replace(PREPROCESS, interpolation="bicubic")}
+
+
+def changed_both(watched: Watched, source: Pictures) -> dict[str, object]:
+    changed_weights(watched, source)
+    return {"preprocess": replace(PREPROCESS, mean=(0.5,)), "precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed_weights, "weights"),
+        (changed_preprocessing, "preprocessing"),
+        (changed_both, "weights, preprocessing, precision"),
+    ],
+)
+def test_features_of_another_network_are_never_used(
+    change: Callable[[Watched, Pictures], dict[str, object]], said: str, tmp_path: Path
+) -> None:
+    source, watched = Pictures(7), Watched()
+    before = watched(source, tmp_path)
+    options = change(watched, source)
+    after = watched(source, tmp_path, **options)
+    assert watched.seen == 14
+    assert watched.notes == [f"the cache has features of this data, but of other {said}: computing them anew"]
+    assert not np.allclose(before.features, after.features, atol=1e-4)
+    assert same(after, watched(source, None, **options))
+
+
+def test_features_of_other_data_are_never_used(tmp_path: Path) -> None:
+    source, watched = Pictures(7), Watched()
+    watched(source, tmp_path)
+    source.images[3] = 255 - source.images[3]
+    assert same(watched(source, tmp_path), watched(source, None))
+    source.labels[2] = 1
+    assert watched(source, tmp_path).labels[2] == 1
+    assert watched(Subset(source, [1, 2]), tmp_path).keys == ("picture 1", "picture 2")
+    assert watched.notes == []
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "no array", "shape", "type", "json", "fields", "other"])
+def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Path) -> None:
+    source, watched = Pictures(7, broken=(2,)), Watched()
+    before = watched(source, tmp_path)
+    expected = before.features.copy()
+    features, about = the_entry(tmp_path) / "features.npy", the_entry(tmp_path) / "entry.json"
+    data = features.read_bytes()
+    if damage in ("cut", "empty", "no array"):
+        features.write_bytes({"cut": data[:-5], "empty": b"", "no array": b"\0" + data[1:]}[damage])
+    elif damage in ("shape", "type"):
+        np.save(features, expected[:-1] if damage == "shape" else expected.astype(np.float64))
+    elif damage == "gone":
+        features.unlink()
+    else:
+        text = about.read_text()
+        about.write_text({"json": text[:40], "fields": text.replace("skipped", "left"),
+                          "other": text.replace('"float32"', '"bf16"')}[damage])  # fmt: skip
+    again = watched(source, tmp_path)
+    assert watched.seen == 14 and np.array_equal(again.features, expected)
+    assert len(watched.notes) == 1
+    assert watched.notes[0].startswith(f"cached features are damaged, and computed anew: {the_entry(tmp_path)}")
+    watched(source, tmp_path)
+    assert watched.seen == 14
+
+
+@pytest.mark.parametrize(("size", "marked"), [(200, False), (200, True), (128 + 13 * 64, False), (5000, True)])
+def test_a_partial_entry_without_content_is_begun_anew(size: int, marked: bool, tmp_path: Path) -> None:
+    source, watched = Pictures(13), Watched()
+    expected = watched(source, tmp_path / "whole")
+    name = the_entry(tmp_path / "whole").name
+    partial = tmp_path / f"{name}.partial"
+    partial.mkdir()
+    (partial / "features.npy").write_bytes(bytes(size))
+    if marked:
+        (partial / "done").write_bytes(b"\1" * 13)
+    assert same(watched(source, tmp_path), expected) and watched.seen == 26
+
+
+def test_a_rank_does_what_the_others_left_undone(tmp_path: Path) -> None:
+    source, watched = Pictures(13, broken=(6,)), Watched()
+    expected = watched(source, None)
+    assert same(watched(source, tmp_path, ranks=Ranks(1, 3)), expected) and watched.seen == 26
+    assert same(watched(source, tmp_path, ranks=Ranks(0, 3)), expected) and watched.seen == 26
+
+
+def test_who_comes_second_waits_and_reads(tmp_path: Path) -> None:
+    source, first = Pictures(7), Watched()
+    expected = first(source, tmp_path / "other")
+    name = the_entry(tmp_path / "other").name
+    held = os.open(tmp_path / f"{name}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    second, waits, results = Watched(), threading.Event(), []
+
+    def run() -> None:
+        options = {"batch_size": 5, "readers": HERE, "cache": tmp_path}
+        results.append(extract(second.network, source, PREPROCESS, on_note=said, **options))  # type: ignore[arg-type]
+
+    def said(note: str) -> None:
+        second.notes.append(note)
+        waits.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert waits.wait(30)
+        assert second.notes == ["another process computes the same features: waiting for it"] and not results
+        (tmp_path / "other" / name).rename(tmp_path / name)
+    finally:
+        os.close(held)
+        thread.join(30)
+    assert second.seen == 0 and same(results[0], expected)
+
+
+def test_a_disk_without_locks_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    watched = Watched()
+    features = watched(Pictures(7), tmp_path)
+    assert watched.notes == [f"features are computed and not kept, for the disk of {tmp_path} has no locks"]
+    assert same(features, watched(Pictures(7), None))
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_a_full_disk_is_an_error(reserves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, watched = Pictures(40), Watched()
+    if not reserves:  # as on a disk that cannot set bytes aside
+        monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: refuse())
+        monkeypatch.setattr(os, "ftruncate", lambda *arguments: None)
+
+        def refuse() -> None:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (128 + 20 * 64, hard))
+    try:
+        with pytest.raises(SaveError, match=r"could not save features to .*: File too large"):
+            watched(source, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert watched.seen == (0 if reserves else 25)
+    monkeypatch.undo()
+    again = watched(source, tmp_path)
+    assert same(again, Watched()(source, None))
+
+
+def test_a_cache_that_cannot_be_made_or_vanishes(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match=r"could not save features to .*file/"):
+        Watched()(Pictures(3), tmp_path / "file" / "cache")
+    watched = Watched()
+
+    def vanish(done: int) -> None:
+        if done == 5:
+            shutil.rmtree(tmp_path / "cache")
+
+    with pytest.raises(SaveError, match="it was removed while it was written"):
+        extract(
+            watched.network, Pictures(12), PREPROCESS, batch_size=5, readers=HERE, cache=tmp_path / "cache",
+            on_progress=vanish,
+        )  # fmt: skip
+
+
+def interrupt_after_ten(watched: Watched, source: Pictures, cache: Path) -> None:
+    def interrupt(done: int) -> None:
+        if done == 10:
+            raise KeyboardInterrupt
+
+    options = {"batch_size": 5, "readers": HERE, "cache": cache, "on_progress": interrupt}
+    with pytest.raises(KeyboardInterrupt):
+        extract(watched.network, source, PREPROCESS, **options)
+
+
+def test_an_exception_loses_nothing_that_was_computed(tmp_path: Path) -> None:
+    source, watched = Pictures(13), Watched()
+    interrupt_after_ten(watched, source, tmp_path)
+    features = watched(source, tmp_path)
+    assert watched.seen == 13 and same(features, watched(source, None))
+    assert watched.notes == ["going on: features of 10 images are in the cache, of 13"]
+    assert watched.progress[:2] == [13, 13]
+
+
+def test_another_batch_size_goes_on_too(tmp_path: Path) -> None:
+    source, watched = Pictures(13), Watched()
+    expected = watched(source, None)
+    interrupt_after_ten(watched, source, tmp_path)
+    features = watched(source, tmp_path, batch_size=4)
+    assert watched.seen == 13 + 10 + 5  # 8 of the 10 are in whole batches of 4
+    assert np.allclose(features.features, expected.features, atol=1e-5)
+
+
+def test_a_batch_of_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
+        extract(make_network(), Pictures(3), PREPROCESS, batch_size=0)
+
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from vitrail.data.pipeline import Ranks, Readers
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources.folder import FolderSource
+from vitrail.evaluation.features.extract import cache as feature_cache
+from vitrail.evaluation.features.extract import extract as features
+from vitrail.models.variants import create
+
+torch.set_num_threads(1)
+torch.manual_seed(3)
+network = create("ViT-Pico/7", image_size=(14, 21), num_classes=3, width=16, depth=2, heads=2, mlp_width=32)
+folder, cache, rank, world = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+preprocess = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,))
+feature_cache.RECORD_SECONDS = 0.0
+written = []
+
+def calling(place, name, before):
+    real = getattr(place, name)
+    def wrapped(*arguments):
+        before(*arguments)
+        return real(*arguments)
+    setattr(place, name, wrapped)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+{what}
+features.extract(
+    network, FolderSource(folder), preprocess, batch_size=5, readers=Readers(0), cache=cache, ranks=Ranks(rank, world)
+)
+print(sum(written))
+"""
+
+
+def child(what: str, *words: object) -> subprocess.Popen[str]:
+    script = CHILD.format(what=textwrap.dedent(what))
+    command = [sys.executable, "-c", script, *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("where", "remaining"),
+    [
+        ("calling(feature_cache.Partial, 'write', lambda self, first, *rest: first == 15 and die())", 23),
+        pytest.param(
+            "calling(feature_cache, '_write_at', lambda file, data, place: (len(data), place) == (5, 15) and die())",
+            23,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("calling(feature_cache.Entry, '_leave_out', lambda *_: die())", 0, marks=pytest.mark.slow),
+        pytest.param("calling(Path, 'replace', lambda self, to: die())", 0, marks=pytest.mark.slow),
+        pytest.param("calling(feature_cache.Entry, '_rename', lambda *_: die())", 0, marks=pytest.mark.slow),
+        pytest.param(
+            "calling(Path, 'rename', lambda self, to: self.suffix == '.partial' and die())", 0, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["writing", "recording", "leaving out", "replacing", "tidying", "renaming"],
+)
+def test_a_killed_extraction_goes_on_to_the_same_bytes(
+    where: str, remaining: int, colour_folder: Path, tmp_path: Path
+) -> None:
+    for name in ("blue/05.png", "red/11.png"):
+        (colour_folder / name).write_bytes(b"no image")
+    (colour_folder / "red" / "zz.png").write_bytes((colour_folder / "blue" / "00.png").read_bytes())
+    (colour_folder / "red" / "zzz.png").write_bytes((colour_folder / "blue" / "00.png").read_bytes())
+    process = child(where, colour_folder, tmp_path / "cache", 0, 1)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, errors
+    source, watched = FolderSource(colour_folder), Watched()
+    expected = watched(source, tmp_path / "straight")
+    assert len(source) == watched.seen == 38
+    features = watched(source, tmp_path / "cache")
+    assert same(features, expected) and watched.seen == 38 + remaining
+    for name in ("features.npy", "entry.json"):
+        one, other = the_entry(tmp_path / "cache") / name, the_entry(tmp_path / "straight") / name
+        assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_work_and_write_the_same_bytes(colour_folder: Path, tmp_path: Path) -> None:
+    (colour_folder / "blue" / "05.png").write_bytes(b"no image")
+    together = f"""
+        def note(self, first, values, valid):
+            written.append(len(values))
+            (Path({str(tmp_path)!r}) / f"rank {{rank}}").touch()
+            while not (Path({str(tmp_path)!r}) / f"rank {{1 - rank}}").exists():
+                time.sleep(0.01)
+        calling(feature_cache.Partial, "write", note)
+    """
+    processes = [child(together, colour_folder, tmp_path / "cache", rank, 2) for rank in (0, 1)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [int(output) for output, _ in outputs] == [20, 16]
+    source, watched = FolderSource(colour_folder), Watched()
+    expected = watched(source, tmp_path / "straight")
+    assert same(watched(source, tmp_path / "cache"), expected) and watched.seen == 36

@@ -1,0 +1,201 @@
+"""Accuracy against a direct count, an image at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vitrail.data.pipeline import Readers, Skipped, evaluation_batches
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
+from vitrail.data.sources.folder import FolderSource
+from vitrail.evaluation.predictions.accuracy import Accuracy, mean_average_precision
+from vitrail.models.variants import create
+from vitrail.models.vit import VisionTransformer
+from vitrail.tasks.classification import Classification
+from vitrail.training.config import TrainConfig
+from vitrail.training.run import train
+from vitrail.weights.bundle import Bundle
+
+PREPROCESS = Preprocess(image_size=(14, 14), channels=1, mean=(0.3,), std=(0.4,))
+
+
+class Pictures:
+    """A source of random grey images in memory; those whose index is in `broken` are not images."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
+        random = np.random.default_rng(count)
+        self.images = random.integers(0, 256, (count, 14, 14, 1), dtype=np.uint8)
+        self.labels = random.integers(0, 3, count)
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.label(index))
+
+    def key(self, index: int) -> str:
+        return f"picture {index}"
+
+    def label(self, index: int) -> int:
+        return int(self.labels[index])
+
+
+def make_network(**fields: object) -> VisionTransformer:
+    torch.manual_seed(3)
+    sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "channels": 1}
+    network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, **{**sizes, **fields})
+    assert network.head is not None
+    nn.init.normal_(network.head.weight)
+    return network
+
+
+def count_directly(network: VisionTransformer, source: Pictures) -> tuple[float, float, int]:
+    """Right answers, summed cross-entropy and the number of images, by softmax in float64."""
+    right, loss, count = 0, 0.0, 0
+    for index in range(len(source)):
+        if index in source.broken:
+            continue
+        pixels = torch.from_numpy(source.images[index]).permute(2, 0, 1)[None]
+        with torch.no_grad():
+            logits = network.eval()((pixels.float() / 255 - 0.3) / 0.4)[0].double().numpy()
+        right += int(np.argmax(logits) == source.label(index))
+        loss += math.log(np.exp(logits).sum()) - logits[source.label(index)]
+        count += 1
+    return right, loss, count
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 53])
+@pytest.mark.parametrize("threads", [0, 3])
+def test_it_is_the_direct_count(count: int, threads: int) -> None:
+    network, source = make_network(), Pictures(count)
+    right, loss, _ = count_directly(network, source)
+    result = Accuracy(PREPROCESS, batch_size=8, readers=Readers(threads))(network, source)
+    assert result["accuracy"] == right / count
+    assert result["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
+    assert result["images"] == count and result["skipped"] == 0
+
+
+def test_undecodable_images_are_left_out_counted_and_named() -> None:
+    network, source = make_network(), Pictures(21, broken=(0, 7, 8, 20))
+    right, loss, count = count_directly(network, source)
+    named: list[Skipped] = []
+    result = Accuracy(PREPROCESS, batch_size=8, readers=Readers(2), on_skip=named.append)(network, source)
+    assert count == 17
+    assert result["accuracy"] == right / count
+    assert result["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
+    assert result["images"] == 17 and result["skipped"] == 4
+    assert [item.key for item in named] == ["picture 0", "picture 7", "picture 8", "picture 20"]
+    assert all("not an image" in item.reason for item in named)
+
+
+def test_nothing_decodable_is_0_of_0() -> None:
+    result = Accuracy(PREPROCESS, batch_size=4)(make_network(), Pictures(5, broken=(0, 1, 2, 3, 4)))
+    assert result == {"accuracy": 0, "cross_entropy": 0, "images": 0, "skipped": 5}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_network_is_left_as_it_was(training: bool) -> None:
+    network = make_network(dropout=0.5, stochastic_depth=0.5).train(training)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    random_before = torch.get_rng_state()
+    evaluator, source = Accuracy(PREPROCESS, batch_size=8), Pictures(20)
+    first = evaluator(network, source)
+    assert all(module.training is training for module in network.modules())
+    assert first == evaluator(network, source), "dropout was on"
+    assert torch.equal(random_before, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_it_measures_in_float32_what_was_trained_in_bf16(tiny: Callable[..., TrainConfig]) -> None:
+    kinds: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(module, nn.Linear):
+            kinds[module.training].add(output.dtype)
+
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        train(tiny(precision="bf16", steps=2))
+    finally:
+        handle.remove()
+    assert kinds == {True: {torch.bfloat16}, False: {torch.float32}}
+
+
+def test_it_agrees_with_predict(colour_folder: Path) -> None:
+    preprocess = Preprocess(image_size=(14, 14), channels=3, resize="crop", interpolation="bicubic")
+    network = make_network(channels=3)
+    bundle = Bundle(network, ("blue", "green", "red"), preprocess)
+    Image.new("CMYK", (40, 20), (10, 200, 30, 40)).save(colour_folder / "red" / "99.jpg")
+    source = FolderSource(colour_folder)
+    predictions = bundle.predict([colour_folder / source.key(index) for index in range(len(source))], batch_size=5)
+    seen: list[Tensor] = []
+    handle = network.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    result = Accuracy(preprocess, batch_size=8)(network, source)
+    handle.remove()
+    measured = torch.cat(seen).softmax(dim=1)
+    predicted = torch.tensor([[dict(item.ranking)[name] for name in bundle.classes] for item in predictions])
+    assert len(measured) == len(predicted) == 37
+    torch.testing.assert_close(measured, predicted, rtol=0, atol=1e-6)
+    truth = [source.classes[source.label(index)] for index in range(len(source))]
+    right = sum(item.label == name for item, name in zip(predictions, truth, strict=True))
+    assert result["accuracy"] == right / 37
+    surprise = -sum(math.log(dict(item.ranking)[name]) for item, name in zip(predictions, truth, strict=True)) / 37
+    assert result["cross_entropy"] == pytest.approx(surprise, abs=1e-5)
+
+
+def test_it_says_the_cross_entropy_that_training_minimises() -> None:
+    network, source = make_network(), Pictures(20)
+    (batch,) = evaluation_batches(source, PREPROCESS, batch_size=20)
+    output = Classification(network)(replace(batch, images=PREPROCESS.normalise(batch.images)))
+    result = Accuracy(PREPROCESS)(network, source)
+    assert result["cross_entropy"] == pytest.approx(output.loss.item(), rel=1e-6)
+    assert result["accuracy"] == pytest.approx(output.metrics["accuracy"].item())
+
+
+class Tagged(Pictures):
+    """The same pictures with any number of labels each."""
+
+    def label(self, index: int) -> tuple[int, ...]:
+        return tuple(number for number in range(3) if (int(self.labels[index]) + index) >> number & 1)
+
+
+@pytest.mark.parametrize("broken", [(), (2, 11)])
+def test_several_labels_equal_a_direct_count(broken: tuple[int, ...]) -> None:
+    network, source = make_network(), Tagged(13, broken)
+    result = Accuracy(PREPROCESS, batch_size=5, readers=Readers(0))(network, source)
+    measured = [index for index in range(13) if index not in broken]
+    images = PREPROCESS.normalise(torch.from_numpy(source.images[measured].transpose(0, 3, 1, 2).copy()))
+    with torch.no_grad():
+        logits = network.eval()(images).double()
+    truth = np.array([[number in source.label(index) for number in range(3)] for index in measured])
+    hits = [truth[row, int(logits[row].argmax())] for row in range(len(measured))]
+    probabilities = torch.sigmoid(logits).numpy()
+    losses = -(truth * np.log(probabilities) + ~truth * np.log(1 - probabilities)).sum(axis=1)
+    precisions = []
+    for number in range(3):
+        ranked = [truth[row, number] for row in sorted(range(len(measured)), key=lambda row: -logits[row, number])]
+        found = [sum(ranked[: place + 1]) / (place + 1) for place, is_true in enumerate(ranked) if is_true]
+        precisions += [np.mean(found)] if found else []
+    assert result["accuracy"] == pytest.approx(np.mean(hits)) and result["images"] == len(measured)
+    assert result["cross_entropy"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert result["mean_average_precision"] == pytest.approx(np.mean(precisions))
+
+
+def test_mean_average_precision_of_known_rankings() -> None:
+    scores = torch.tensor([[3.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 3.0, 0.0]])
+    truth = torch.tensor([[True, False, False], [False, True, False], [True, False, False]])
+    assert mean_average_precision(scores, truth) == pytest.approx(((1 + 2 / 3) / 2 + 1 / 2) / 2)
+    assert mean_average_precision(scores, torch.zeros(3, 3, dtype=torch.bool)) == 0

@@ -1,0 +1,115 @@
+"""Bootstrap intervals against exact distributions, plain resampling, and their coverage in simulations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vitrail.errors import ConfigError
+from vitrail.evaluation.predictions.bootstrap import (
+    Figure,
+    balanced_accuracy_interval,
+    calibration_error_interval,
+    mean_interval,
+    resampled_means,
+)
+from vitrail.evaluation.predictions.calibration import expected_calibration_error
+from vitrail.evaluation.predictions.metrics import balanced_accuracy
+
+
+def test_means_equal_gathering_the_drawn_rows() -> None:
+    columns = np.random.default_rng(0).standard_normal((37, 3))
+    random = np.random.default_rng(5)
+    expected = [columns[random.integers(0, 37, 37)].mean(axis=0) for _ in range(50)]
+    np.testing.assert_allclose(resampled_means(columns, resamples=50, seed=5), expected, atol=1e-14)
+
+
+def test_resampled_accuracy_is_binomial() -> None:
+    """17 of 20 right: the number right in a resample is binomial(20, 0.85), exactly."""
+    means = resampled_means((np.arange(20) < 17.0)[:, None].astype(float), resamples=20_000, seed=1)[:, 0]
+    counts = np.bincount(np.rint(means * 20).astype(int), minlength=21)
+    expected = stats.binom.pmf(np.arange(21), 20, 0.85) * 20_000
+    often = expected > 5
+    observed = np.append(counts[often], counts[~often].sum())
+    assert stats.chisquare(observed, np.append(expected[often], expected[~often].sum())).pvalue > 1e-3
+    found = mean_interval(np.arange(20) < 17, resamples=20_000)
+    assert found.value == 0.85
+    assert (found.low, found.high) == tuple(stats.binom.ppf([0.025, 0.975], 20, 0.85) / 20)
+
+
+def test_resampled_balanced_accuracy_has_the_distribution_of_resampled_samples() -> None:
+    random = np.random.default_rng(0)
+    labels = np.array([0] * 30 + [3] * 8 + [5] * 2)
+    predicted = np.where(random.random(40) < 0.7, labels, 1)
+    found = [balanced_accuracy_interval(labels, predicted, 6, level=level, resamples=4000) for level in (0.5, 0.95)]
+    direct = []
+    for _ in range(4000):
+        rows = random.integers(0, 40, 40)
+        direct.append(balanced_accuracy(labels[rows], predicted[rows], 6))
+    for figure, level in zip(found, (0.5, 0.95), strict=True):
+        assert figure.value == balanced_accuracy(labels, predicted, 6)
+        expected = np.quantile(direct, [(1 - level) / 2, (1 + level) / 2])
+        np.testing.assert_allclose((figure.low, figure.high), expected, atol=0.02)
+
+
+def test_resampled_calibration_error_equals_that_of_resampled_samples() -> None:
+    random = np.random.default_rng(2)
+    confidence = random.uniform(0.3, 1, 51)
+    correct = random.random(51) < confidence - 0.2
+    found = calibration_error_interval(confidence, correct, bins=7, resamples=200, seed=9)
+    again = np.random.default_rng(9)
+    errors = []
+    for _ in range(200):
+        rows = again.integers(0, 51, 51)
+        errors.append(expected_calibration_error(confidence[rows], correct[rows], bins=7))
+    assert found.value == expected_calibration_error(confidence, correct, bins=7)
+    np.testing.assert_allclose((found.low, found.high), np.quantile(errors, [0.025, 0.975]), atol=1e-14)
+
+
+def test_the_seed_decides() -> None:
+    values = np.random.default_rng(0).standard_normal(99)
+    assert mean_interval(values, seed=1) == mean_interval(values, seed=1) != mean_interval(values, seed=2)
+    wide, narrow = mean_interval(values, level=0.99), mean_interval(values, level=0.5)
+    assert wide.low < narrow.low < values.mean() < narrow.high < wide.high
+
+
+def test_what_does_not_vary_has_an_interval_of_no_length() -> None:
+    assert mean_interval(np.full(7, True)) == Figure(1.0, 1.0, 1.0)
+    assert balanced_accuracy_interval(np.array([2]), np.array([2]), 3) == Figure(1.0, 1.0, 1.0)
+
+
+def test_without_resamples_there_is_no_interval() -> None:
+    labels = np.array([0, 1])
+    assert mean_interval(np.array([True, False]), resamples=0) == Figure(0.5)
+    assert balanced_accuracy_interval(labels, labels, 2, resamples=0) == Figure(1.0)
+    assert calibration_error_interval(np.ones(2), np.array([True, True]), resamples=0) == Figure(0.0)
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="-1 resamples are less than 0"):
+        mean_interval(np.ones(2), resamples=-1)
+    for level in (0.0, 1.0):
+        with pytest.raises(ConfigError, match=f"level={level} is not between 0 and 1"):
+            mean_interval(np.ones(2), level=level)
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_truth_as_often_as_they_claim() -> None:
+    """800 data sets of 150 samples; a share near 0.95 of 800 has a standard error of 0.8 points, and percentiles of so
+    few samples hold a little less than they claim."""
+    random = np.random.default_rng(0)
+    held = {"mean": 0, "accuracy": 0, "balanced": 0}
+    for trial in range(800):
+        labels = random.choice(3, 150, p=(0.6, 0.3, 0.1))
+        right = random.random(150) < np.array([0.9, 0.7, 0.5])[labels]
+        losses = random.exponential(2.0, 150)
+        balanced = balanced_accuracy_interval(labels, np.where(right, labels, 3), 4, seed=trial, resamples=400)
+        cases = {
+            "mean": (mean_interval(losses, seed=trial, resamples=400), 2.0),
+            "accuracy": (mean_interval(right, seed=trial, resamples=400), 0.6 * 0.9 + 0.3 * 0.7 + 0.1 * 0.5),
+            "balanced": (balanced, (0.9 + 0.7 + 0.5) / 3),
+        }
+        for name, (figure, truth) in cases.items():
+            held[name] += figure.low <= truth <= figure.high
+    assert all(0.91 <= count / 800 <= 0.975 for count in held.values()), held

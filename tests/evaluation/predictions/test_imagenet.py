@@ -1,0 +1,376 @@
+"""ImageNet's labels, with a made-up list of ids in the place of ImageNet's, and a server of our own for the public."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.spec import AbstractFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data import remote
+from vitrail.data.source import Label, Sample
+from vitrail.data.sources import open_data
+from vitrail.errors import DataError, SaveError
+from vitrail.evaluation.predictions.bootstrap import mean_interval
+from vitrail.evaluation.predictions.imagenet import (
+    ClassMap,
+    MappedSource,
+    Synset,
+    imagenet_columns,
+    map_classes,
+    read_real,
+    read_synsets,
+    real_accuracy,
+)
+from vitrail.evaluation.predictions.predict import Predictions, imagenet
+from vitrail.testing import check_source
+
+IDS = [f"n{1_000_000 + 37 * number:08}" for number in range(1000)]
+"""A thousand ids in rising order, which are taken for ImageNet's here."""
+NAMES = [f"thing {number}, res {number}" for number in range(1000)]
+NAMES[134] = NAMES[517] = "crane"
+NUMBERS = [str(number) for number in range(1000)]
+
+
+@pytest.fixture(autouse=True)
+def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids above are ImageNet's, the cache is empty, and nothing outside can be asked."""
+    monkeypatch.setattr(imagenet, "IDS_SHA256", hashlib.sha256("\n".join(IDS).encode()).hexdigest())
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "PAUSE", 0.0)
+    monkeypatch.setattr(imagenet, "SYNSETS_URL", "plain://127.0.0.1:1/imagenet_class_index.json")
+    monkeypatch.setattr(imagenet, "REAL_URL", "plain://127.0.0.1:1/real.json")
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+
+
+class PlainFileSystem(AbstractFileSystem):
+    """plain://host/path by urllib: fsspec's own http needs another package."""
+
+    protocol = "plain"
+    cachable = False
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        try:
+            with urlopen(f"http://{path}") as answer:
+                return answer.read()
+        except HTTPError as error:
+            error.close()
+            raise FileNotFoundError(path) from None
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, bytes]], list[str]]]:
+    """Serves these files in the place of the public ones; returns the list of what is asked for."""
+    files: dict[str, bytes] = {}
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            """Not to the terminal."""
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            if self.path not in files:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(files[self.path])))
+            self.end_headers()
+            self.wfile.write(files[self.path])
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    for name, file in (("SYNSETS_URL", "imagenet_class_index.json"), ("REAL_URL", "real.json")):
+        monkeypatch.setattr(imagenet, name, f"plain://127.0.0.1:{server.server_address[1]}/{file}")
+
+    def start(content: dict[str, bytes]) -> list[str]:
+        files.update(content)
+        return asked
+
+    yield start
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def index_json() -> bytes:
+    """As Keras writes the list."""
+    names = [name.split(",")[0].replace(" ", "_") for name in NAMES]
+    return json.dumps({str(number): pair for number, pair in enumerate(zip(IDS, names, strict=True))}).encode()
+
+
+@pytest.fixture(params=["lines", "json"])
+def list_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "list"
+    lines = "\n".join(f"{one} {name}" for one, name in zip(IDS, NAMES, strict=True))
+    path.write_bytes(index_json() if request.param == "json" else lines.encode())
+    return path
+
+
+HEADS = {
+    "ids": IDS,
+    "ids and names": [f"{one} {name}" for one, name in zip(IDS, NAMES, strict=True)],
+    "names": NAMES,
+    "usual names": [name.split(",")[0].replace(" ", "_") for name in NAMES],
+    "numbers": NUMBERS,
+    "ids in another order": IDS[::-1],
+}
+
+
+@given(st.permutations([f"class {number}" for number in range(9)]), st.data())
+def test_equal_names_in_any_order_and_some_of_them(head: list[str], data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(head), min_size=1, unique=True))
+    assert [head[column] for column in map_classes(head, names).columns] == names
+
+
+def test_names_that_are_none_of_the_models_are_named() -> None:
+    said = r"classes of the data, 'dog', 'cat', 'cow', 'emu', 'ant' and 1 more, are none of the model's, .*: 'a', 'b'; "
+    with pytest.raises(DataError, match=said):
+        map_classes(["a", "b"], ["dog", "cat", "cow", "emu", "ant", "gnu"])
+
+
+def test_a_name_that_two_outputs_have_is_refused() -> None:
+    with pytest.raises(DataError, match="or more than one of them"):
+        map_classes(["crane", "crane", "a"], ["a", "crane"])
+
+
+def test_two_classes_that_are_one_output_are_refused() -> None:
+    with pytest.raises(DataError, match="'n00000001 tench' and 'n00000001_fish' of the data are both output 1 of the"):
+        map_classes(["n00000002", "n00000001"], ["n00000001 tench", "n00000001_fish"])
+
+
+def test_all_classes_in_order_may_have_a_name_twice() -> None:
+    """As ImageNet's two cranes, the second of which the hub's data calls "crane (517)"."""
+    numbered = [*NAMES[:517], "crane (517)", *NAMES[518:]]
+    assert map_classes(NAMES, numbered).columns == map_classes(NAMES, NAMES).columns == tuple(range(1000))
+
+
+def test_ids_inside_longer_names() -> None:
+    found = map_classes(["n02085620-Chihuahua", "n02085782 spaniel", "x"], ["n02085782", "n02085620"])
+    assert found.columns == (1, 0)
+    with pytest.raises(DataError, match="none of the model's"):
+        map_classes(["an02085620", "n020856201"], ["n02085620"])
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_all_thousand_ids(head: str) -> None:
+    shuffled = np.random.default_rng(0).permutation(1000).tolist()
+    found = map_classes(HEADS[head], [IDS[number] for number in shuffled])
+    expected = [999 - number for number in shuffled] if head == "ids in another order" else shuffled
+    assert found.columns == tuple(expected)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_some_ids_by_a_list(head: str, list_file: Path) -> None:
+    numbers = [700, 3, 134, 517, 999]
+    found = map_classes(HEADS[head], [IDS[number] for number in numbers], mapping=list_file)
+    assert found.columns == tuple(999 - number if head == "ids in another order" else number for number in numbers)
+
+
+def test_names_by_a_list_under_a_head_of_ids(list_file: Path) -> None:
+    assert map_classes(IDS[::-1], ["thing_3", "thing 700, res 700"], mapping=list_file).columns == (996, 299)
+    with pytest.raises(
+        DataError, match=r"'crane', 'cat', are none of the list's, or more than one of them: 'n01000000'"
+    ):
+        map_classes(IDS, ["thing 3", "crane", "cat"], mapping=list_file)
+
+
+def test_some_ids_by_the_public_list_which_is_fetched_once(serve: Callable[..., list[str]], tmp_path: Path) -> None:
+    asked = serve({"/imagenet_class_index.json": index_json()})
+    for _ in range(2):
+        assert map_classes(NUMBERS, [IDS[7], IDS[5]]).columns == (7, 5)
+    assert asked == ["/imagenet_class_index.json"]
+    assert (tmp_path / "cache/imagenet/imagenet_class_index.json").read_bytes() == index_json()
+
+
+def test_offline_it_says_what_to_give(tmp_path: Path) -> None:
+    said = (
+        r"the list of ImageNet's WordNet ids cannot be fetched \(plain://.*\); download plain://127.0.0.1:1/"
+        rf"imagenet_class_index.json elsewhere, and name the file or put it at {tmp_path}/cache/imagenet/imagenet_class"
+    )
+    with pytest.raises(DataError, match=said):
+        map_classes(NUMBERS, IDS[:3])
+
+
+def test_nothing_is_fetched_for_other_heads_and_data(serve: Callable[..., list[str]]) -> None:
+    asked = serve({"/imagenet_class_index.json": index_json()})
+    for head, data in ((NUMBERS[:10], IDS[:3]), (NUMBERS, ["cat", "dog"]), (IDS, ["cat", IDS[2]])):
+        with pytest.raises(DataError, match="rename them, name a file of WordNet ids and names in the order of"):
+            map_classes(head, data)
+    assert not asked
+
+
+def test_a_list_of_other_classes_is_refused(list_file: Path) -> None:
+    with pytest.raises(DataError, match="not those of the list: 'thing 999' stands where the list has 'thing 0'"):
+        map_classes(NAMES[::-1], IDS[:3], mapping=list_file)
+    with pytest.raises(DataError, match="the list has 1,000 WordNet ids, and the model 7 outputs"):
+        map_classes(NUMBERS[:7], IDS[:3], mapping=list_file)
+    some_renamed = [f"renamed {number}" if number % 3 == 0 else name for number, name in enumerate(NAMES)]
+    assert map_classes(some_renamed, IDS[:3], mapping=list_file).columns == (0, 1, 2)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_folders_of_v2_are_numbers(head: str) -> None:
+    folders = sorted(NUMBERS)
+    assert folders[:3] == ["0", "1", "10"]
+    columns = map_classes(HEADS[head], folders).columns
+    assert columns == tuple(999 - int(name) if head == "ids in another order" else int(name) for name in folders)
+
+
+def test_numbers_beyond_a_thousand_or_for_another_head_are_refused() -> None:
+    for head, data in ((NAMES, ["0", "1000"]), (NAMES[:10], ["0", "1"]), (NAMES, ["0", "-1"])):
+        with pytest.raises(DataError, match="none of the model's"):
+            map_classes(head, data)
+
+
+def test_a_head_that_is_not_imagenets_is_refused() -> None:
+    with pytest.raises(DataError, match="the model has 10 outputs; ImageNet's labels need one with its 1,000"):
+        imagenet_columns(NUMBERS[:10])
+    with pytest.raises(DataError, match=r"the model's 1,000 classes, 'n01000001', .* 995 more, are not ImageNet's"):
+        imagenet_columns([f"n{int(one[1:]) + 1:08}" for one in IDS])
+
+
+def test_the_list_as_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("n00000001 great white shark, man-eater\nn00000002\nn00000003: cock\n")
+    shark = Synset("n00000001", ("great white shark", "man-eater"))
+    assert read_synsets(path) == (shark, Synset("n00000002", ()), Synset("n00000003", ("cock",)))
+    path.write_text('{"1": ["n00000002", "b_c"], "0": ["n00000001", "a"]}')
+    assert read_synsets(path) == (Synset("n00000001", ("a",)), Synset("n00000002", ("b c",)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "tench", "n00000001 a\n\nb", "n00000001\nn00000001", "{", "{}", '{"1": ["n00000001", "a"]}', '{"0": [1, "a"]}',
+     '{"0": ["n00000001"]}', '{"0": "n1"}', '{"0": 3}', '{"0": ["n00000001", 3]}', '{"0": [[], "a"]}', "\xff"],
+)  # fmt: skip
+def test_what_is_no_list_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{path} is not a list of different WordNet ids: lines like "):
+        read_synsets(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"cannot read {tmp_path}/x, the ReaL labels: No such file or directory"):
+        read_real(tmp_path / "x")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_mapped_source_is_what_open_data_gives_where_names_are_equal(colour_folder: Path, named: bool) -> None:
+    head = ("red", "teal", "blue", "green")
+    opened = open_data(str(colour_folder), validation_share=0.0, classes=head).train
+    if not named:  # the same pictures in folders named otherwise, under a head that has these names' ids
+        ids = {"red": "n00000005", "blue": "n00000009", "green": "n00000007"}
+        for name, one in ids.items():
+            (colour_folder / name).rename(colour_folder / one)
+        head_ids = tuple(f"{ids.get(name, 'n00000000')} {name}" for name in head)
+    bare = open_data(str(colour_folder), validation_share=0.0).train
+    classes = head if named else head_ids
+    mapped = MappedSource(bare, map_classes(classes, bare.classes), classes)
+    check_source(mapped)
+    assert mapped.classes == classes
+    found = {Path(mapped.key(index)).name + str(mapped.label(index)) for index in range(len(mapped))}
+    assert found == {Path(opened.key(index)).name + str(opened.label(index)) for index in range(len(opened))}
+
+
+def test_labels_of_a_mapped_source() -> None:
+    class Few:
+        classes = ("x", "y", "z")
+        labels: tuple[Label, ...] = (2, None, (0, 2), ())
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Sample:
+            return Sample(self.key(index), b"", self.labels[index])
+
+        def key(self, index: int) -> str:
+            return str(index)
+
+        def label(self, index: int) -> Label:
+            return self.labels[index]
+
+    mapped = MappedSource(Few(), ClassMap((7, 0, 4), ""), tuple("abcdefgh"))
+    assert [mapped.label(index) for index in range(4)] == [4, None, (4, 7), ()]
+    assert mapped[2] == Sample("2", b"", (4, 7)) and mapped.key(3) == "3" and len(mapped) == 4
+
+
+def real_json(labels: list[list[int]]) -> bytes:
+    """The given ones first, and then one for each image."""
+    return json.dumps(labels + [[number % 1000] for number in range(len(labels), 50_000)]).encode()
+
+
+def predicting(likeliest: list[int], images: list[int], classes: list[str] = NUMBERS) -> Predictions:
+    keys = tuple(f"val/ILSVRC2012_val_{number:08}.JPEG" for number in images)
+    logits = np.eye(1000, dtype=np.float32)[likeliest]
+    return Predictions(logits, np.full(len(images), -1), None, keys, np.arange(len(images)), tuple(classes))
+
+
+def test_real_accuracy_is_a_count(tmp_path: Path) -> None:
+    path = tmp_path / "real.json"
+    path.write_bytes(real_json([[5, 6], [], [7], [8, 9, 10]]))
+    real = read_real(path)
+    assert len(real) == 50_000 and real[:4] == ((5, 6), (), (7,), (8, 9, 10))
+    likeliest, images = [10, 5, 6, 0, 999], [4, 1, 3, 2, 50_000]
+    found = real_accuracy(predicting(likeliest, images), real, bootstrap=20, seed=2)
+    assert (found.images, found.without_label) == (4, 1)
+    assert found.accuracy == mean_interval(np.array([True, True, False, True]), resamples=20, seed=2)
+    reversed_head = predicting([999 - number for number in likeliest], images, IDS[::-1])
+    assert real_accuracy(reversed_head, real, bootstrap=20, seed=2) == found
+
+
+@pytest.mark.parametrize("key", ["n01440764/1.JPEG", "ILSVRC2012_val_00000000.JPEG", "ILSVRC2012_val_00050001.JPEG"])
+def test_images_without_real_labels_are_refused(key: str) -> None:
+    made = predicting([0], [1])
+    with pytest.raises(DataError, match=rf"image '{key}' is not one of ImageNet's validation images, whose names are "):
+        real_accuracy(Predictions(made.logits, made.labels, None, (key,), made.indices, made.classes), [(0,)] * 50_000)
+
+
+def test_real_labels_need_an_image_that_has_one_and_imagenets_head() -> None:
+    with pytest.raises(DataError, match="none of 1 images has a ReaL label, so there is nothing to measure"):
+        real_accuracy(predicting([0], [1]), [()])
+    with pytest.raises(DataError, match="the model has 3 outputs; ImageNet's labels need one with its 1,000"):
+        real_accuracy(predicting([0], [1]).restricted((0, 1, 2)), [(0,)])
+
+
+@pytest.mark.parametrize("text", [b"<html>", b"[[1]]", b"5", b'{"a": 1}', real_json([[1000]]), real_json([[-1]])])
+def test_what_are_no_real_labels_is_refused_and_not_kept(
+    text: bytes, serve: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    serve({"/real.json": text})
+    with pytest.raises(DataError, match=r"real.json is not a list of 50,000 lists of numbers from 0 to 999"):
+        read_real()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_real_labels_are_fetched_once(serve: Callable[..., list[str]], tmp_path: Path) -> None:
+    asked = serve({"/real.json": real_json([[1, 2]])})
+    assert read_real() == read_real() and len(asked) == 1
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("*")) == ["imagenet", "real.json"]
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("a file in the way of a folder")
+    with pytest.raises(SaveError, match=r"could not save the ReaL labels to .*cache/imagenet/real\.json"):
+        read_real()
+
+
+def test_a_server_without_the_file_is_reported(serve: Callable[..., list[str]]) -> None:
+    serve({})
+    with pytest.raises(
+        DataError, match=r"the ReaL labels cannot be fetched .*; download plain://.*/real.json elsewhere"
+    ):
+        read_real()

@@ -1,0 +1,129 @@
+"""Figures against scikit-learn's and against counts by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as reference
+
+from vitrail.errors import DataError
+from vitrail.evaluation.predictions.metrics import (
+    average_precision,
+    balanced_accuracy,
+    confusion,
+    exact_match,
+    f1_scores,
+    per_class,
+    per_class_of_targets,
+    top_k,
+)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
+    """Labels, guesses that are often right, and the number of classes, some of which may be absent."""
+    count, classes = draw(st.integers(1, 60)), draw(st.integers(2, 9))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    labels = random.integers(0, draw(st.integers(1, classes)), count)
+    predicted = np.where(random.random(count) < 0.6, labels, random.integers(0, classes, count))
+    return labels, predicted, classes
+
+
+@given(samples())
+def test_figures_of_classes_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+    labels, predicted, classes = case
+    names = list(range(classes))
+    table = confusion(labels, predicted, classes)
+    assert np.array_equal(table, reference.confusion_matrix(labels, predicted, labels=names))
+    found = per_class(labels, predicted, classes)
+    precision, recall, f1, images = reference.precision_recall_fscore_support(
+        labels, predicted, labels=names, zero_division=np.nan
+    )
+    np.testing.assert_allclose(found.recall, recall, rtol=1e-12)
+    np.testing.assert_allclose(found.precision, precision, rtol=1e-12)
+    np.testing.assert_allclose(found.f1, f1, rtol=1e-12)
+    assert np.array_equal(found.images, images) and np.array_equal(found.predicted, table.sum(axis=0))
+    here = np.unique(labels)
+    expected = reference.recall_score(labels, predicted, labels=here, average="macro")
+    assert balanced_accuracy(labels, predicted, classes) == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_absent_class_has_no_figures() -> None:
+    found = per_class(np.array([0, 0, 1]), np.array([0, 1, 1]), 4)
+    assert found.images.tolist() == [2, 1, 0, 0] and found.predicted.tolist() == [1, 2, 0, 0]
+    np.testing.assert_array_equal(found.recall, [0.5, 1, np.nan, np.nan])
+    np.testing.assert_array_equal(found.precision, [1, 0.5, np.nan, np.nan])
+    assert balanced_accuracy(np.array([0, 0, 1]), np.array([0, 1, 1]), 4) == 0.75
+
+
+@given(st.integers(0, 2**32), st.integers(2, 9), st.booleans())
+def test_top_k_is_the_first_k_of_a_stable_ranking(seed: int, classes: int, ties: bool) -> None:
+    random = np.random.default_rng(seed)
+    logits = random.standard_normal((20, classes)).astype(np.float32)
+    if ties:
+        logits = np.round(logits)
+    labels = random.integers(0, classes, 20)
+    order = np.argsort(-logits, axis=1, kind="stable")
+    for k in range(1, classes + 2):
+        hits = [labels[row] in order[row, :k] for row in range(20)]
+        assert top_k(logits, labels, k).tolist() == hits
+        if not ties and 1 < k < classes and classes > 2:
+            expected = reference.top_k_accuracy_score(labels, logits, k=k, labels=range(classes))
+            assert np.mean(hits) == pytest.approx(expected)
+    assert np.array_equal(top_k(logits, labels, 1), logits.argmax(axis=1) == labels)
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_that_is_no_class_is_refused(label: int) -> None:
+    labels, logits = np.array([0, label]), np.zeros((2, 3), np.float32)
+    with pytest.raises(DataError, match=f"label {label} is not one of 3 classes, numbered from 0; leave out"):
+        top_k(logits, labels, 1)
+    with pytest.raises(DataError, match=f"label {label} is not"):
+        confusion(labels, np.zeros(2, np.int64), 3)
+    with pytest.raises(DataError, match="no sample with a label"):
+        per_class(labels[:0], labels[:0], 3)
+
+
+@st.composite
+def several(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Logits without ties, and targets of which some classes may have none."""
+    count, classes = draw(st.integers(1, 30)), draw(st.integers(2, 7))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    targets = (random.random((count, classes)) < random.random(classes)).astype(np.uint8)
+    logits = random.permutation(count * classes).reshape(count, classes).astype(np.float32)
+    return logits - count * classes / 2 + 0.25, targets
+
+
+@given(several())
+def test_several_labels_equal_scikit_learn(case: tuple[np.ndarray, np.ndarray]) -> None:
+    logits, targets = case
+    predicted = logits > 0
+    found = average_precision(logits, targets > 0)
+    for number in range(logits.shape[1]):
+        if targets[:, number].any():
+            expected = reference.average_precision_score(targets[:, number], logits[:, number])
+            assert found[number] == pytest.approx(expected, rel=1e-12)
+        else:
+            assert np.isnan(found[number])
+    micro, macro = f1_scores(predicted, targets)
+    for average, value in (("micro", micro), ("macro", macro)):
+        expected = reference.f1_score(targets, predicted, average=average, zero_division=np.nan)
+        assert value == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    assert exact_match(predicted, targets).mean() == pytest.approx(reference.accuracy_score(targets, predicted))
+    figures = per_class_of_targets(predicted, targets)
+    precision, recall, f1, images = reference.precision_recall_fscore_support(targets, predicted, zero_division=np.nan)
+    np.testing.assert_allclose(figures.recall, recall, rtol=1e-12)
+    np.testing.assert_allclose(figures.precision, precision, rtol=1e-12)
+    np.testing.assert_allclose(figures.f1, f1, rtol=1e-12)
+    assert np.array_equal(figures.images, images)
+
+
+def test_equal_scores_stand_in_their_order() -> None:
+    random = np.random.default_rng(0)
+    scores, truth = random.integers(0, 3, 300), random.random(300) < 0.4
+    ranked = [truth[row] for row in sorted(range(300), key=lambda row: -scores[row])]
+    shares = [sum(ranked[: place + 1]) / (place + 1) for place, hit in enumerate(ranked) if hit]
+    found = average_precision(scores[:, None].astype(np.float32), truth[:, None])
+    assert found[0] == pytest.approx(np.mean(shares), rel=1e-12)

@@ -1,0 +1,149 @@
+"""Logits of every sample against the network called an image at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.pipeline import Readers, Skipped
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Label, Sample
+from vitrail.errors import BundleError, ConfigError
+from vitrail.evaluation.predictions.accuracy import Accuracy
+from vitrail.evaluation.predictions.predict import Predictions, predict_all
+from vitrail.models.variants import create
+
+PREPROCESS = Preprocess(image_size=(14, 21), channels=1, mean=(0.3,), std=(0.4,))
+
+
+class Pictures:
+    """Random grey images in memory; those in `broken` are not images."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, labels: list[Label], broken: tuple[int, ...] = ()) -> None:
+        self.images = np.random.default_rng(0).integers(0, 256, (len(labels), 14, 21, 1), dtype=np.uint8)
+        self.labels, self.broken = labels, broken
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), b"?" if index in self.broken else self.images[index], self.labels[index])
+
+    def key(self, index: int) -> str:
+        return f"picture {index}"
+
+    def label(self, index: int) -> Label:
+        return self.labels[index]
+
+
+def make_network(num_classes: int = 3) -> nn.Module:
+    torch.manual_seed(3)
+    size = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=num_classes, channels=1, **size)
+    if network.head is not None:
+        nn.init.normal_(network.head.weight)
+    return network
+
+
+@pytest.mark.parametrize("readers", [Readers(0), Readers(3)])
+@pytest.mark.parametrize("batch_size", [4, 100])
+def test_every_sample_once_and_in_order(readers: Readers, batch_size: int) -> None:
+    network = make_network().train()
+    source = Pictures([0, 1, None, 2, 1, 0, None, 2, 1], broken=(1, 6))
+    named: list[Skipped] = []
+    found = predict_all(
+        network, source, PREPROCESS, batch_size=batch_size, readers=readers, on_skip=named.append, scores="sigmoid"
+    )
+    assert network.training and found.scores == "sigmoid" and found.classes == ("a", "b", "c")
+    assert found.indices.tolist() == [0, 2, 3, 4, 5, 7, 8] and len(found) == 7
+    assert found.keys == tuple(f"picture {index}" for index in found.indices)
+    assert found.labels.tolist() == [0, -1, 2, 1, 0, 2, 1] and found.targets is None
+    assert [item.key for item in found.skipped] == ["picture 1", "picture 6"] and tuple(named) == found.skipped
+    images = torch.from_numpy(source.images[found.indices].transpose(0, 3, 1, 2).copy())
+    with torch.no_grad():
+        logits = torch.cat([network.eval()(PREPROCESS.normalise(image[None])) for image in images])
+    torch.testing.assert_close(torch.from_numpy(found.logits), logits, rtol=0, atol=1e-5)
+
+
+def test_several_labels_are_targets() -> None:
+    found = predict_all(make_network(), Pictures([(0, 2), (), (1,)], broken=(1,)), PREPROCESS, batch_size=2)
+    assert found.targets is not None and found.targets.tolist() == [[1, 0, 1], [0, 1, 0]]
+    assert found.labels.tolist() == [-1, -1] and found.labelled() is found
+
+
+def test_it_agrees_with_the_streaming_accuracy() -> None:
+    network, source = make_network(), Pictures([0, None, 1, 2, 2, 0, 1], broken=(3,))
+    found = predict_all(network, source, PREPROCESS).labelled()
+    streamed = Accuracy(PREPROCESS)(network, source)
+    assert len(found) == streamed["images"] == 5 and streamed["skipped"] == 1
+    assert (found.logits.argmax(axis=1) == found.labels).mean() == streamed["accuracy"]
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    for measure in (Accuracy(PREPROCESS), lambda network, source: predict_all(network, source, PREPROCESS)):
+        with pytest.raises(
+            ConfigError, match=r"no head, so it tells no classes apart; fine-tune it, .* fewshot or knn"
+        ):
+            measure(make_network(0), Pictures([0, 1]))
+
+
+def test_another_number_of_outputs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the model has 5 outputs, and the data has 3 classes"):
+        predict_all(make_network(5), Pictures([0, 1]), PREPROCESS)
+
+
+def test_outputs_that_are_not_finite_are_refused() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(3))
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.bias + (images.mean(dim=(1, 2, 3)) > 0.4).float().log()[:, None]
+
+    source = Pictures([0, 1, 2, 0])
+    source.images[:] = 255
+    source.images[2] = 0
+    with pytest.raises(BundleError, match=r"not finite for 1 of 4 images, like 'picture 2'; its weights are damaged"):
+        predict_all(Broken(), source, PREPROCESS)
+
+
+@pytest.fixture
+def predictions() -> Callable[..., Predictions]:
+    """Random logits of as many samples as labels, and 4 classes."""
+
+    def make(labels: list[int], **fields: object) -> Predictions:
+        logits = np.random.default_rng(0).standard_normal((len(labels), 4)).astype(np.float32)
+        keys = tuple(f"k{row}" for row in range(len(labels)))
+        made = Predictions(logits, np.array(labels), None, keys, np.arange(len(labels)) * 3, ("a", "b", "c", "d"))
+        return replace(made, **fields)
+
+    return make
+
+
+def test_unlabelled_samples_can_be_left_out(predictions: Callable[..., Predictions]) -> None:
+    made = predictions([2, -1, 0, -1])
+    kept = made.labelled()
+    assert kept.labels.tolist() == [2, 0] and kept.keys == ("k0", "k2") and kept.indices.tolist() == [0, 6]
+    assert np.array_equal(kept.logits, made.logits[[0, 2]])
+    full = predictions([2, 1])
+    assert full.labelled() is full
+
+
+def test_restricting_to_some_outputs(predictions: Callable[..., Predictions]) -> None:
+    targets = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]], np.uint8)
+    made = predictions([3, 0, -1], targets=targets)
+    kept = made.restricted((3, 1))
+    assert kept.classes == ("d", "b") and kept.labels.tolist() == [0, -1, -1]
+    assert np.array_equal(kept.logits, made.logits[:, [3, 1]])
+    assert kept.targets is not None and kept.targets.tolist() == [[0, 1], [1, 0], [0, 0]]
+    for columns in ((0, 0), (4,), (-1,)):
+        with pytest.raises(ConfigError, match="are not different numbers from 0 to 3"):
+            made.restricted(columns)

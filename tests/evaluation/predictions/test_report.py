@@ -1,0 +1,175 @@
+"""The report against the functions it gathers, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as reference
+
+from vitrail.data.pipeline import Skipped
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.predictions.accuracy import mean_average_precision
+from vitrail.evaluation.predictions.bootstrap import (
+    Figure,
+    balanced_accuracy_interval,
+    calibration_error_interval,
+    mean_interval,
+)
+from vitrail.evaluation.predictions.calibration import calibration_bins, per_sample
+from vitrail.evaluation.predictions.metrics import confusion, top_k
+from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.plain import from_plain, to_plain
+
+
+def make_predictions(count: int = 60, classes: int = 7, *, unlabelled: int = 0) -> Predictions:
+    """Of which about half are right; the last two classes have no sample, and the last is never guessed."""
+    random = np.random.default_rng(4)
+    labels = random.integers(0, classes - 2, count)
+    logits = (random.standard_normal((count, classes)) + 2 * np.eye(classes)[labels]).astype(np.float32)
+    logits[:, -1] -= 50
+    labels[count - unlabelled :] = -1
+    keys = tuple(f"{number}.png" for number in range(count))
+    names = tuple(f"class {number}" for number in range(classes))
+    return Predictions(logits, labels, None, keys, np.arange(count) + 100, names, skipped=(Skipped("x", "not one"),))
+
+
+def several(count: int = 40, classes: int = 5) -> Predictions:
+    targets = (np.random.default_rng(1).random((count, classes)) < (0.5, 0.3, 0.2, 0.1, 0)).astype(np.uint8)
+    made = make_predictions(count, classes)
+    logits = (made.logits + 2 * targets - 1).astype(np.float32)
+    return replace(made, logits=logits, labels=np.full(count, -1), targets=targets, scores="sigmoid")
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
+    predictions = replace(make_predictions(), scores=scores)
+    logits, labels = predictions.logits, predictions.labels
+    found = report(predictions, bootstrap=50, seed=3, temperature=2.0)
+    settings = {"resamples": 50, "seed": 3}
+    judged, again = (per_sample(logits, labels, scores=predictions.scores, temperature=t) for t in (1.0, 2.0))
+    assert found.accuracy == mean_interval(judged.correct, **settings)
+    assert found.accuracy.value == reference.accuracy_score(labels, logits.argmax(axis=1))
+    assert found.top5 == mean_interval(top_k(logits, labels, 5), **settings)
+    assert found.balanced_accuracy == balanced_accuracy_interval(labels, judged.predicted, 7, **settings)
+    assert found.cross_entropy == mean_interval(judged.cross_entropy, **settings)
+    for calibration, values, temperature in ((found.calibration, judged, 1.0), (found.scaled, again, 2.0)):
+        assert calibration is not None and calibration.temperature == temperature
+        assert calibration.error == calibration_error_interval(values.confidence, values.correct, **settings)
+        assert calibration.cross_entropy == mean_interval(values.cross_entropy, **settings)
+        assert calibration.brier == mean_interval(values.brier, **settings)
+        assert calibration.bins == calibration_bins(values.confidence, values.correct)
+    assert (found.images, found.unlabelled, found.num_classes) == (60, 0, 7)
+    assert found.skipped == (Skipped("x", "not one"),) and found.multi_label is None
+
+
+def test_classes_and_confusion() -> None:
+    predictions = make_predictions()
+    found = report(predictions, bootstrap=0)
+    table = confusion(predictions.labels, predictions.logits.argmax(axis=1), 7)
+    rebuilt = np.zeros_like(table)
+    for true, likeliest, images in found.confusion:
+        rebuilt[true, likeliest] = images
+    assert np.array_equal(rebuilt, table) and all(images > 0 for _, _, images in found.confusion)
+    assert [(row.index, row.name) for row in found.per_class] == [(number, f"class {number}") for number in range(6)]
+    for row in found.per_class[:5]:
+        right, images, predicted = table[row.index, row.index], table[row.index].sum(), table[:, row.index].sum()
+        assert (row.images, row.predicted) == (images, predicted)
+        assert row.accuracy == right / images and row.precision == right / predicted
+        assert row.f1 == pytest.approx(2 * row.accuracy * row.precision / (row.accuracy + row.precision))
+    guessed = found.per_class[5]
+    assert guessed.predicted > 0 == guessed.images and guessed.precision == 0 and guessed.accuracy is None
+
+
+def test_worst_mistakes_first() -> None:
+    predictions = make_predictions()
+    found = report(predictions, bootstrap=0, worst=6).worst
+    judged = per_sample(predictions.logits, predictions.labels)
+    losses = sorted(judged.cross_entropy[~judged.correct], reverse=True)
+    assert [item.loss for item in found] == losses[:6]
+    for item in found:
+        row = item.index - 100
+        assert item.key == f"{row}.png" and item.labels == (f"class {predictions.labels[row]}",)
+        assert item.predicted == (f"class {judged.predicted[row]}",) != item.labels
+        assert item.probability == judged.confidence[row] and item.loss == judged.cross_entropy[row]
+    assert len(report(predictions, bootstrap=0, worst=1000).worst) == (~judged.correct).sum()
+
+
+def test_it_gathers_the_figures_of_several_labels() -> None:
+    predictions = several()
+    targets = predictions.targets
+    assert targets is not None
+    found = report(predictions, bootstrap=30, seed=1)
+    predicted = predictions.logits > 0
+    figures = found.multi_label
+    assert figures is not None
+    expected = mean_average_precision(torch.from_numpy(predictions.logits), torch.from_numpy(targets > 0))
+    assert figures.mean_average_precision == expected
+    assert figures.exact_match == mean_interval((predicted == targets).all(axis=1), resamples=30, seed=1)
+    assert figures.micro_f1 == reference.f1_score(targets, predicted, average="micro")
+    assert figures.macro_f1 == pytest.approx(
+        reference.f1_score(targets, predicted, average="macro", zero_division=np.nan)
+    )
+    likeliest = predictions.logits.argmax(axis=1)
+    assert found.accuracy == mean_interval(targets[np.arange(40), likeliest] > 0, resamples=30, seed=1)
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(
+        torch.from_numpy(predictions.logits).double(), torch.from_numpy(targets).double(), reduction="none"
+    ).sum(dim=1)
+    assert found.cross_entropy.value == pytest.approx(float(losses.mean()), rel=1e-12)
+    assert found.top5 is found.balanced_accuracy is found.calibration is found.scaled is None
+    assert found.confusion == ()
+    assert [row.index for row in found.per_class] == [0, 1, 2, 3]
+    assert found.per_class[0].average_precision == pytest.approx(
+        reference.average_precision_score(targets[:, 0], predictions.logits[:, 0])
+    )
+    worst = found.worst[0]
+    row = worst.index - 100
+    assert worst.loss == pytest.approx(float(losses[~(predicted == targets).all(axis=1)].max()))
+    assert worst.labels == tuple(f"class {number}" for number in np.flatnonzero(targets[row]))
+    assert worst.predicted == tuple(f"class {number}" for number in np.flatnonzero(predicted[row]))
+    assert worst.probability == pytest.approx(float(torch.sigmoid(torch.from_numpy(predictions.logits[row]).max())))
+
+
+@pytest.mark.parametrize("predictions", [make_predictions(), several()], ids=["one label", "several labels"])
+def test_it_is_json_and_back(predictions: Predictions) -> None:
+    made = report(predictions, bootstrap=10, temperature=1.5)
+    text = json.dumps(to_plain(made), allow_nan=False)
+    assert from_plain(ClassificationReport, json.loads(text)) == made
+
+
+def test_unlabelled_images_are_left_out_and_counted() -> None:
+    found = report(make_predictions(unlabelled=11), bootstrap=0)
+    assert (found.images, found.unlabelled) == (49, 11)
+    assert sum(images for _, _, images in found.confusion) == 49
+
+
+def test_no_top5_of_five_classes_and_no_intervals_without_resamples() -> None:
+    found = report(make_predictions(classes=5), bootstrap=0)
+    assert found.top5 is None and found.scaled is None
+    assert found.accuracy == Figure(found.accuracy.value) and found.calibration is not None
+    assert found.calibration.error.low is None
+
+
+def test_several_labels_of_which_none_holds() -> None:
+    predictions = several()
+    assert predictions.targets is not None
+    empty = replace(predictions, targets=predictions.targets * 0, logits=np.full((40, 5), -3, np.float32))
+    figures = report(empty, bootstrap=0).multi_label
+    assert figures is not None and figures.exact_match.value == 1
+    assert figures.mean_average_precision is figures.micro_f1 is figures.macro_f1 is None
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(DataError, match="none of 60 images has a label, so there is nothing to measure"):
+        report(make_predictions(unlabelled=60))
+    predictions = make_predictions()
+    with pytest.raises(DataError, match="there is no image to measure; 1 could not be decoded"):
+        report(predictions.rows(np.zeros(60, bool)))
+    with pytest.raises(ConfigError, match=r"temperature=0.0 is not a positive number"):
+        report(predictions, temperature=0.0)
+    with pytest.raises(ConfigError, match="-1 resamples are less than 0"):
+        report(predictions, bootstrap=-1)

@@ -1,0 +1,251 @@
+"""What is measured during a run: averaged weights beside the trained ones, when patience ends it, and probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vitrail.training.loop as loop_module
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError, RunError, Stopped
+from vitrail.evaluation.predictions.accuracy import Accuracy
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.examiner import Probe
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import resume, train
+from vitrail.training.state.state import TrainState
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+Initial = Callable[..., Path]
+FromModel = Callable[..., TrainConfig]
+COLOURS = ("blue", "green", "red")
+STILL = {"optimizer": "sgd", "learning_rate": 1e-12, "steps": 24, "evaluations": 6}
+"""With these no step changes what a model says, so no evaluation is better than the first, after four steps."""
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_journal(run / "journal.jsonl") if event["event"] == kind]
+
+
+@pytest.fixture
+def weights_by_step(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The trained weights before the first step and after each."""
+    seen: list[dict[str, Tensor]] = []
+    real = loop_module.train_step
+
+    def copies(state: TrainState) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in state.objective.network.state_dict().items()}
+
+    def train_step(state: TrainState, *rest: Any) -> dict[str, Tensor]:
+        if not seen:
+            seen.append(copies(state))
+        figures = real(state, *rest)
+        seen.append(copies(state))
+        return figures
+
+    monkeypatch.setattr(loop_module, "train_step", train_step)
+    return seen
+
+
+@pytest.mark.parametrize("keep", ["last", "best"])
+def test_the_mean_of_the_weights_is_measured_and_kept(
+    keep: str, tiny: Callable[..., TrainConfig], weights_by_step: list[dict[str, Tensor]]
+) -> None:
+    config = tiny(average=0.8, keep=keep, learning_rate=0.02)
+    result = train(config)
+    assert len(weights_by_step) == 13
+    mean = {name: tensor.double() for name, tensor in weights_by_step[0].items()}
+    means = []
+    for step, weights in enumerate(weights_by_step[1:]):
+        kept = min(0.8, (1 + step) / (10 + step))
+        mean = {name: kept * mean[name] + (1 - kept) * weights[name].double() for name in mean}
+        means.append(mean)
+    during = [event for event in events_of(result.folder, "evaluation") if not event.get("kept")]
+    assert [(event["step"], event["weights"]) for event in during] == [
+        (step, weights) for step in (4, 8, 12) for weights in ("trained", "averaged")
+    ]
+    averaged = during[1::2]
+    assert all("best" not in event for event in during[::2])
+    best = max(averaged, key=lambda event: (event["accuracy"], -event["step"]))
+    step = 12 if keep == "last" else best["step"]
+    for name, tensor in load(result.folder).network.state_dict().items():
+        torch.testing.assert_close(tensor.double(), means[step - 1][name], rtol=1e-4, atol=1e-6)
+    kept = next(e for e in events_of(result.folder, "evaluation") if e.get("kept") and e["split"] == "validation")
+    wanted = next(event for event in averaged if event["step"] == step)
+    assert (kept["weights"], kept["accuracy"]) == ("averaged", wanted["accuracy"])
+    network = result.bundle.network
+    network.load_state_dict(weights_by_step[8])
+    validation = open_data(config.data, validation_share=0.1).validation
+    measured = Accuracy(config.images)(network, validation)
+    assert measured["cross_entropy"] == pytest.approx(during[2]["cross_entropy"], rel=1e-6)
+
+
+def test_averaging_changes_no_step(
+    tiny: Callable[..., TrainConfig], weights_by_step: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    for name, average in (("without", 0.0), ("with", 0.9)):
+        train(tiny(run=str(tmp_path / name), average=average))
+    without, averaged = weights_by_step[:13], weights_by_step[13:]
+    assert len(averaged) == 12, "the first entry is of the first run"
+    for before, after in zip(without[1:], averaged, strict=True):
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
+    notes: list[str] = []
+
+    class Notes(Display):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
+    result = train(config, display=Notes())
+    run = result.folder
+    assert [event["step"] for event in events_of(run, "evaluation")][:-1] == [4, 8, 12]
+    (early,) = events_of(run, "ended early")
+    assert (early["step"], early["patience"], early["best"]) == (12, 2, 4)
+    assert [event["step"] for event in events_of(run, "checkpoint")] == [8, 12], "the last step has one"
+    finished = read_journal(run / "journal.jsonl")[-1]
+    assert (finished["event"], finished["step"], finished["steps"]) == ("finished", 12, 12.0)
+    assert result.summary["steps"] == 12 and result.bundle.provenance["step"] == 4
+    said = "ended early, after step 12 of 24: 2 evaluations without a better validation accuracy than that of step 4"
+    assert said in notes
+    with pytest.raises(RunError) as caught:
+        resume(run)
+    assert str(caught.value) == f"run {run} is complete: it ended early, after 12 of its 24 steps"
+
+
+def test_patience_changes_no_learning_rate_and_lasts_while_there_is_progress(
+    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    model, rates = initial(classes=COLOURS), []
+    for patience in (2, 6):
+        config = from_model(model, colour_folder, run=str(tmp_path / str(patience)), patience=patience, **STILL)
+        rates.append([event["learning_rate"] for event in events_of(train(config).folder, "step")])
+    assert [len(each) for each in rates] == [12, 24] and rates[0] == rates[1][:12]
+
+
+def test_patience_is_remembered(
+    initial: Initial, from_model: FromModel, colour_folder: Path, stop_at: Callable[[int], Display]
+) -> None:
+    with pytest.raises(Stopped):
+        config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
+        train(config, display=stop_at(9))
+    run = resume(Path(config.run or "")).folder
+    assert [event["step"] for event in events_of(run, "evaluation")][:-1] == [4, 8, 12]
+
+
+def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no_further_step(
+    initial: Initial, from_model: FromModel, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise MemoryError
+
+    config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.training.run.write_examples", fail)
+        with pytest.raises(MemoryError):
+            train(config)
+    result = resume(Path(config.run or ""))
+    assert events_of(result.folder, "step")[-1]["step"] == 12 and result.summary["steps"] == 12
+    assert len(events_of(result.folder, "ended early")) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"average": 0.5}, {"lora_rank": 2, "average": 0.5}, {"train_blocks": 1}], ids=str
+)
+def test_probes_see_the_model_that_would_be_kept_and_change_nothing(
+    fields: dict[str, Any], initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    model = initial()
+    seen: list[Bundle] = []
+
+    def measure(bundle: Bundle) -> dict[str, float]:
+        torch.rand(7)
+        seen.append(bundle)
+        with torch.inference_mode():
+            return {"sum": float(bundle.network(torch.ones(1, 3, 21, 28)).sum())}
+
+    probes = [Probe("sum", 5, measure), Probe("often", 3, lambda bundle: {"three": 3.0})]
+    settings = {"keep": "last", "dropout": 0.3, **fields}
+    result = train(from_model(model, colour_folder, **settings), probes=probes)
+    plain = train(from_model(model, colour_folder, run=str(tmp_path / "plain"), **settings))
+    weights = [(each.folder / "model" / "model.safetensors").read_bytes() for each in (result, plain)]
+    assert weights[0] == weights[1]
+    events = events_of(result.folder, "probe")
+    assert [(event["step"], event["name"]) for event in events] == [
+        (3, "often"), (5, "sum"), (6, "often"), (9, "often"), (10, "sum"), (12, "sum"), (12, "often"),
+    ]  # fmt: skip
+    assert {event["weights"] for event in events} == {"averaged" if "average" in fields else "trained"}
+    assert [event["three"] for event in events if event["name"] == "often"] == [3.0] * 4
+    assert all(not bundle.network.training for bundle in seen)
+    last = load(result.folder).network.state_dict()
+    assert last.keys() == seen[-1].network.state_dict().keys()
+    for name, tensor in seen[-1].network.state_dict().items():
+        assert torch.equal(tensor, last[name]), f"{name}, which later steps do not touch"
+    with torch.inference_mode():
+        logits = load(result.folder).network(torch.ones(1, 3, 21, 28))
+    assert events[-2]["sum"] == pytest.approx(float(logits.sum()), abs=1e-5)
+
+
+def test_probes_go_on_when_a_run_is_resumed(
+    tiny: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
+) -> None:
+    probes = [Probe("one", 4, lambda bundle: {"one": 1.0})]
+    with pytest.raises(Stopped):
+        train(tiny(), probes=probes, display=stop_at(5))
+    resume(tmp_path / "run", probes=probes)
+    assert [event["step"] for event in events_of(tmp_path / "run", "probe")] == [4, 8, 12]
+
+
+def test_evaluators_are_run_by_their_names(
+    initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"probe": "fewshot,knn", "probe_every": 6, "average": 0.5}
+    result = train(from_model(initial(), colour_folder, **settings))
+    events = events_of(result.folder, "probe")
+    assert [event["step"] for event in events] == [6, 12]
+    for event in events:
+        assert event["weights"] == "averaged" and 0 <= event["fewshot_25"] <= 1 and 0 <= event["knn_1"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"probe": "fewshots"}, "unknown evaluator 'fewshots'.*fewshot"),
+        (
+            {"probe": "knn", "validation_share": 0.0, "keep": "last", "evaluations": 0},
+            "the data has no validation split",
+        ),
+        ({"probe_every": 0}, "probe_every=0 is less than 1"),
+    ],
+)
+def test_probes_that_cannot_be_made(
+    fields: dict[str, Any], message: str, initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(from_model(initial(), colour_folder, **fields))
+    assert not (tmp_path / "run").exists()
+
+
+def test_of_several_labels_the_best_are_ranked_best(
+    initial: Initial, from_model: FromModel, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = iter([(0.9, 0.2), (0.5, 0.7), (0.8, 0.6), (0.5, 0.7), (0.5, 0.7)])  # the last two measure what was kept
+
+    def measured(self: Accuracy, network: object, source: object) -> dict[str, float]:
+        accuracy, precision = next(figures)
+        return {"accuracy": accuracy, "mean_average_precision": precision, "cross_entropy": 1.0, "images": 7.0}
+
+    monkeypatch.setattr(Accuracy, "__call__", measured)
+    result = train(from_model(initial(), colour_folder, keep="best"))
+    events = [event for event in events_of(result.folder, "evaluation") if "best" in event]
+    assert [event["best"] for event in events] == [True, True, False]
+    assert result.bundle.provenance["step"] == events[1]["step"]

@@ -1,0 +1,103 @@
+"""The first signal asks, the second insists; in the process itself and in a real run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.monitoring.stop import StopRequest
+from vitrail.training.run import train
+
+Command = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_makes_way_for_the_second(number: signal.Signals) -> None:
+    before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    with StopRequest() as stop:
+        assert not stop.requested
+        assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] != before
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_without_a_signal_the_handlers_come_back() -> None:
+    before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(RuntimeError), StopRequest():
+        raise RuntimeError
+    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_run_works_outside_the_main_thread(tiny: Callable[..., TrainConfig]) -> None:
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(tiny(steps=2))))
+    thread.start()
+    thread.join(60)
+    assert len(results) == 1 and (results[0].folder / "model" / "model.json").is_file()
+
+
+def await_event(process: subprocess.Popen[str], journal: Path, event: str, seconds: float = 60) -> None:
+    """Returns when the run has written such an event."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if journal.exists() and any(item["event"] == event for item in read_journal(journal)):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError(f"no event {event!r} within {seconds} s")
+
+
+SIZES = (
+    "--width", "16", "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
+    "--threads", "2",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(
+    number: signal.Signals, tmp_path: Path, three_splits: Path, command: Command
+) -> None:
+    run = tmp_path / "my run"
+    options = ("--data", str(three_splits), "--run", str(run), "--steps", "100000", "--batch-size", "20")
+    process = command("demo", *options, *SIZES, "--checkpoints", "1", "--evaluations", "1", "--warmup", "0.5")
+    await_event(process, run / "journal.jsonl", "step")
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "Traceback" not in output + errors
+    events = read_journal(run / "journal.jsonl")
+    assert [event["event"] for event in events[-2:]] == ["checkpoint", "stopped"]
+    step = events[-1]["step"]
+    assert f"stopped at step {step:,} of 100,000" in errors
+    assert f"vitrail train --resume {run}" in errors
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{step}"]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(tmp_path: Path, command: Command) -> None:
+    run = tmp_path / "run"
+    options = ("--run", str(run), "--steps", "10", "--batch-size", "4000", "--accumulation", "400")
+    process = command("demo", *options, "--variant", "ViT-S/8", "--device", "cpu", "--precision", "float32")
+    await_event(process, run / "journal.jsonl", "started")
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None, "a step takes far longer than this test"
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    process.communicate(timeout=20)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == -signal.SIGTERM
+    assert [event["event"] for event in read_journal(run / "journal.jsonl")] == ["started"]

@@ -1,0 +1,251 @@
+"""Checkpoints exist when they are whole, and the newest whole one counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vitrail.errors import RunError
+from vitrail.training.config import TrainConfig
+from vitrail.training.loop import train_step
+from vitrail.training.monitoring.display import Display
+from vitrail.training.plan import Plan
+from vitrail.training.run import train
+from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.state.state import Best, TrainState
+
+FILES = (".metadata", "__0_0.distcp", "manifest.json", "state.json")
+
+
+@pytest.fixture(scope="module")
+def moving(
+    small: Callable[..., TrainConfig],
+    prepare: Callable[[TrainConfig], tuple[TrainState, Plan]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[TrainState, Plan]:
+    return prepare(small(tmp_path_factory.mktemp("moving") / "run", threads=0))
+
+
+@pytest.fixture
+def saved(moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+    """Takes a step, saves at the step numbers given, and returns the tensors that were saved with the last."""
+    state, plan = moving
+
+    def save(*steps: int, retain: int = 2) -> dict[str, Any]:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", retain=retain)
+        for step in steps:
+            state.step = 0
+            train_step(state, plan, next(state.batches))
+            state.step, state.best, state.skipped = step, Best(step / 100, step), {f"bad {step}"}
+            checkpoints.save(state)
+        return {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
+
+    return save
+
+
+def test_everything_comes_back(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+) -> None:
+    state, plan = moving
+    tensors, values, following = saved(5), state.values(), next(state.batches)
+    state.batches.restore(values["batches"])
+    train_step(state, plan, next(state.batches))
+    state.step, state.best, state.skipped = 77, Best(), set()
+    torch.rand(3)
+    assert Checkpoints(tmp_path / "checkpoints").restore(state) == []
+    restored = {name: leaf for name, leaf in flat(state.tensors()).items() if isinstance(leaf, torch.Tensor)}
+    assert restored.keys() == tensors.keys() and len(tensors) > 50
+    for name, tensor in tensors.items():
+        assert torch.equal(restored[name], tensor), name
+    assert (state.step, state.best, state.skipped) == (5, Best(0.05, 5), {"bad 5"})
+    assert torch.equal(next(state.batches).images, following.images)
+    names = {path.name for path in (tmp_path / "checkpoints" / "step-5").iterdir()}
+    assert names == set(FILES)
+
+
+def test_the_numerically_newest_wins(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+) -> None:
+    saved(9, 10)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [10, 9]
+    assert checkpoints.restore(moving[0]) == [] and moving[0].step == 10
+    saved(99, 100, 1000)
+    assert checkpoints.steps() == [1000, 100]
+
+
+@pytest.mark.parametrize("retain", [1, 2, 3])
+def test_the_newest_are_kept(retain: int, saved: Callable[..., Any], tmp_path: Path) -> None:
+    saved(8, 9, 10, 11, retain=retain)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == sorted(f"step-{step}" for step in (11, 10, 9)[:retain])
+
+
+def test_the_same_step_can_be_saved_again(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+) -> None:
+    saved(4)
+    first = (tmp_path / "checkpoints" / "step-4" / "manifest.json").read_bytes()
+    saved(4)
+    assert (tmp_path / "checkpoints" / "step-4" / "manifest.json").read_bytes() != first
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
+    assert Checkpoints(tmp_path / "checkpoints").restore(moving[0]) == []
+
+
+def flip(path: Path, bit: int) -> None:
+    """Changes one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(bit=st.integers(0, 2**24))
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_one_flipped_bit_falls_back_to_the_one_before(
+    bit: int, name: str, saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    if not checkpoints.folder.exists():
+        saved(3, 4)
+    whole = (checkpoints.folder / "step-4" / name).read_bytes()
+    flip(checkpoints.folder / "step-4" / name, bit)
+    (note,) = checkpoints.restore(moving[0])
+    (checkpoints.folder / "step-4" / name).write_bytes(whole)
+    assert moving[0].step == 3
+    assert note.startswith(f"checkpoint {checkpoints.folder}/step-4 is damaged (")
+    assert note.endswith("; going back to the one before it")
+    assert checkpoints.restore(moving[0]) == [] and moving[0].step == 4
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing tensors": (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "missing values": (lambda step: (step / "state.json").unlink(), "state.json is missing"),
+    "missing metadata": (lambda step: (step / ".metadata").unlink(), ".metadata is missing"),
+    "short tensors": (lambda step: os.truncate(step / "__0_0.distcp", 1000), "__0_0.distcp has 1,000 bytes, not "),
+    "empty values": (lambda step: os.truncate(step / "state.json", 0), "state.json has 0 bytes, not "),
+    "short manifest": (lambda step: os.truncate(step / "manifest.json", 50), "manifest.json cannot be read"),
+    "empty manifest": (lambda step: os.truncate(step / "manifest.json", 0), "manifest.json cannot be read"),
+    "manifest of nothing": (lambda step: (step / "manifest.json").write_text("{}"), "manifest.json is incomplete"),
+    "manifest a list": (lambda step: (step / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
+    "manifest a number": (lambda step: (step / "manifest.json").write_text("3"), "manifest.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
+def test_a_missing_or_short_file_falls_back(
+    damage: Callable[[Path], object], problem: str, saved: Callable[..., Any], moving: tuple[TrainState, Plan],
+    tmp_path: Path, flat: Callable[..., dict[str, Any]],
+) -> None:  # fmt: skip
+    expected = saved(3)
+    saved(4)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    damage(checkpoints.folder / "step-4")
+    (note,) = checkpoints.restore(moving[0])
+    assert f"step-4 is damaged ({problem}" in note
+    assert moving[0].step == 3
+    restored = flat(moving[0].tensors())
+    assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items())
+
+
+def test_without_a_manifest_it_does_not_exist(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+) -> None:
+    saved(3, 4)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    (checkpoints.folder / "step-4" / "manifest.json").unlink()
+    for name in (".step-5.vitrail-partial", ".step-6.vitrail-replaced", "step-x", "other"):
+        shutil.copytree(checkpoints.folder / "step-3", checkpoints.folder / name)
+    assert checkpoints.steps() == [3]
+    assert checkpoints.restore(moving[0]) == [] and moving[0].step == 3
+
+
+def test_none_whole_is_an_error_that_leaves_the_state_alone(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]]
+) -> None:
+    before = saved(3, 4)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (3, 4):
+        flip(checkpoints.folder / f"step-{step}" / "__0_0.distcp", 80_000)
+    with pytest.raises(RunError) as caught:
+        checkpoints.restore(moving[0])
+    newest, older, rule = str(caught.value).splitlines()
+    assert "step-4 is damaged" in newest and "step-3 is damaged" in older
+    assert rule == f"{checkpoints.folder} has no whole checkpoint to resume from"
+    after = flat(moving[0].tensors())
+    assert moving[0].step == 4 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_no_checkpoint_at_all_is_an_error(moving: tuple[TrainState, Plan], tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="has no whole checkpoint to resume from"):
+        Checkpoints(tmp_path / "nowhere").restore(moving[0])
+
+
+def test_an_exception_while_saving_leaves_nothing_behind(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
+) -> None:
+    saved(3)
+    state = moving[0]
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    before = {path.name: path.read_bytes() for path in (checkpoints.folder / "step-3").iterdir()}
+    state.step, state.best = 4, object()  # type: ignore[assignment]  # JSON cannot write it
+    with pytest.raises(TypeError):
+        checkpoints.save(state)
+    state.best = Best()
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-3"]
+    assert {path.name: path.read_bytes() for path in (checkpoints.folder / "step-3").iterdir()} == before
+
+
+def test_the_manifest_states_every_file(saved: Callable[..., Any], tmp_path: Path) -> None:
+    saved(3)
+    folder = tmp_path / "checkpoints" / "step-3"
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    assert set(manifest) == set(FILES) - {"manifest.json"}
+    for name, recorded in manifest.items():
+        assert recorded["bytes"] == (folder / name).stat().st_size
+        shown = subprocess.run(["sha256sum", folder / name], capture_output=True, text=True, check=True).stdout
+        assert shown.split()[0].removeprefix("\\") == recorded["sha256"]
+
+
+@pytest.fixture
+def lock() -> Iterator[Callable[[Path], None]]:
+    """Makes a folder from which nothing can be deleted, for root too."""
+    locked: list[Path] = []
+
+    def make(folder: Path) -> None:
+        if os.geteuid():
+            folder.chmod(0o555)
+        elif shutil.which("chattr") is None or subprocess.run(["chattr", "+i", folder], capture_output=True).returncode:
+            pytest.skip("this file system cannot lock a folder against root")
+        locked.append(folder)
+
+    yield make
+    for folder in locked:
+        folder.chmod(0o755) if os.geteuid() else subprocess.run(["chattr", "-i", folder], check=True)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
+    tiny: Callable[..., TrainConfig], lock: Callable[[Path], None]
+) -> None:
+    config = tiny(checkpoints=4)
+    folder = Path(config.run or "") / "checkpoints"
+
+    class Lock(Display):
+        def step(self, step: int, figures: dict[str, float]) -> None:
+            if step == 5:
+                lock(folder / "step-3")
+
+    result = train(config, display=Lock())
+    assert sorted(path.name for path in folder.iterdir()) == ["step-12", "step-3", "step-9"]
+    assert Checkpoints(folder).steps() == [12, 9, 3]
+    assert (result.folder / "model" / "model.json").is_file()

@@ -1,0 +1,1 @@
+"""Random changes of images and batches during training."""

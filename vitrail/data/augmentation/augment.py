@@ -1,0 +1,165 @@
+"""Random changes to a training batch, made all at once on the training device.
+
+Every random number is a pure function of (seed, epoch, sample, draw). Batch size, workers, accumulation and resuming
+therefore change nothing: in a given epoch of a given run, a sample is changed the same way. Only whom mixup and CutMix
+mix it with depends on its batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+from vitrail.data.augmentation import jitter, mixing, operations, randaugment
+from vitrail.data.augmentation.draws import Slot, keyed_uniform
+from vitrail.data.augmentation.operations import on_device
+from vitrail.data.pipeline import Batch
+from vitrail.errors import ConfigError
+
+__all__ = ["PRESETS", "Augment", "Preset", "Settings"]
+
+Preset = Literal["none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a preset sets; the fields of `Augment` of the same names say what they mean."""
+
+    randaugment_layers: int = 0
+    randaugment_magnitude: float = 10.0
+    mixup: float = 0.0
+    crop_area: tuple[float, float] | None = None
+
+
+PRESETS: dict[Preset, Settings] = {
+    "none": Settings(),
+    "light1": Settings(2, 0.0),
+    "light2": Settings(2, 10.0, 0.2),
+    "medium1": Settings(2, 15.0, 0.2),
+    "medium2": Settings(2, 15.0, 0.5),
+    "strong1": Settings(2, 20.0, 0.5),
+    "strong2": Settings(2, 20.0, 0.8),
+    "bp": Settings(2, 10.0, 0.2, (0.05, 1.0)),
+}
+"""AugReg's (2106.10270, section 3.3), and that of "Better plain ViT baselines" for ViT-S/16 (2205.01580)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """What may happen to an image before it is normalised. Raises `ConfigError` when a field is out of its range."""
+
+    preset: Preset = "none"
+    """Sets crop-area, randaugment-layers, randaugment-magnitude and mixup where they are not given: AugReg's none to
+    strong2, or bp, of "Better plain ViT baselines"."""
+    crop_area: tuple[float, float] | None = None
+    """Least and greatest share of the image's area that a random box keeps, before it is scaled; 1 1 for all of it."""
+    flip: bool = True
+    """Mirror half of the images left to right."""
+    shift: int = 0
+    """Move by up to this many pixels each way (a random crop of the padded image); borders repeat the edge."""
+    colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """How far brightness, contrast and saturation may change, as a share, and the hue, in turns of the circle."""
+    randaugment_layers: int | None = None
+    """Operations of RandAugment that an image goes through, one after another; 0 for none."""
+    randaugment_magnitude: float | None = None
+    """Their strength, 0 to 30; by default 10."""
+    erase: float = 0.0
+    """Chance that a box of a tenth to four tenths of each side turns grey (random erasing, 1708.04896)."""
+    mixup: float | None = None
+    """Alpha of the beta distribution that says how much of another image is blended in (1710.09412); 0 for none."""
+    cutmix: float = 0.0
+    """Likewise how much is pasted in as a box (1905.04899). With both, half of the images get the one or the other."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.preset not in get_args(Preset):
+            problems.append(f"preset={self.preset!r} is not one of {', '.join(map(repr, get_args(Preset)))}")
+        if self.shift < 0:
+            problems.append(f"shift={self.shift} is negative; 0 means none")
+        if self.randaugment_layers is not None and self.randaugment_layers < 0:
+            problems.append(f"randaugment_layers={self.randaugment_layers} is negative; 0 means none")
+        if not 0 <= self.erase <= 1:
+            problems.append(f"erase={self.erase} is not in [0, 1]")
+        if self.randaugment_magnitude is not None and not 0 <= self.randaugment_magnitude <= 30:
+            problems.append(f"randaugment_magnitude={self.randaugment_magnitude} is not in [0, 30]")
+        for name in ("mixup", "cutmix"):
+            if (alpha := getattr(self, name)) is not None and not 0 <= alpha < math.inf:
+                problems.append(f"{name}={alpha} is not 0 (none) or more")
+        if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
+            problems.append(f"crop_area={self.crop_area} is not two shares in (0, 1], the lesser first")
+        if len(self.colour_jitter) != 4 or not (
+            all(0 <= strength <= 1 for strength in self.colour_jitter) and self.colour_jitter[3] <= 0.5
+        ):
+            problems.append(
+                f"colour_jitter={self.colour_jitter} is not brightness, contrast and saturation in [0, 1] and hue in "
+                "[0, 0.5]"
+            )
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """What is in force of the fields that a preset can set. `crop_area` is None where the whole image is kept."""
+        given = {item.name: getattr(self, item.name) for item in fields(Settings)}
+        chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
+        return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
+
+    def __call__(self, batch: Batch, *, seed: int, classes: int = 0) -> Batch:
+        """The batch with changed images, and with `targets` where mixup or CutMix is on.
+
+        `batch.epochs` and `batch.samples`, on the CPU, say which image each is, and decide what happens to it; images
+        are uint8, on any device. `classes` is the number of columns of the targets.
+        """
+        chosen, images = self.settings, batch.images
+
+        def draw(first: Slot, draws: int) -> Float32[np.ndarray, "b draws"]:
+            # DLPack hands over what lies on the CPU, and nothing else: it cannot wait for a device.
+            key = np.from_dlpack(batch.epochs), np.from_dlpack(batch.samples)
+            return keyed_uniform(seed, *key, draws=draws, first=first)
+
+        if self.flip or self.shift:
+            images = self._move(images, draw(Slot.MOVE, 3))
+        if any(self.colour_jitter):
+            images = jitter.colour_jitter(images, draw(Slot.JITTER, jitter.DRAWS), self.colour_jitter)
+        if layers := chosen.randaugment_layers:
+            numbers = draw(Slot.RANDAUGMENT, randaugment.DRAWS * layers).reshape(len(batch), layers, -1)
+            images = randaugment.randaugment(images, numbers, magnitude=chosen.randaugment_magnitude)
+        if self.erase:
+            images = self._erase(images, draw(Slot.ERASE, 5))
+        batch = replace(batch, images=images)
+        if chosen.mixup or self.cutmix:
+            numbers = draw(Slot.MIX, mixing.DRAWS)
+            return mixing.mix(batch, numbers, mixup=chosen.mixup, cutmix=self.cutmix, classes=classes)
+        return batch
+
+    def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 3"]) -> UInt8[Tensor, "b c h w"]:
+        b, _, height, width = images.shape
+        flip, down, across = draws.T
+        rows, columns = np.arange(height)[None].repeat(b, 0), np.arange(width)[None].repeat(b, 0)
+        if self.shift:
+            reach = 2 * self.shift + 1
+            rows = (rows + (down * reach).astype(np.int64)[:, None] - self.shift).clip(0, height - 1)
+            columns = (columns + (across * reach).astype(np.int64)[:, None] - self.shift).clip(0, width - 1)
+        if self.flip:
+            columns = np.where(flip[:, None] < 0.5, width - 1 - columns, columns)
+        batch = torch.arange(b, device=images.device)[:, None, None]
+        down_to, across_to = on_device(rows, images.device), on_device(columns, images.device)
+        picked = images.permute(0, 2, 3, 1)[batch, down_to[:, :, None], across_to[:, None, :]]  # b h w c
+        return picked.permute(0, 3, 1, 2)
+
+    def _erase(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 5"]) -> UInt8[Tensor, "b c h w"]:
+        """A box's centre lies anywhere, so that a box at the border is smaller."""
+        chance, centre_y, centre_x, size_y, size_x = draws.T[:, :, None]  # each b 1
+        height, width = images.shape[2:]
+        y = (np.arange(height, dtype=np.float32) + np.float32(0.5)) / np.float32(height)  # in shares of the side
+        x = (np.arange(width, dtype=np.float32) + np.float32(0.5)) / np.float32(width)
+        rows = np.abs(y - centre_y) < (np.float32(0.1) + np.float32(0.3) * size_y) / 2  # b h
+        columns = np.abs(x - centre_x) < (np.float32(0.1) + np.float32(0.3) * size_x) / 2
+        return operations.fill(images, rows & (chance < self.erase), columns)

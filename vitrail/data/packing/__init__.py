@@ -1,0 +1,1 @@
+"""Data sets written as tar shards."""

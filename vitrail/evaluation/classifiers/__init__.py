@@ -1,0 +1,1 @@
+"""Classifiers of frozen features, on arrays."""

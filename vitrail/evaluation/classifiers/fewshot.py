@@ -1,0 +1,212 @@
+"""Few-shot accuracy: least squares in closed form on the frozen features of a few images of each class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.classifiers.arrays import check_labelled, check_pair, class_ranks, moments, tensor
+from vitrail.evaluation.classifiers.linear import LinearClassifier
+
+__all__ = [
+    "FewShotResult",
+    "FewShotRow",
+    "check_counts",
+    "check_settings",
+    "draw_shots",
+    "few_shot",
+    "fit_least_squares",
+]
+
+CONSTANT = 100.0
+"""The feature that stands for the intercept. It is regularised too, so it is large."""
+LOO_GRID = tuple(2.0**power for power in range(20, -11, -1))
+"""The strengths that "loo" chooses from, the strongest first."""
+NAMED = 10
+"""Classes that a message names before it only counts."""
+
+Strength = float | Literal["loo"]
+
+
+@dataclass(frozen=True)
+class FewShotRow:
+    """Accuracies on the test features with one number of shots."""
+
+    shots: int
+    images: int
+    """To learn from: fewer than shots times classes where fewer were allowed."""
+    accuracies: tuple[float, ...]
+    """One for each seed."""
+    l2: tuple[float, ...]
+    """The strength of the regularisation for each seed."""
+    mean: float
+    std: float | None
+    """Over seeds, divided by one less than their number; None of a single seed."""
+
+
+@dataclass(frozen=True)
+class FewShotResult:
+    """What `few_shot` found."""
+
+    seeds: tuple[int, ...]
+    rows: tuple[FewShotRow, ...]
+
+
+def few_shot(
+    train_features: Float[np.ndarray, "n d"],
+    train_labels: Int64[np.ndarray, " all"],
+    test_features: Float[np.ndarray, "m d"],
+    test_labels: Int64[np.ndarray, " m"],
+    *,
+    num_classes: int,
+    shots: Sequence[int] = (1, 5, 10, 25),
+    seeds: int | Sequence[int] = 3,
+    l2: Strength = 1024.0,
+    allow_fewer: bool = False,
+    class_names: Sequence[str] | None = None,
+    of_rows: Int64[np.ndarray, " n"] | None = None,
+) -> FewShotResult:
+    """Few-shot linear regression as in the paper's section 4.1 (arXiv 2010.11929), with the settings of big_vision's
+    evaluator: see `fit_least_squares`.
+
+    `seeds` are seeds, or a number of them from 0. `l2` is the strength of the regularisation, or "loo" to choose it for
+    each draw from 2^-10 to 2^20. `of_rows`, rising, says which of the labels the features are of, where only those that
+    will be drawn (`draw_shots`) were computed.
+
+    Raises `DataError` where a class has fewer images than shots (with `allow_fewer`, it gives those it has, be it
+    none), for labels out of range, widths that differ or numbers that are not finite, and `ConfigError` for settings
+    out of range.
+    """
+    shots = tuple(shots)
+    seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    check_settings(shots, seeds, l2)
+    held = np.arange(len(train_labels)) if of_rows is None else of_rows
+    check_labelled("training features", train_features, train_labels[held], num_classes)
+    check_labelled("test features", test_features, test_labels, num_classes)
+    check_pair(train_features, test_features)
+    if not allow_fewer:
+        check_counts(np.bincount(train_labels, minlength=num_classes), max(shots), class_names)
+    rows = []
+    for count in shots:
+        accuracies, strengths, images = [], [], 0
+        for seed in seeds:
+            drawn = draw_shots(train_labels, count, seed)
+            places = np.searchsorted(held, drawn)
+            assert np.array_equal(held[places], drawn), "of_rows lacks what is drawn"
+            classifier, strength = fit_least_squares(
+                train_features[places], train_labels[drawn], num_classes=num_classes, l2=l2
+            )
+            accuracies.append(classifier.measure(test_features, test_labels).accuracy)
+            strengths.append(strength)
+            images = len(drawn)
+        std = float(np.std(accuracies, ddof=1)) if len(seeds) > 1 else None
+        rows.append(FewShotRow(count, images, tuple(accuracies), tuple(strengths), float(np.mean(accuracies)), std))
+    return FewShotResult(seeds, tuple(rows))
+
+
+def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[np.ndarray, " drawn"]:
+    """Rows of `shots` images of each class, in rising order; all of a class that has fewer.
+
+    More shots take what fewer take, and more. What is drawn of a class depends on the seed, the class's number and how
+    many images it has, and not on other classes.
+    """
+    return np.flatnonzero(class_ranks(labels, seed) < shots)
+
+
+def fit_least_squares(
+    features: Float[np.ndarray, "n d"], labels: Int64[np.ndarray, " n"], *, num_classes: int, l2: Strength
+) -> tuple[LinearClassifier, float]:
+    """The linear map of least squared error onto +1 for an image's class and -1 for the others, and the l2 it was
+    found with.
+
+    Features are standardised, (x - mean) / (std + 1e-5) over these rows, and get a constant feature of 100. The map w
+    minimises ||X w - y||^2 + l2 ||w||^2. In float64, by the eigenvectors of the smaller of X^T X and X X^T.
+
+    With l2="loo", the strength is the one with the least squared error when each row is left out in turn (the strongest
+    of equal ones). The rows' statistics are taken as given, so that the errors follow in closed form: e_i = r_i /
+    (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error rather than accuracy, because
+    it also tells strengths apart where a class has one image, which left out is never recognised.
+    """
+    mean, std = moments(features, np.arange(len(features)))
+    scale = std + 1e-5
+    x = F.pad((tensor(features) - mean) / scale, (0, 1), value=CONSTANT)
+    y = 2 * F.one_hot(torch.from_numpy(labels), num_classes).double() - 1
+    system = _Tall(x, y) if x.shape[0] >= x.shape[1] else _Wide(x, y)
+    strength = _best(system) if isinstance(l2, str) else l2
+    w = system.solve(strength)
+    weight = w[:-1] / scale[:, None]
+    return LinearClassifier(weight.numpy(), (CONSTANT * w[-1] - mean @ weight).numpy()), strength
+
+
+def _best(system: _Tall | _Wide) -> float:
+    return min(LOO_GRID, key=lambda strength: float(system.left_out_errors(strength).square().sum()))
+
+
+class _Tall:
+    """At least as many rows as features: X^T X = q diag(lambda) q^T, and w = q (lambda + l2)^-1 q^T X^T y."""
+
+    def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
+        self.y = y
+        values, self.vectors = torch.linalg.eigh(x.t() @ x)
+        self.values = values.clamp(min=0)
+        self.rotated = x @ self.vectors
+        self.projected = self.rotated.t() @ y
+
+    def solve(self, l2: float) -> Float64[Tensor, "d classes"]:
+        return self.vectors @ (self.projected / (self.values + l2)[:, None])
+
+    def left_out_errors(self, l2: float) -> Float64[Tensor, "n classes"]:
+        fitted = self.rotated @ (self.projected / (self.values + l2)[:, None])
+        leverage = self.rotated.square() @ (1 / (self.values + l2))
+        return (self.y - fitted) / (1 - leverage)[:, None]
+
+
+class _Wide:
+    """Fewer rows than features: X X^T = q diag(lambda) q^T, and w = X^T q (lambda + l2)^-1 q^T y."""
+
+    def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
+        self.x = x
+        values, self.vectors = torch.linalg.eigh(x @ x.t())
+        self.values = values.clamp(min=0)
+        self.projected = self.vectors.t() @ y
+
+    def _dual(self, l2: float) -> Float64[Tensor, "n classes"]:
+        return self.vectors @ (self.projected / (self.values + l2)[:, None])
+
+    def solve(self, l2: float) -> Float64[Tensor, "d classes"]:
+        return self.x.t() @ self._dual(l2)
+
+    def left_out_errors(self, l2: float) -> Float64[Tensor, "n classes"]:
+        return self._dual(l2) / (self.vectors.square() @ (1 / (self.values + l2)))[:, None]  # both are l2 times smaller
+
+
+def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> None:
+    """Raises `ConfigError` for settings out of range."""
+    if not shots or min(shots) < 1:
+        raise ConfigError(f"shots={tuple(shots)} must be numbers of images of each class, from 1")
+    if not seeds or min(seeds) < 0:
+        raise ConfigError(f"seeds={tuple(seeds)} must be whole numbers from 0, at least one")
+    if not (l2 == "loo" if isinstance(l2, str) else 0 < l2 < math.inf):
+        raise ConfigError(f"l2={l2!r} must be a number above 0, or 'loo' to choose it by leaving one out")
+
+
+def check_counts(counts: Int64[np.ndarray, " classes"], shots: int, names: Sequence[str] | None) -> None:
+    """Raises `DataError` naming the classes that have fewer images than shots."""
+    few = np.flatnonzero(counts < shots)
+    if not len(few):
+        return
+    named = ", ".join(f"{names[index] if names else f'class {index}'} ({counts[index]})" for index in few[:NAMED])
+    others = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
+    raise DataError(
+        f"{shots} shots need {shots} training images of each class; fewer have: {named}{others}. "
+        "Give fewer shots, or --allow-fewer to learn from those that there are"
+    )

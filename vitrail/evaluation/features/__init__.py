@@ -1,0 +1,1 @@
+"""Frozen features of every sample: extraction, the cache, and files for users."""

@@ -1,0 +1,228 @@
+"""Frozen features: what a network's head would see of every sample, computed once, kept on disk, read mapped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int64, UInt8
+from torch import nn
+
+from vitrail.data.pipeline import Ranks, Readers, Skipped, evaluation_batches
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source, Subset, is_multi_label
+from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.evaluation.features.cache import (
+    Entry,
+    Identity,
+    Kept,
+    Partial,
+    data_fingerprint,
+    default_cache,
+    weights_fingerprint,
+)
+from vitrail.machine import Precision, resolve_precision
+from vitrail.models.fused import predicting
+from vitrail.models.network import Network
+
+__all__ = ["FeatureSet", "default_cache", "extract"]
+
+Keep = Callable[
+    [Int64[np.ndarray, " b"], Float32[np.ndarray, "b d"], Bool[np.ndarray, " b"], tuple[Skipped, ...]], None
+]
+"""Takes a batch: its rows in the source, their features, which could be decoded, and why the others could not."""
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureSet:
+    """One vector for each sample that could be decoded, in the source's order, with its labels."""
+
+    features: Float32[np.ndarray, "n d"]
+    """Mapped from a file and read-only where they come from one: they may be larger than memory."""
+    labels: Int64[np.ndarray, " n"]
+    """Indices into `classes`; -1 where there is no label, or where `targets` say more."""
+    targets: UInt8[np.ndarray, "n classes"] | None
+    """1 for each class that an image shows, where images can have several; else None."""
+    keys: tuple[str, ...]
+    """The samples' names in their source."""
+    classes: tuple[str, ...]
+    skipped: tuple[Skipped, ...] = ()
+    """Samples that could not be decoded, which have no row."""
+
+    def __post_init__(self) -> None:
+        counts = {len(self.features), len(self.labels), len(self.keys)}
+        counts |= set() if self.targets is None else {len(self.targets)}
+        assert len(counts) == 1, f"{counts} rows"
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a feature."""
+        return self.features.shape[1]
+
+
+def extract(
+    network: nn.Module,
+    source: Source,
+    preprocess: Preprocess,
+    *,
+    batch_size: int = 256,
+    readers: Readers = Readers(),
+    precision: Precision = "float32",
+    cache: Path | None = None,
+    ranks: Ranks = Ranks(),
+    on_progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> FeatureSet:
+    """`network.embed` of every sample, as float32; products run in `precision`.
+
+    With a folder as `cache` (`default_cache()` is the usual one), what was computed before of the same weights, data,
+    preprocessing and precision is read, mapped, and what is computed is kept there. An extraction that was stopped
+    goes on where it was, to the same bytes if the batch size is the same; and where another process computes the same,
+    this one waits for it. Several `ranks` that are called with the same arguments share the work and all return all of
+    it, whichever of them comes late or dies; the bytes do not depend on their number. Without a cache each computes
+    everything.
+
+    `on_progress` is told how many samples are done, `on_note` what the user should know: that features come from the
+    cache, that it holds others of the same data, or that it was damaged. Raises `ConfigError`, `DataError` as the
+    source does, and `SaveError` where the cache cannot be written.
+    """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} is less than 1")
+    job = _Job(network, source, preprocess, batch_size, readers, precision, on_progress or (lambda done: None))
+    note = on_note or (lambda text: None)
+    kept = None if cache is None else _from_cache(job, cache, ranks, note)
+    kept = _in_memory(job) if kept is None else kept
+    job.on_progress(len(source))
+    return _gathered(source, kept)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be computed, and how."""
+
+    network: nn.Module
+    source: Source
+    preprocess: Preprocess
+    batch_size: int
+    readers: Readers
+    precision: Precision
+    on_progress: Callable[[int], None]
+
+    @property
+    def width(self) -> int:
+        return cast(Network, self.network).config.embed_width
+
+    def run(self, rows: Int64[np.ndarray, " n"], done: int, keep: Keep) -> None:
+        """Embeds these samples of the source, in batches and in their order."""
+        if not len(rows):
+            return
+        device = next(self.network.parameters()).device
+        embed = cast(Network, self.network).embed
+        part = Subset(self.source, rows.tolist())
+        batches = evaluation_batches(part, self.preprocess, batch_size=self.batch_size, readers=self.readers)
+        with predicting(self.network, self.precision):
+            for batch in batches:
+                values = embed(self.preprocess.normalise(batch.to(device).images)).float().cpu().numpy()
+                keep(rows[batch.samples.numpy()], values, batch.valid.numpy(), batch.skipped)
+                done += len(batch)
+                self.on_progress(done)
+
+    def reason(self, row: int) -> str:
+        """Why a sample cannot be decoded."""
+        try:
+            self.preprocess.pixels(self.source[row].image)
+        except UndecodableImage as error:
+            return str(error)
+        return "could not be decoded when its features were computed"
+
+
+def _in_memory(job: _Job) -> Kept:
+    features = np.empty((len(job.source), job.width), np.float32)
+    skipped: dict[int, str] = {}
+
+    def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
+        first = int(rows[0]) - len(skipped)
+        features[first : first + int(valid.sum())] = values[valid]
+        skipped.update(zip(rows[~valid].tolist(), (item.reason for item in reasons), strict=True))
+
+    job.run(np.arange(len(job.source)), 0, keep)
+    return Kept(features[: len(features) - len(skipped)], skipped)
+
+
+def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None]) -> Kept | None:
+    """Features that are kept, computed if need be; None where the disk has no locks."""
+    device = next(job.network.parameters()).device
+    identity = Identity(
+        data_fingerprint(job.source), weights_fingerprint(job.network), job.preprocess,
+        str(resolve_precision(job.precision, device)),
+    )  # fmt: skip
+    entry = Entry(cache, identity, len(job.source), job.width)
+    try:
+        kept = entry.read()
+        if kept is not None:
+            note(f"features of {len(kept.features):,} images read from the cache, {entry.folder}")
+            return kept
+    except DataError as error:
+        note(f"cached features are damaged, and computed anew: {error}")
+    with entry.locked() as lock:
+        if lock is None:
+            note(f"features are computed and not kept, for the disk of {cache} has no locks")
+            return None
+        if ranks.world > 1:
+            lock.share()
+            if entry.whole() is None:
+                _fill(job, entry, ranks, note)
+        lock.alone(
+            lambda: note("another process computes the same features: waiting for it") if ranks.world == 1 else None
+        )
+        if (kept := entry.adopt()) is not None:
+            return kept
+        _fill(job, entry, Ranks(), note)
+        return entry.finish(job.reason)
+
+
+def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) -> None:
+    """Computes what is not done yet of a rank's batches, every so many in turn."""
+    with contextlib.closing(Partial(entry)) as partial:
+        done, size = partial.done() > 0, job.batch_size
+        firsts = range(0, len(done), size)[ranks.rank :: ranks.world]
+        # Whole batches: so that a row's neighbours, on whom its last bits can depend, are always the same.
+        batches = [np.arange(first, min(first + size, len(done))) for first in firsts]
+        rows = [rows for rows in batches if not done[rows].all()]
+        if not rows:
+            return
+        before = sum(map(len, batches)) - sum(map(len, rows))
+        if before:
+            note(f"going on: features of {before:,} images are in the cache, of {len(done):,}")
+        elif (others := entry.others()) is not None:
+            note(f"the cache has features of this data, but of {others}: computing them anew")
+
+        def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
+            partial.write(int(rows[0]), values, valid)
+
+        job.run(np.concatenate(rows), before, keep)
+
+
+def _gathered(source: Source, kept: Kept) -> FeatureSet:
+    rows = [row for row in range(len(source)) if row not in kept.skipped]
+    found = [source.label(row) for row in rows]
+    targets = None
+    if is_multi_label(source):
+        targets = np.zeros((len(rows), len(source.classes)), np.uint8)
+        for target, label in zip(targets, found, strict=True):
+            target[list(label if isinstance(label, tuple) else ())] = 1
+    return FeatureSet(
+        kept.features,
+        np.array([label if isinstance(label, int) else -1 for label in found], np.int64),
+        targets,
+        tuple(source.key(row) for row in rows),
+        tuple(source.classes),
+        tuple(Skipped(source.key(row), reason) for row, reason in sorted(kept.skipped.items())),
+    )

@@ -1,0 +1,1 @@
+"""Predictions of every sample and the metrics computed from them."""

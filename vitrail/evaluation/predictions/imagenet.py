@@ -1,0 +1,340 @@
+"""ImageNet's labels: class folders of any naming under a head of 1,000 classes, ImageNet-V2, and the ReaL labels.
+
+ImageNet's classes are numbered 0 to 999 in the order of their WordNet ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import numpy as np
+from jaxtyping import Int64
+
+from vitrail.data import remote
+from vitrail.data.source import Label, Sample, Source
+from vitrail.errors import DataError
+from vitrail.evaluation.predictions.bootstrap import Figure, mean_interval
+from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.files import cache_folder, partial_path, saving
+
+__all__ = [
+    "ClassMap",
+    "MappedSource",
+    "RealAccuracy",
+    "Synset",
+    "imagenet_columns",
+    "map_classes",
+    "read_real",
+    "read_synsets",
+    "real_accuracy",
+]
+
+T = TypeVar("T")
+
+REAL_URL = "https://github.com/google-research/reassessed-imagenet/raw/master/real.json"
+SYNSETS_URL = "https://storage.googleapis.com/download.tensorflow.org/data/imagenet_class_index.json"
+
+IDS_SHA256 = "385e0240499426c022b773be1ae4da780f057b89c9694c7f47199f62746b6edd"
+"""Of ImageNet's 1,000 WordNet ids in their order, joined by line feeds."""
+
+CLASSES = 1000
+VALIDATION_IMAGES = 50_000
+VALIDATION = re.compile(r"ILSVRC2012_val_([0-9]{8})(?![0-9])")
+WORDNET = re.compile(r"(?<![A-Za-z0-9])n[0-9]{8}(?![0-9])")
+LINE = re.compile(r"(n[0-9]{8})(?:[\s:,]+(.*))?")
+
+
+@dataclass(frozen=True)
+class Synset:
+    """A class by its WordNet id, and its names, the usual one first."""
+
+    id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClassMap:
+    """Which output of a head each class of a data set is."""
+
+    columns: tuple[int, ...]
+    note: str
+    """How they were matched, in a sentence for the user."""
+
+
+class MappedSource:
+    """A source whose labels are a model's outputs, and whose classes are the model's.
+
+    What reads `open_data(..., classes=the model's)` reads it as well.
+    """
+
+    def __init__(self, source: Source, class_map: ClassMap, classes: tuple[str, ...]) -> None:
+        self.source = source
+        self.classes = classes
+        self._columns = class_map.columns
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.source[index]
+        return replace(sample, label=self._column(sample.label))
+
+    def key(self, index: int) -> str:
+        return self.source.key(index)
+
+    def label(self, index: int) -> Label:
+        return self._column(self.source.label(index))
+
+    def _column(self, label: Label) -> Label:
+        if isinstance(label, tuple):
+            return tuple(sorted(self._columns[one] for one in label))
+        return None if label is None else self._columns[label]
+
+
+def map_classes(
+    head_classes: Sequence[str], data_classes: Sequence[str], *, mapping: str | Path | None = None
+) -> ClassMap:
+    """The output of a head for each class of the data, by the first of these rules that matches all of them:
+
+    1. equal names: some or all, in any order;
+    2. the WordNet ids in both names, as "n01440764" and "n01440764 tench";
+    3. numbers, as ImageNet-V2's folders "0" to "999", for a head of ImageNet's 1,000 classes;
+    4. a list of ids and names (`read_synsets`) in the order of the head: the file `mapping`; or, for a head of 1,000
+       classes and data of WordNet ids, the public list, which is not needed where the data has all 1,000.
+
+    Raises `DataError`, with the names, where no rule matches all; where two classes of the data would be one output;
+    and where the list is needed and cannot be had, or has not the head's classes.
+    """
+    if _plain(head_classes) == _plain(data_classes):
+        return ClassMap(tuple(range(len(data_classes))), "the data has the model's classes, in their order")
+    for what, key in (("names", str), ("WordNet ids", _id_in)):
+        if columns := _by_key(head_classes, data_classes, key):
+            return _distinct(data_classes, columns, f"the data's classes have {what} of the model's")
+    if len(head_classes) == CLASSES and (numbers := _numbers(data_classes)):
+        columns = imagenet_columns(head_classes)[numbers].tolist()
+        return _distinct(data_classes, columns, "the data's classes are numbers, and were taken for ImageNet's")
+    ids = [_id_in(name) for name in data_classes]
+    if mapping is None and (len(head_classes) != CLASSES or not all(ids)):
+        raise _unmatched(data_classes, "the model's", head_classes)
+    if mapping is None and _are_imagenet(ids):
+        columns = imagenet_columns(head_classes)[np.argsort(np.argsort(ids))].tolist()
+        return _distinct(
+            data_classes, columns, "the data's classes are ImageNet's, and the model's were taken for them"
+        )
+    synsets = read_synsets(mapping)
+    places = _places(synsets, data_classes)
+    if missing := [name for name, place in zip(data_classes, places, strict=True) if place is None]:
+        raise _unmatched(missing, "the list's", [synset.id for synset in synsets])
+    order = _order(head_classes, synsets)
+    columns = [order[place] for place in places if place is not None]
+    return _distinct(data_classes, columns, "the data's classes were found in a list of WordNet ids")
+
+
+def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
+    """The output of a head for each of ImageNet's 1,000 classes: by the WordNet ids in the head's names; where it has
+    none, its outputs are taken to be in ImageNet's order. Raises `DataError` for other heads."""
+    if len(head_classes) != CLASSES:
+        raise DataError(f"the model has {len(head_classes):,} outputs; ImageNet's labels need one with its 1,000")
+    ids = [_id_in(name) for name in head_classes]
+    if not all(ids):
+        return np.arange(CLASSES)
+    if not _are_imagenet(ids):
+        raise DataError(f"the model's 1,000 classes, {_few(head_classes)}, are not ImageNet's")
+    return np.argsort(ids)
+
+
+def read_synsets(path: str | Path | None = None) -> tuple[Synset, ...]:
+    """Classes in their order, from a file; without one, ImageNet's, from the cache (`$VITRAIL_DATA`) or `SYNSETS_URL`.
+
+    A line is an id and names ("n01440764 tench, Tinca tinca", as in LOC_synset_mapping.txt; names can be missing); a
+    JSON file has the form {"0": ["n01440764", "tench"], ...}. Raises `DataError`.
+    """
+    return _read("the list of ImageNet's WordNet ids", path, SYNSETS_URL, _parse_synsets)
+
+
+def read_real(path: str | Path | None = None) -> tuple[tuple[int, ...], ...]:
+    """The reassessed labels of ImageNet's 50,000 validation images, in the order of their names (Beyer et al.
+    2006.07159), from `real.json`; without a path, from the cache (`$VITRAIL_DATA`) or `REAL_URL`. Raises `DataError`.
+    """
+    return _read("the ReaL labels", path, REAL_URL, _parse_real)
+
+
+@dataclass(frozen=True)
+class RealAccuracy:
+    """Accuracy by the reassessed labels."""
+
+    accuracy: Figure
+    images: int
+    """That were measured."""
+    without_label: int
+    """For which none of ImageNet's classes was found fitting; they are left out."""
+
+
+def real_accuracy(
+    predictions: Predictions, real: Sequence[tuple[int, ...]], *, bootstrap: int = 1000, seed: int = 0
+) -> RealAccuracy:
+    """How often the likeliest of a model's 1,000 classes is among an image's reassessed labels (2006.07159, section 4),
+    over the images that have any, with a 95 % interval.
+
+    Images are told by their file names, like ILSVRC2012_val_00000001.JPEG. Raises `DataError` for others, for a head
+    that is not ImageNet's, and where no image has a label.
+    """
+    columns = imagenet_columns(predictions.classes)
+    hits = []
+    for key, likeliest in zip(predictions.keys, predictions.logits.argmax(axis=1), strict=True):
+        match = VALIDATION.search(PurePosixPath(key).name)
+        number = int(match[1]) if match else 0
+        if not 1 <= number <= len(real):
+            raise DataError(
+                f"image {key!r} is not one of ImageNet's validation images, whose names are "
+                f"ILSVRC2012_val_00000001 to ILSVRC2012_val_{len(real):08}; only these have ReaL labels"
+            )
+        if labels := real[number - 1]:
+            hits.append(likeliest in columns[list(labels)])
+    if not hits:
+        raise DataError(f"none of {len(predictions):,} images has a ReaL label, so there is nothing to measure")
+    figure = mean_interval(np.asarray(hits), resamples=bootstrap, seed=seed)
+    return RealAccuracy(figure, len(hits), len(predictions) - len(hits))
+
+
+def _plain(names: Sequence[str]) -> list[str]:
+    """Without the numbers that tell the second of two classes of one name: "crane (517)"."""
+    return [name.removesuffix(f" ({number})") for number, name in enumerate(names)]
+
+
+def _id_in(name: str) -> str:
+    """The WordNet id in a name; "" for none."""
+    match = WORDNET.search(name)
+    return match[0] if match else ""
+
+
+def _numbers(names: Sequence[str]) -> list[int]:
+    """Names that are all numbers of ImageNet's classes; else nothing."""
+    numbers = [int(name) if re.fullmatch("[0-9]{1,4}", name) else CLASSES for name in names]
+    return numbers if max(numbers, default=0) < CLASSES else []
+
+
+def _are_imagenet(ids: Sequence[str]) -> bool:
+    return hashlib.sha256("\n".join(sorted(ids)).encode()).hexdigest() == IDS_SHA256
+
+
+def _by_key(head: Sequence[str], data: Sequence[str], key: Callable[[str], str]) -> list[int] | None:
+    """The output that has the key of each of the data's classes, where each is that of just one; else None."""
+    columns: dict[str, list[int]] = {}
+    for column, name in enumerate(head):
+        columns.setdefault(key(name), []).append(column)
+    found = [columns.get(key(name), []) if key(name) else [] for name in data]
+    return [one[0] for one in found] if all(len(one) == 1 for one in found) else None
+
+
+def _places(synsets: Sequence[Synset], data: Sequence[str]) -> list[int | None]:
+    """Where in the list each class is, by its id or its usual name; None where nowhere, or in several places."""
+    usual: dict[str, list[int]] = {}
+    for place, synset in enumerate(synsets):
+        for key in {synset.id, *synset.names[:1]}:
+            usual.setdefault(key, []).append(place)
+    found = [usual.get(_id_in(name) or _usual(name), []) for name in data]
+    return [one[0] if len(one) == 1 else None for one in found]
+
+
+def _order(head: Sequence[str], synsets: Sequence[Synset]) -> list[int]:
+    """The output that each class of the list is. Lists word some names in other ways, so half of them have to agree."""
+    if all(map(_id_in, head)) and (columns := _by_key(head, [synset.id for synset in synsets], _id_in)):
+        return columns
+    if len(head) != len(synsets):
+        raise DataError(f"the list has {len(synsets):,} WordNet ids, and the model {len(head):,} outputs")
+    pairs = [(_usual(name), synset.names[0]) for name, synset in zip(head, synsets, strict=True) if synset.names]
+    is_named = list(head) != [str(number) for number in range(len(head))]
+    if is_named and pairs and sum(mine == theirs for mine, theirs in pairs) < len(pairs) / 2:
+        mine, theirs = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
+        raise DataError(f"the model's classes are not those of the list: {mine!r} stands where the list has {theirs!r}")
+    return list(range(len(head)))
+
+
+def _usual(name: str) -> str:
+    """The first of several names: "great_white_shark" and "great white shark, white shark" are one."""
+    return name.split(",")[0].replace("_", " ").strip()
+
+
+def _distinct(data: Sequence[str], columns: Sequence[int], note: str) -> ClassMap:
+    first: dict[int, str] = {}
+    for name, column in zip(data, columns, strict=True):
+        if column in first:
+            raise DataError(
+                f"classes {first[column]!r} and {name!r} of the data are both output {column} of the model; make them "
+                "one class"
+            )
+        first[column] = name
+    return ClassMap(tuple(columns), note)
+
+
+def _unmatched(missing: Sequence[str], whose: str, known: Sequence[str]) -> DataError:
+    return DataError(
+        f"classes of the data, {_few(missing)}, are none of {whose}, or more than one of them: {_few(known)}; rename "
+        "them, name a file of WordNet ids and names in the order of the model's outputs, or fine-tune the model on them"
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + rest
+
+
+def _read(what: str, given: str | Path | None, url: str, parse: Callable[[str, bytes], T]) -> T:
+    """From the file that is given, or else from the cache, into which it is fetched once it has been understood."""
+    path = Path(given).expanduser() if given else cache_folder("imagenet") / PurePosixPath(url).name
+    if given or path.exists():
+        try:
+            return parse(str(path), path.read_bytes())
+        except OSError as error:
+            raise DataError(f"cannot read {path}, {what}: {error.strerror}") from error
+    try:
+        data = remote.read_all(url)
+    except (OSError, DataError) as error:
+        raise DataError(
+            f"{what} cannot be fetched ({error}); download {url} elsewhere, and name the file or put it at {path}"
+        ) from error
+    value = parse(url, data)
+    with saving(what, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = partial_path(path)
+        partial.write_bytes(data)
+        partial.replace(path)
+    return value
+
+
+def _parse_real(where: str, data: bytes) -> tuple[tuple[int, ...], ...]:
+    try:
+        labels = tuple(tuple(int(label) for label in one) for one in json.loads(data))
+    except (ValueError, TypeError):
+        labels = ()
+    if len(labels) != VALIDATION_IMAGES or not all(0 <= label < CLASSES for one in labels for label in one):
+        raise DataError(f"{where} is not a list of 50,000 lists of numbers from 0 to 999, as the ReaL labels are")
+    return labels
+
+
+def _parse_synsets(where: str, data: bytes) -> tuple[Synset, ...]:
+    try:
+        text = data.decode().strip()
+        if text.startswith("{"):
+            entries = json.loads(text)
+            pairs = [tuple(entries[str(number)][:2]) for number in range(len(entries))]
+        else:
+            matches = [LINE.fullmatch(line.strip()) for line in text.splitlines()]
+            pairs = [match.groups() if match else ("", "") for match in matches]
+        synsets = tuple(Synset(one, tuple(map(_usual, names.split(","))) if names else ()) for one, names in pairs)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        synsets = ()
+    ids = {synset.id for synset in synsets}
+    if not ids or len(ids) < len(synsets) or not all(isinstance(one, str) and WORDNET.fullmatch(one) for one in ids):
+        raise DataError(
+            f'{where} is not a list of different WordNet ids: lines like "n01440764 tench, Tinca tinca", or JSON like '
+            '{"0": ["n01440764", "tench"]}'
+        )
+    return synsets

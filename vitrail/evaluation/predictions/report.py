@@ -1,0 +1,278 @@
+"""All figures of a model's predictions on labelled images, as plain values to print, draw or write as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64, UInt8
+
+from vitrail.data.pipeline import Skipped
+from vitrail.errors import DataError
+from vitrail.evaluation.predictions.bootstrap import (
+    Figure,
+    balanced_accuracy_interval,
+    calibration_error_interval,
+    mean_interval,
+)
+from vitrail.evaluation.predictions.calibration import (
+    CalibrationBin,
+    PerSample,
+    binary_cross_entropy,
+    calibration_bins,
+    per_sample,
+)
+from vitrail.evaluation.predictions.metrics import (
+    ClassFigures,
+    average_precision,
+    exact_match,
+    f1_scores,
+    per_class,
+    per_class_of_targets,
+    top_k,
+)
+from vitrail.evaluation.predictions.predict import Predictions
+
+__all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiLabel", "report"]
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """The figures of one class; None where they would be 0 / 0."""
+
+    index: int
+    name: str
+    images: int
+    """Images of the class."""
+    predicted: int
+    """Images that were taken for it."""
+    accuracy: float | None
+    """The share of its images that were taken for it (its recall)."""
+    precision: float | None
+    f1: float | None
+    average_precision: float | None = None
+    """Where images can have several labels."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How far to trust the probabilities of logits / temperature."""
+
+    temperature: float
+    error: Figure
+    """The expected calibration error; of its interval, see `calibration_error_interval`."""
+    cross_entropy: Figure
+    brier: Figure
+    bins: tuple[CalibrationBin, ...]
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """Figures of images that can have several labels. A class is predicted where its probability is above 0.5."""
+
+    mean_average_precision: float | None
+    """None, like the two below, where no image has a label."""
+    exact_match: Figure
+    """The share of images that are taken for all of their classes and for no other."""
+    micro_f1: float | None
+    macro_f1: float | None
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """An image that was taken for something else."""
+
+    index: int
+    """Its number in the source."""
+    key: str
+    labels: tuple[str, ...]
+    predicted: tuple[str, ...]
+    probability: float
+    """Of the likeliest class."""
+    loss: float
+    """Its cross-entropy, in nats."""
+
+
+@dataclass(frozen=True)
+class ClassificationReport:
+    """What `report` returns. `vitrail.plain.to_plain` turns it into JSON values. Shares are in [0, 1]."""
+
+    images: int
+    """That were measured."""
+    unlabelled: int
+    """That have no label, and were left out."""
+    skipped: tuple[Skipped, ...]
+    """That could not be decoded."""
+    num_classes: int
+    accuracy: Figure
+    """How often the likeliest class is the label, or one of several."""
+    cross_entropy: Figure
+    """In nats: what training minimises, so with sigmoid it is summed over the classes' yes-or-no questions."""
+    top5: Figure | None
+    """Where there are six classes or more."""
+    balanced_accuracy: Figure | None
+    """The mean of the accuracy within each class; like `calibration`, where an image has one label."""
+    calibration: Calibration | None
+    scaled: Calibration | None
+    """With the temperature that was given."""
+    multi_label: MultiLabel | None
+    """Where an image can have several labels."""
+    per_class: tuple[ClassRow, ...]
+    """The classes that any image has or was taken for, in the order of the outputs."""
+    confusion: tuple[tuple[int, int, int], ...]
+    """True class, likeliest class, images: the cells of the confusion matrix that are not 0, row by row. Empty where an
+    image can have several labels."""
+    worst: tuple[Mistake, ...]
+    """The mistakes of the largest loss, largest first."""
+
+
+def report(
+    predictions: Predictions,
+    *,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    temperature: float | None = None,
+    worst: int = 20,
+) -> ClassificationReport:
+    """All figures, with 95 % intervals from `bootstrap` resamples (0: none), which `seed` decides.
+
+    `temperature` says which calibration to state as well: one fitted on other images (`fit_temperature`). 50,000 images
+    of 1,000 classes take 2.9 s on one of two cores of an AMD EPYC 9004, 2026-11. Raises `DataError` where no image has
+    a label, `ConfigError` for a temperature that is not positive.
+    """
+    labelled = predictions.labelled()
+    if not len(predictions):
+        raise DataError(f"there is no image to measure; {len(predictions.skipped):,} could not be decoded")
+    if not len(labelled):
+        raise DataError(f"none of {len(predictions):,} images has a label, so there is nothing to measure")
+    settings = {"resamples": bootstrap, "seed": seed}
+    if labelled.targets is not None:
+        return _several_labels(labelled, labelled.targets, settings, worst)
+    return _one_label(labelled, len(predictions) - len(labelled), settings, temperature, worst)
+
+
+def _one_label(
+    predictions: Predictions, unlabelled: int, settings: dict[str, int], temperature: float | None, worst: int
+) -> ClassificationReport:
+    logits, labels, count = predictions.logits, predictions.labels, len(predictions.classes)
+    judged = per_sample(logits, labels, scores=predictions.scores)
+    calibration = _calibration(judged, 1.0, settings)
+    scaled = None
+    if temperature is not None:
+        again = per_sample(logits, labels, scores=predictions.scores, temperature=temperature)
+        scaled = _calibration(again, temperature, settings)
+    cells, numbers = np.unique(labels * count + judged.predicted, return_counts=True)
+    return ClassificationReport(
+        images=len(labels),
+        unlabelled=unlabelled,
+        skipped=predictions.skipped,
+        num_classes=count,
+        accuracy=mean_interval(judged.correct, **settings),
+        cross_entropy=calibration.cross_entropy,
+        top5=mean_interval(top_k(logits, labels, 5), **settings) if count > 5 else None,
+        balanced_accuracy=balanced_accuracy_interval(labels, judged.predicted, count, **settings),
+        calibration=calibration,
+        scaled=scaled,
+        multi_label=None,
+        per_class=_rows(predictions.classes, per_class(labels, judged.predicted, count)),
+        confusion=tuple(zip((cells // count).tolist(), (cells % count).tolist(), numbers.tolist(), strict=True)),
+        worst=tuple(
+            Mistake(
+                index=int(predictions.indices[row]),
+                key=predictions.keys[row],
+                labels=(predictions.classes[labels[row]],),
+                predicted=(predictions.classes[judged.predicted[row]],),
+                probability=float(judged.confidence[row]),
+                loss=float(judged.cross_entropy[row]),
+            )
+            for row in _worst(~judged.correct, judged.cross_entropy, worst)
+        ),
+    )
+
+
+def _several_labels(
+    predictions: Predictions, targets: UInt8[np.ndarray, "n classes"], settings: dict[str, int], worst: int
+) -> ClassificationReport:
+    logits, count = predictions.logits, len(predictions.classes)
+    predicted = logits > 0
+    losses = binary_cross_entropy(logits, targets)
+    likeliest = logits.argmax(axis=1)
+    right = np.take_along_axis(targets, likeliest[:, None], axis=1)[:, 0] > 0
+    exact = exact_match(predicted, targets)
+    precisions = average_precision(logits, targets > 0)
+    micro, macro = f1_scores(predicted, targets)
+
+    def names(row: Bool[np.ndarray, " classes"]) -> tuple[str, ...]:
+        return tuple(predictions.classes[number] for number in np.flatnonzero(row))
+
+    return ClassificationReport(
+        images=len(predictions),
+        unlabelled=0,
+        skipped=predictions.skipped,
+        num_classes=count,
+        accuracy=mean_interval(right, **settings),
+        cross_entropy=mean_interval(losses, **settings),
+        top5=None,
+        balanced_accuracy=None,
+        calibration=None,
+        scaled=None,
+        multi_label=MultiLabel(
+            mean_average_precision=float(np.nanmean(precisions)) if targets.any() else None,
+            exact_match=mean_interval(exact, **settings),
+            micro_f1=_told(micro),
+            macro_f1=_told(macro),
+        ),
+        per_class=_rows(predictions.classes, per_class_of_targets(predicted, targets), precisions),
+        confusion=(),
+        worst=tuple(
+            Mistake(
+                index=int(predictions.indices[row]),
+                key=predictions.keys[row],
+                labels=names(targets[row] > 0),
+                predicted=names(predicted[row]),
+                probability=1 / (1 + math.exp(-logits[row, likeliest[row]])),
+                loss=float(losses[row]),
+            )
+            for row in _worst(~exact, losses, worst)
+        ),
+    )
+
+
+def _calibration(judged: PerSample, temperature: float, settings: dict[str, int]) -> Calibration:
+    return Calibration(
+        temperature=temperature,
+        error=calibration_error_interval(judged.confidence, judged.correct, **settings),
+        cross_entropy=mean_interval(judged.cross_entropy, **settings),
+        brier=mean_interval(judged.brier, **settings),
+        bins=calibration_bins(judged.confidence, judged.correct),
+    )
+
+
+def _rows(
+    classes: tuple[str, ...], figures: ClassFigures, precisions: Float64[np.ndarray, " classes"] | None = None
+) -> tuple[ClassRow, ...]:
+    return tuple(
+        ClassRow(
+            index=number,
+            name=classes[number],
+            images=int(figures.images[number]),
+            predicted=int(figures.predicted[number]),
+            accuracy=_told(figures.recall[number]),
+            precision=_told(figures.precision[number]),
+            f1=_told(figures.f1[number]),
+            average_precision=None if precisions is None else _told(precisions[number]),
+        )
+        for number in np.flatnonzero(figures.images + figures.predicted).tolist()
+    )
+
+
+def _worst(wrong: Bool[np.ndarray, " n"], losses: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " worst"]:
+    """The rows of the largest losses among those that are wrong; equal ones in their order."""
+    rows = np.flatnonzero(wrong)
+    return rows[np.argsort(-losses[rows], kind="stable")[:count]]
+
+
+def _told(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else float(value)

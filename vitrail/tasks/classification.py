@@ -1,0 +1,110 @@
+"""Learning to name the class of an image."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from vitrail.data.pipeline import Batch
+from vitrail.data.source import Mixture, Source
+from vitrail.errors import ConfigError
+from vitrail.tasks import LossOutput
+from vitrail.weights.bundle import Scores
+
+__all__ = ["Classification", "balanced_weights"]
+
+
+class Classification(nn.Module):
+    """Cross-entropy of the network's logits with `batch.targets`, or with the labels where it has none; the accuracy.
+
+    "softmax" treats the classes as alternatives. "sigmoid" asks of each class by itself, and sums over them: what the
+    paper's group uses where an image can have several labels (JFT; Scaling ViT section 3.3). Raises `ConfigError`.
+
+    With `class_weights` each image's loss counts as much as its class says: a mixture's as much as the mixture of its
+    classes does, and of the sigmoid loss, which may have several true classes or none, the true answers alone do.
+
+    The accuracy is how often the likeliest class is the label, or one of several, over the samples that count. A mixed
+    image keeps the label of the image that it was made from: its larger share with mixup, but not always with CutMix.
+    """
+
+    class_weights: Float[Tensor, " classes"] | None
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        loss: Scores = "softmax",
+        label_smoothing: float = 0.0,
+        class_weights: Float[Tensor, " classes"] | None = None,
+    ) -> None:
+        super().__init__()
+        if loss not in get_args(Scores):
+            raise ConfigError(f"loss={loss!r} is not one of {', '.join(map(repr, get_args(Scores)))}")
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(f"label_smoothing={label_smoothing} is not in [0, 1)")
+        self.network = network
+        self.loss = loss
+        self.label_smoothing = label_smoothing
+        self.register_buffer("class_weights", class_weights, persistent=False)
+
+    def forward(self, batch: Batch) -> LossOutput:
+        logits = self.network(batch.images).float()
+        losses = self._losses(logits, batch)
+        counted = batch.counted
+        likeliest = logits.detach().argmax(dim=1)
+        correct = likeliest == batch.labels
+        if batch.targets is not None:  # of several labels, any will do
+            hits = batch.targets.gather(1, likeliest[:, None])[:, 0] > 0.5
+            correct = torch.where(batch.labels < 0, hits, correct)
+        return LossOutput(_mean(losses, counted), {"accuracy": _mean(correct.float(), counted)})
+
+    def _losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
+        labels = batch.labels.clamp(min=0)
+        if self.loss == "softmax":
+            return self._alternatives(logits, labels if batch.targets is None else batch.targets)
+        shares = F.one_hot(labels, logits.shape[1]).float() if batch.targets is None else batch.targets
+        # Each class is a yes-or-no question, so smoothing moves its target towards the middle of those two.
+        shares = shares * (1 - self.label_smoothing) + self.label_smoothing / 2
+        losses = F.binary_cross_entropy_with_logits(logits, shares, pos_weight=self.class_weights, reduction="none")
+        return losses.sum(dim=1)
+
+    def _alternatives(self, logits: Float[Tensor, "b classes"], targets: Tensor) -> Float[Tensor, " b"]:
+        """Cross-entropy with labels (b) or shares of classes (b classes)."""
+        if self.class_weights is None:
+            return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing, reduction="none")
+        if targets.ndim == 1:
+            weights = self.class_weights[targets]
+        else:
+            targets = targets * self.class_weights
+            weights = targets.sum(dim=1)
+            targets = targets / weights.clamp(min=torch.finfo(weights.dtype).tiny)[:, None]
+        return weights * F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing, reduction="none")
+
+
+def balanced_weights(source: Source) -> Float[Tensor, " classes"]:
+    """For each class n / (k n_c), where n_c of n labels are of class c and k classes have any: the mean over the labels
+    is 1, and every class counts as much as any other. Classes without a label have the weight 1.
+
+    Labels are those that training draws: of a mixture, each source counts by its share.
+    """
+    parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
+    counts = torch.zeros(len(source.classes), dtype=torch.float64)
+    for first, length, share in parts:
+        for index in range(first, first + length):
+            label = source.label(index)
+            for one in label if isinstance(label, tuple) else () if label is None else (label,):
+                counts[one] += share / length
+    there = counts > 0
+    weights = torch.ones_like(counts)
+    weights[there] = counts.sum() / (there.sum() * counts[there])
+    return weights.float()
+
+
+def _mean(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
+    """Over what is counted; 0 where nothing is."""
+    weights = counted.float()
+    return (values * weights).sum() / weights.sum().clamp(min=1)

@@ -1,0 +1,1 @@
+"""Everything that happens between steps: journal, display, evaluation, stopping."""

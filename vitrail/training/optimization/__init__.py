@@ -1,0 +1,1 @@
+"""Optimizer, learning rate schedule, and the choice of trained layers."""

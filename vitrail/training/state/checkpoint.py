@@ -1,0 +1,119 @@
+"""Training states on disk: `checkpoints/step-N/`, which exist when, and only when, their manifest says they are whole.
+
+A checkpoint is written beside its place, then hashed, then renamed. Reading takes the newest that is whole. The tensors
+are in the format of torch.distributed.checkpoint, which unpickles on reading: resume only runs of your own, and publish
+models as bundles.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from vitrail.errors import RunError, SaveError
+from vitrail.files import replacing_folder, sha256, write_json
+from vitrail.training.state.state import TrainState
+
+__all__ = ["Checkpoints"]
+
+MANIFEST = "manifest.json"
+VALUES = "state.json"
+
+
+class Checkpoints:
+    """The checkpoints of one run, of which the newest `retain` are kept."""
+
+    def __init__(self, folder: Path, *, retain: int = 2) -> None:
+        self.folder = folder
+        self.retain = retain
+
+    def save(self, state: TrainState) -> Path:
+        """Writes the state, then deletes all but the newest `retain`.
+
+        Raises `SaveError`, leaving the others intact.
+        """
+        path = self.folder / f"step-{state.step}"
+        for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
+            shutil.rmtree(left, ignore_errors=True)
+        with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path):
+            save(state.tensors(), checkpoint_id=partial, no_dist=True)
+            write_json(partial / VALUES, state.values())
+            files = sorted(file for file in partial.iterdir() if file.is_file())
+            manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
+            write_json(partial / MANIFEST, manifest)
+        steps = self.steps()
+        abandoned = [step for step in steps if step > state.step]  # damaged, or this run would not be before them
+        for old in abandoned + steps[len(abandoned) + self.retain :]:
+            shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)  # too many checkpoints beat a stopped run
+        return path
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder with a manifest, newest first, whole or not."""
+        if not self.folder.is_dir():
+            return []
+        names = (
+            entry.name.removeprefix("step-") for entry in self.folder.glob("step-*") if (entry / MANIFEST).is_file()
+        )
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+    def restore(self, state: TrainState) -> list[str]:
+        """Puts the newest whole checkpoint into `state`; returns a sentence on each newer one that is damaged.
+
+        Raises `RunError` when there is none.
+        """
+        damaged = []
+        for step in self.steps():
+            path = self.folder / f"step-{step}"
+            if problem := _damage(path):
+                damaged.append(f"checkpoint {path} is damaged ({problem}); going back to the one before it")
+                continue
+            tensors = state.tensors()
+            with _plain_errors(path):
+                load(tensors, checkpoint_id=path, no_dist=True)
+            state.restore_tensors(tensors)
+            state.restore_values(json.loads((path / VALUES).read_text(encoding="utf-8")))
+            return damaged
+        raise RunError("\n".join([*damaged, f"{self.folder} has no whole checkpoint to resume from"]))
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files, compared with its manifest."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        for name, recorded in manifest.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != recorded["bytes"]:
+                return f"{name} has {file.stat().st_size:,} bytes, not {recorded['bytes']:,}"
+            if sha256(file) != recorded["sha256"]:
+                return f"{name} was altered"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return None if VALUES in manifest else f"{MANIFEST} is incomplete"
+
+
+@contextmanager
+def _plain_errors(path: Path) -> Iterator[None]:
+    """What torch.distributed.checkpoint says when it runs in one process, in terms of files."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        try:
+            yield
+        except CheckpointException as failure:
+            causes = [error for error, _ in failure.failures.values()]
+            for cause in causes:
+                if isinstance(cause, OSError):
+                    raise cause from failure
+            reason = "; ".join(str(cause) or type(cause).__name__ for cause in causes)
+            raise SaveError(f"checkpoint {path} failed: {reason}") from failure
