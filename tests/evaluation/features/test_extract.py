@@ -392,8 +392,8 @@ import torch
 from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources.folder import FolderSource
-from vitrail.evaluation.features.extract import cache as feature_cache
-from vitrail.evaluation.features.extract import extract as features
+from vitrail.evaluation.features import cache as feature_cache
+from vitrail.evaluation.features import extract as features
 from vitrail.models.variants import create
 
 torch.set_num_threads(1)

@@ -24,6 +24,7 @@ from vitrail.data import remote
 from vitrail.data.source import Label, Sample
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, SaveError
+from vitrail.evaluation.predictions import imagenet
 from vitrail.evaluation.predictions.bootstrap import mean_interval
 from vitrail.evaluation.predictions.imagenet import (
     ClassMap,
@@ -35,7 +36,7 @@ from vitrail.evaluation.predictions.imagenet import (
     read_synsets,
     real_accuracy,
 )
-from vitrail.evaluation.predictions.predict import Predictions, imagenet
+from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.testing import check_source
 
 IDS = [f"n{1_000_000 + 37 * number:08}" for number in range(1000)]
