@@ -151,14 +151,14 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
     assert count > 0, "give a source of at least one sample"
     assert isinstance(classes, tuple) and all(isinstance(name, str) for name in classes), "classes are a tuple of names"
     assert len(set(classes)) == len(classes), f"a class is there twice: {classes}"
-    keys, labels = [source.key(index) for index in range(count)], [source.label(index) for index in range(count)]
+    keys, labels = [source.key(index) for index in range(count)], [source.target(index) for index in range(count)]
     assert len(set(keys)) == count, "two samples have the same key"
     for key, label in zip(keys, labels, strict=True):
         _check_label(key, label, len(classes))
     assert len({type(label) is tuple for label in labels}) == 1, "some samples have one label and others several"
     first = [source[index] for index in range(count)]
     for sample, key, label in zip(first, keys, labels, strict=True):
-        assert (sample.key, sample.label) == (key, label), f"source[...] and key/label disagree on {key!r}"
+        assert (sample.key, sample.target) == (key, label), f"source[...] and key/target disagree on {key!r}"
         assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} is neither bytes nor an array"
         if decodes:
             decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
@@ -178,7 +178,7 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
         ("after pickling", [elsewhere[index] for index in range(count)]),
     ):  # fmt: skip
         for one, other in zip(first, again, strict=True):
-            assert one.key == other.key and one.label == other.label, f"{one.key!r} differs when read {how}"
+            assert one.key == other.key and one.target == other.target, f"{one.key!r} differs when read {how}"
             assert np.array_equal(_comparable(one.image), _comparable(other.image)), f"{one.key!r} differs, read {how}"
 
 

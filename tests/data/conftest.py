@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.source import Label, Sample
+from vitrail.data.source import Sample, Target
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,7 @@ class MemorySource:
         self,
         images: Sequence[bytes | np.ndarray] | None = None,
         *,
-        labels: Sequence[Label],
+        labels: Sequence[Target],
         keys: Sequence[str] | None = None,
         classes: tuple[str, ...] = ("a", "b", "c", "d"),
     ) -> None:
@@ -101,7 +101,7 @@ class MemorySource:
     def key(self, index: int) -> str:
         return self.keys[index]
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         return self.labels[index]
 
 

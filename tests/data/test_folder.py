@@ -28,7 +28,7 @@ def test_classes_and_samples_are_in_the_order_of_their_paths(tree: Trees) -> Non
     assert isinstance(source, Source)
     assert source.classes == ("Tulip", "daisy", "rose")
     assert keys_of(source) == ["Tulip/a.jpg", "daisy/9.jpg", "rose/1.png", "rose/10.png", "rose/2.png"]
-    assert [source.label(index) for index in range(len(source))] == [0, 1, 2, 2, 2]
+    assert [source.target(index) for index in range(len(source))] == [0, 1, 2, 2, 2]
 
 
 def test_order_does_not_depend_on_that_of_the_file_system(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_the_suffixes_are_those_of_the_formats_that_decode() -> None:
 def test_nested_folders_belong_to_their_class_folder(tree: Trees) -> None:
     source = FolderSource(tree("a/x/y/1.png", "a/2.png", "a/b/3.png", "b/4.png"))
     assert keys_of(source) == ["a/2.png", "a/b/3.png", "a/x/y/1.png", "b/4.png"]
-    assert [source.label(index) for index in range(4)] == [0, 0, 0, 1]
+    assert [source.target(index) for index in range(4)] == [0, 0, 0, 1]
 
 
 def test_hidden_files_and_folders_are_left_out_uncounted(tree: Trees) -> None:
@@ -94,7 +94,7 @@ def test_a_sample_is_the_file_read_when_asked_for(tree: Trees) -> None:
     source = FolderSource(root)
     (root / "b/x/2.png").write_bytes(b"written later")
     sample = source[1]
-    assert (sample.key, sample.image, sample.label) == ("b/x/2.png", b"written later", 1)
+    assert (sample.key, sample.image, sample.target) == ("b/x/2.png", b"written later", 1)
 
 
 def test_a_file_that_went_away_is_named(tree: Trees) -> None:
@@ -108,7 +108,7 @@ def test_a_file_that_went_away_is_named(tree: Trees) -> None:
 def test_labels_index_the_classes_given(tree: Trees) -> None:
     source = FolderSource(tree("rose/1.png", "daisy/2.png"), ("tulip", "rose", "lily", "daisy"))
     assert source.classes == ("tulip", "rose", "lily", "daisy")
-    assert [(source.key(index), source.label(index)) for index in range(2)] == [("daisy/2.png", 3), ("rose/1.png", 1)]
+    assert [(source.key(index), source.target(index)) for index in range(2)] == [("daisy/2.png", 3), ("rose/1.png", 1)]
 
 
 def test_folders_beyond_the_classes_given_are_named(tree: Trees) -> None:

@@ -35,13 +35,13 @@ def test_it_keeps_the_contract_of_a_source() -> None:
 def test_samples_of_classes_take_turns() -> None:
     source = FractalSource(5, 3, size=8)
     assert len(source) == 15 and source.classes == tuple(f"fractal-000{number}" for number in range(5))
-    assert [source.label(index) for index in range(15)] == [0, 1, 2, 3, 4] * 3
+    assert [source.target(index) for index in range(15)] == [0, 1, 2, 3, 4] * 3
     assert [source.key(index) for index in (0, 4, 5, 14)] == [
         "fractal-0000/0", "fractal-0004/0", "fractal-0000/1", "fractal-0004/2",
     ]  # fmt: skip
     assert Subset(source, [7])[0].key == "fractal-0002/1"
     with pytest.raises(IndexError, match="sample 15 of 15"):
-        source.label(15)
+        source.target(15)
     with pytest.raises(IndexError, match="sample -1 of 15"):
         source.key(-1)
 
@@ -73,7 +73,7 @@ def test_keys_and_labels_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fractals, "dots_of", None)
     source = FractalSource(1_000_000, 1000)
     assert len(source) == 10**9
-    assert (source.key(10**9 - 1), source.label(10**9 - 1)) == ("fractal-999999/999", 999_999)
+    assert (source.key(10**9 - 1), source.target(10**9 - 1)) == ("fractal-999999/999", 999_999)
     assert "classes" not in vars(source)
     with pytest.raises(TypeError):
         source[10**9 - 1]
@@ -177,7 +177,7 @@ def test_points_under_known_maps_are_where_they_belong() -> None:
 def test_pictures_of_a_class_are_nearest_to_each_other() -> None:
     source = FractalSource(20, 10, size=32)
     found = pictures(source).reshape(200, 16, 2, 16, 2).mean((2, 4)).reshape(200, -1)
-    labels = np.array([source.label(index) for index in range(200)])
+    labels = np.array([source.target(index) for index in range(200)])
     distances = np.square(found[:, None] - found[None]).sum(-1)
     np.fill_diagonal(distances, np.inf)
     assert (labels[distances.argmin(1)] == labels).mean() > 0.35  # measured 0.45 to 0.53; chance is 0.05

@@ -94,7 +94,7 @@ def test_a_data_set_by_its_name(hub: Hub, parquet: Callable[..., bytes]) -> None
         *(f"data/train-00000-of-00002.parquet:{row}" for row in range(3)),
         *(f"data/train-00001-of-00002.parquet:{row}" for row in range(2)),
     ]
-    assert [splits.test.label(index) for index in range(4)] == [1, 1, 0, 0]
+    assert [splits.test.target(index) for index in range(4)] == [1, 1, 0, 0]
     assert len(splits.notes) == 1 and splits.notes[0].startswith(f"data {SPEC!r}: its images were laid out")
     check_source(splits.train)
     again = open_hub_data(SPEC, None)  # nothing is fetched or laid out again
@@ -108,7 +108,7 @@ def test_a_data_set_by_its_name(hub: Hub, parquet: Callable[..., bytes]) -> None
 def test_columns_are_chosen_behind_the_name(hub: Hub, parquet: Callable[..., bytes]) -> None:
     hub.add(NAME, {"train.parquet": parquet([0, 1, 1], coarse_label=[2, 0, 1])})
     splits = open_hub_data(f"{SPEC}?label=coarse_label", ("z", "y", "x"))
-    assert [splits.train.label(index) for index in range(3)] == [0, 2, 1]
+    assert [splits.train.target(index) for index in range(3)] == [0, 2, 1]
     assert "chooses no column" in message(f"{SPEC}?labels=coarse_label")
 
 

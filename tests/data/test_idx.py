@@ -103,7 +103,7 @@ def test_source_gives_grey_images_their_labels_and_numbers(tmp_path: Path, write
     assert isinstance(source, Source)
     assert len(source) == 3 and source.classes == ("0", "1", "2")
     sample = source[1]
-    assert (sample.key, sample.label, source.key(1), source.label(1)) == ("1", 0, "1", 0)
+    assert (sample.key, sample.target, source.key(1), source.target(1)) == ("1", 0, "1", 0)
     np.testing.assert_array_equal(sample.image, images[1][:, :, None])
 
 

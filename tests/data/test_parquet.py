@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.source import Source, fingerprint, is_multi_label
+from vitrail.data.source import Source, fingerprint, target_kind
 from vitrail.data.sources import parquet_columns
 from vitrail.data.sources.parquet import looks_like_parquet, open_parquet
 from vitrail.errors import DataError, SaveError
@@ -68,12 +68,12 @@ def write(path: Path, columns: dict[str, Any], features: dict[str, Any] | None =
 
 def samples_of(source: Source | None) -> list[tuple[str, Any, Any]]:
     assert source is not None
-    return [(sample.key, sample.image, sample.label) for sample in map(source.__getitem__, range(len(source)))]
+    return [(sample.key, sample.image, sample.target) for sample in map(source.__getitem__, range(len(source)))]
 
 
 def labels_of(source: Source | None) -> list[Any]:
     assert source is not None
-    return [source.label(index) for index in range(len(source))]
+    return [source.target(index) for index in range(len(source))]
 
 
 def message(path: Path, classes: tuple[str, ...] | None = None, kind: type[Exception] = DataError) -> str:
@@ -152,7 +152,7 @@ def test_several_files_are_one_split(tmp_path: Path, pictures: list[bytes]) -> N
     assert source.classes == ("0", "1", "2")
     with pytest.raises(IndexError):
         source[-1]
-    for reader in (source.key, source.label):
+    for reader in (source.key, source.target):
         with pytest.raises(IndexError):
             reader(11)
 
@@ -254,7 +254,7 @@ def test_lists_are_several_labels(
         )
     source = open_parquet(tmp_path, None).train
     expected = [(0, 2), (1,), (0,)] if fixed else [(0, 2), (), (), (1,), (), (0, 1, 2)]
-    assert labels_of(source) == expected * 2 and is_multi_label(source)
+    assert labels_of(source) == expected * 2 and target_kind(source) == "classes"
     assert source.classes == (("0", "1", "2") if feature is None else ("a", "b", "c"))
     check_source(source)
 
@@ -500,7 +500,7 @@ def test_workers_need_no_pyarrow(tmp_path: Path, pictures: list[bytes]) -> None:
 import pickle, sys
 from pathlib import Path
 source = pickle.loads(Path({str(tmp_path / "pickled")!r}).read_bytes())
-assert len(source[29].image) == {len(pictures[29])} and source.label(29) == 2 and source.classes == ("0", "1", "2")
+assert len(source[29].image) == {len(pictures[29])} and source.target(29) == 2 and source.classes == ("0", "1", "2")
 assert "pyarrow" not in sys.modules
 """
     finished = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)

@@ -252,7 +252,7 @@ def test_shards_on_a_server(server: Server, root: str, encode: Callable[..., byt
     server.files["/data/classes.json"] = b'["rose", "daisy"]'
     location = f"{root}/data/train-{{0..2}}.tar"
     splits = open_shards(location, None)
-    assert splits.classes == ("rose", "daisy") and len(splits.train) == 60 and splits.train.label(5) == 1
+    assert splits.classes == ("rose", "daisy") and len(splits.train) == 60 and splits.train.target(5) == 1
     check_source(splits.train)
     server.requests.clear()
     again = open_shards(location, None)
@@ -273,7 +273,7 @@ def test_headers_are_asked_for_and_images_are_not(server: Server) -> None:
             tar.addfile(about, io.BytesIO(b"1" * size))
     server.files["/x.tar"] = file.getvalue()
     source = open_shards(f"plain://{server.address}/x.tar", None).train
-    assert len(source) == 2 and source.label(1) == 1
+    assert len(source) == 2 and source.target(1) == 1
     assert sum(bool(wanted) for _, _, wanted in server.requests) == 3  # the first, and one behind each image
 
 

@@ -67,7 +67,7 @@ def keys_of(source: object) -> list[str]:
 
 
 def labels_of(source: object) -> list[object]:
-    return [source.label(index) for index in range(len(source))]
+    return [source.target(index) for index in range(len(source))]
 
 
 def test_a_sample_is_what_shares_a_name_up_to_the_first_dot(tmp_path: Path) -> None:

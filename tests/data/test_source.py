@@ -18,9 +18,9 @@ from vitrail.data.source import (
     Subset,
     cut,
     fingerprint,
-    is_multi_label,
     take,
     take_per_class,
+    target_kind,
 )
 from vitrail.testing import check_source
 
@@ -51,7 +51,7 @@ def test_cut_leaves_classes_of_two_or_more_on_either_side(
     memory_source: Sources, pairs: list[tuple[str, int | None]], share: float
 ) -> None:
     source = memory_source(keys=[key for key, _ in pairs], labels=[label for _, label in pairs])
-    sides = [{part.label(index) for index in range(len(part))} for part in cut(source, share)]
+    sides = [{part.target(index) for index in range(len(part))} for part in cut(source, share)]
     for label, count in Counter(label for _, label in pairs).items():
         if count >= 2:
             assert label in sides[0] and label in sides[1]
@@ -114,7 +114,7 @@ def test_subset_gives_the_chosen_samples_in_the_order_given(memory_source: Sourc
     assert len(subset) == 2 and subset.classes == source.classes
     assert isinstance(subset, Source)
     assert subset[0] == Sample("k2", images[2], None) and subset[1] == Sample("k0", images[0], 3)
-    assert keys_of(subset) == ["k2", "k0"] and [subset.label(0), subset.label(1)] == [None, 3]
+    assert keys_of(subset) == ["k2", "k0"] and [subset.target(0), subset.target(1)] == [None, 3]
 
 
 def test_fingerprint_tells_keys_labels_and_order_apart(memory_source: Sources) -> None:
@@ -169,7 +169,7 @@ def test_every_class_has_its_share_of_what_is_taken(memory_source: Sources, labe
     taken = take(memory_source(labels=labels), round(share * len(labels)))
     for label in set(labels):
         expected = labels.count(label) * len(taken) / len(labels)
-        assert abs(sum(taken.label(index) == label for index in range(len(taken))) - expected) <= 2
+        assert abs(sum(taken.target(index) == label for index in range(len(taken))) - expected) <= 2
 
 
 def test_taking_is_by_keys_and_seed_and_keeps_the_order(memory_source: Sources) -> None:
@@ -186,13 +186,14 @@ def test_taking_is_by_keys_and_seed_and_keeps_the_order(memory_source: Sources) 
 def test_a_class_that_has_fewer_gives_all_it_has(memory_source: Sources) -> None:
     source = memory_source(labels=[0, 0, 0, 0, 0, 1, 1, 2])
     taken = take_per_class(source, 2)
-    assert sorted(str(taken.label(index)) for index in range(len(taken))) == ["0", "0", "1", "1", "2"]
+    assert sorted(str(taken.target(index)) for index in range(len(taken))) == ["0", "0", "1", "1", "2"]
 
 
-def test_sources_of_several_labels_are_known(memory_source: Sources) -> None:
-    assert is_multi_label(memory_source(labels=[(), (0, 2)]))
-    assert not is_multi_label(memory_source(labels=[1])) and not is_multi_label(memory_source(labels=[None]))
-    assert not is_multi_label(memory_source(labels=[]))
+def test_the_first_target_that_is_known_tells_the_kind_of_all(memory_source: Sources) -> None:
+    assert target_kind(memory_source(labels=[(), (0, 2)])) == "classes"
+    assert target_kind(memory_source(labels=[None, (0.5,)])) == "numbers"
+    assert target_kind(memory_source(labels=[None, None, 1])) == "class"
+    assert target_kind(memory_source(labels=[None])) == target_kind(memory_source(labels=[])) == "none"
 
 
 def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first(memory_source: Sources) -> None:
@@ -202,7 +203,7 @@ def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first(memory_sourc
     both = Mixture([first, second], [0.75, 0.25])
     check_source(both)
     assert both.classes == ("rose", "daisy", "lily", "fern") and isinstance(both, Source)
-    assert [both.label(index) for index in range(5)] == [1, None, 2, 0, 3]
+    assert [both.target(index) for index in range(5)] == [1, None, 2, 0, 3]
     assert keys_of(both) == ["1:0", "1:1", "2:0", "2:1", "2:2"]
     assert [int(both[index].image.item()) for index in range(5)] == [0, 1, 2, 3, 4]
     assert both.parts == ((0, 2, 0.75), (2, 3, 0.25))
@@ -210,4 +211,4 @@ def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first(memory_sourc
         [memory_source(labels=[(0, 1)], classes=("x", "y")), memory_source(labels=[(0, 1)], classes=("y", "x"))],
         [0.5, 0.5],
     )
-    assert [several.label(index) for index in range(2)] == [(0, 1), (0, 1)]
+    assert [several.target(index) for index in range(2)] == [(0, 1), (0, 1)]

@@ -25,7 +25,7 @@ def keys_of(source: Source | None) -> list[str]:
 def names_of(source: Source | None) -> list[str]:
     """The class name of each sample."""
     assert source is not None
-    return [source.classes[source.label(index)] for index in range(len(source))]
+    return [source.classes[source.target(index)] for index in range(len(source))]
 
 
 def many(*folders: str, count: int = 40) -> list[str]:
@@ -87,7 +87,7 @@ def test_other_splits_are_indexed_by_the_training_classes(tree: Trees) -> None:
     root = tree("train/a/1.png", "train/b/1.png", "train/c/1.png", "val/c/1.png", "val/b/1.png", "test/c/1.png")
     splits = open_data(str(root), validation_share=0.0)
     assert splits.validation.classes == splits.test.classes == ("a", "b", "c")
-    assert [splits.validation.label(0), splits.validation.label(1), splits.test.label(0)] == [1, 2, 2]
+    assert [splits.validation.target(0), splits.validation.target(1), splits.test.target(0)] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("split", ["test", "val"])
@@ -337,7 +337,7 @@ def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:
     assert keys_of(mixed.validation) == keys_of(splits.validation)
     assert names_of(mixed.validation) == names_of(splits.validation)
     sample = mixed.validation[0]
-    assert (sample.key, sample.label) == (mixed.validation.key(0), mixed.validation.label(0))
+    assert (sample.key, sample.target) == (mixed.validation.key(0), mixed.validation.target(0))
     assert stamp_of(mixed.validation, 0) == stamp_of(splits.validation, 0) is not None
     assert mix_in(splits, ()) is splits
     assert mix_in(splits, (f"0.25:{root}",)).validation is splits.validation, "no class is new"

@@ -33,7 +33,7 @@ def opened(path: Path, **options: object) -> Source:
 
 
 def rows_of(source: Source) -> list[tuple[str, object]]:
-    return [(source.key(index), source.label(index)) for index in range(len(source))]
+    return [(source.key(index), source.target(index)) for index in range(len(source))]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Label, Sample, Subset
+from vitrail.data.source import Sample, Subset, Target
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
@@ -51,12 +51,12 @@ class Pictures:
         seed: int = 0,
         *,
         broken: tuple[int, ...] = (),
-        labels: list[Label] | None = None,
+        labels: list[Target] | None = None,
         classes: tuple[str, ...] = CLASSES,
     ) -> None:
         random = np.random.default_rng(seed)
         self.classes = classes
-        self.labels: list[Label] = [index % 3 for index in range(count)] if labels is None else labels
+        self.labels: list[Target] = [index % 3 for index in range(count)] if labels is None else labels
         self.images = random.integers(0, 200, (count, 9, 12, 3), dtype=np.uint8)
         for image, label in zip(self.images, self.labels, strict=True):
             if isinstance(label, int):
@@ -69,12 +69,12 @@ class Pictures:
 
     def __getitem__(self, index: int) -> Sample:
         image = b"<html>" if index in self.broken else self.images[index]
-        return Sample(self.key(index), image, self.label(index))
+        return Sample(self.key(index), image, self.target(index))
 
     def key(self, index: int) -> str:
         return f"{self.prefix}{index}"
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         return self.labels[index]
 
 
@@ -143,7 +143,7 @@ def test_classes_in_another_order_are_found_by_their_names() -> None:
 
 
 def test_samples_without_a_label_are_left_out_and_counted() -> None:
-    labels: list[Label] = [index % 3 if index % 4 else None for index in range(20)]
+    labels: list[Target] = [index % 3 if index % 4 else None for index in range(20)]
     source = Pictures(20, labels=labels)
     found = ByAccuracy(0)(make_outputs(), source, source)
     assert (found["images"], found["unlabelled"]) == (15, 5)
@@ -192,7 +192,7 @@ def test_features_are_computed_once_for_all(counted: Callable[[Bundle], list[int
 
 
 def test_few_shots_need_the_features_of_what_is_drawn_alone(counted: Callable[[Bundle], list[int]]) -> None:
-    labels: list[Label] = [index % 3 if index % 11 else None for index in range(120)]
+    labels: list[Target] = [index % 3 if index % 11 else None for index in range(120)]
     bundle, train, test = make_bundle(), Pictures(120, 1, labels=labels), Pictures(9, 2)
     rows = [row for row in range(120) if labels[row] is not None]
     known = (
@@ -233,7 +233,7 @@ def test_shots_go_as_far_as_every_class_has_images(images: int, shots: set[int])
 
 
 def test_images_of_several_labels_are_for_linear_and_knn() -> None:
-    labels: list[Label] = [(index % 3,) if index % 2 else (0, 2) for index in range(24)]
+    labels: list[Target] = [(index % 3,) if index % 2 else (0, 2) for index in range(24)]
     source = Pictures(24, labels=labels)
     outputs = make_outputs()
     found = measure(evaluators_of("accuracy,linear,knn"), outputs, source, source)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
-from vitrail.data.source import Label, Mixture, Sample
+from vitrail.data.source import Mixture, Sample, Target
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
 from vitrail.tasks.classification import Classification, balanced_weights
@@ -198,7 +198,7 @@ def test_label_smoothing_is_below_1() -> None:
 class Labelled:
     """A source of labels without images."""
 
-    def __init__(self, labels: list[Label], classes: int, prefix: str = "class") -> None:
+    def __init__(self, labels: list[Target], classes: int, prefix: str = "class") -> None:
         self.labels = labels
         self.classes = tuple(f"{prefix} {number}" for number in range(classes))
 
@@ -211,7 +211,7 @@ class Labelled:
     def key(self, index: int) -> str:
         return str(index)
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         return self.labels[index]
 
 

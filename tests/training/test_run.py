@@ -123,7 +123,7 @@ def test_the_model_on_disk_is_the_one_returned(finished: tuple[TrainConfig, RunR
     assert data.test is not None
     images = [data.test[index] for index in range(40)]
     guesses = bundle.predict([sample.image for sample in images])
-    right = sum(int(guess.label) == sample.label for guess, sample in zip(guesses, images, strict=True))
+    right = sum(int(guess.label) == sample.target for guess, sample in zip(guesses, images, strict=True))
     assert result.metrics["test_accuracy"] == right / 40
 
 
@@ -177,8 +177,8 @@ class Noting:
     def key(self, index: int) -> str:
         return self.source.key(index)
 
-    def label(self, index: int) -> int | None:
-        return self.source.label(index)
+    def target(self, index: int) -> int | None:
+        return self.source.target(index)
 
 
 def test_held_out_images_are_never_trained_on_and_the_test_split_waits(

@@ -204,7 +204,7 @@ class Pictures:
     def key(self, index: int) -> str:
         return f"{index}.png"
 
-    def label(self, index: int) -> int:
+    def target(self, index: int) -> int:
         return 0
 
 

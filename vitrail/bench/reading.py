@@ -180,7 +180,7 @@ def write_parquet(source: Source, path: Path) -> Path:
     arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     samples = [source[index] for index in range(len(source))]
     images = [{"bytes": sample.image, "path": sample.key} for sample in samples]
-    table = arrow.table({"image": images, "label": [sample.label for sample in samples]})
+    table = arrow.table({"image": images, "label": [sample.target for sample in samples]})
     parquet.write_table(table, path, row_group_size=100)
     return path
 

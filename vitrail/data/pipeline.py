@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Mixture, Source
+from vitrail.data.source import Mixture, Source, Target, class_indices
 from vitrail.errors import ConfigError, UndecodableImage
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class _Loader:
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
         place = self.first + index
-        label = self.source.label(place)
+        label = self.source.target(place)
         skipped = None
         try:
             sample = self.source[place]
@@ -144,14 +144,14 @@ class _Loader:
         one = label if isinstance(label, int) else -1
         return {
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch,
-            "labels": one, "targets": self._target(label) if isinstance(label, tuple) else None,
+            "labels": one, "targets": self._amounts(label) if isinstance(label, tuple) else None,
             "skipped": skipped,
         }  # fmt: skip
 
-    def _target(self, labels: tuple[int, ...]) -> np.ndarray:
-        target = np.zeros(len(self.source.classes), np.float32)
-        target[list(labels)] = 1
-        return target
+    def _amounts(self, target: Target) -> np.ndarray:
+        amounts = np.zeros(len(self.source.classes), np.float32)
+        amounts[list(class_indices(target))] = 1
+        return amounts
 
 
 def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,28 +6,34 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
 
 __all__ = [
-    "Label",
     "Mixture",
     "Sample",
     "Source",
     "Subset",
+    "Target",
+    "TargetKind",
     "Widened",
+    "class_indices",
     "cut",
     "fingerprint",
-    "is_multi_label",
     "stamp_of",
     "take",
     "take_per_class",
+    "target_kind",
 ]
 
-Label = int | tuple[int, ...] | None
-"""Index into a source's classes; all that hold, in rising order, where an image can have several; None for none."""
+Target = int | tuple[int, ...] | tuple[float, ...] | None
+"""What a network learns to say of an image. The index of its class; or the indices of all classes that hold, in rising
+order, if an image can have several; or numbers, NaN for one that is unknown; or None if nothing is known."""
+
+TargetKind = Literal["class", "classes", "numbers", "none"]
+"""What the targets of a source are: one class each, several classes each, numbers, or none."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,19 @@ class Sample:
     """Names the sample within its source, the same on every machine: a relative path, or a number."""
     image: bytes | UInt8[np.ndarray, "h w c"]
     """An encoded file, or pixels with 1 (grey) or 3 (RGB) channels."""
-    label: Label
+    target: Target
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Random access to samples. `key` and `label` read no image, so that splitting and counting are cheap."""
+    """Random access to samples. `key` and `target` read no image, so that splitting and counting are cheap."""
 
     @property
     def classes(self) -> tuple[str, ...]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Sample: ...
     def key(self, index: int) -> str: ...
-    def label(self, index: int) -> Label: ...
+    def target(self, index: int) -> Target: ...
 
 
 class Subset:
@@ -70,8 +76,8 @@ class Subset:
     def key(self, index: int) -> str:
         return self.source.key(int(self.indices[index]))
 
-    def label(self, index: int) -> Label:
-        return self.source.label(int(self.indices[index]))
+    def target(self, index: int) -> Target:
+        return self.source.target(int(self.indices[index]))
 
     def stamp(self, index: int) -> str | None:
         return stamp_of(self.source, int(self.indices[index]))
@@ -94,8 +100,8 @@ class Widened:
     def key(self, index: int) -> str:
         return self.source.key(index)
 
-    def label(self, index: int) -> Label:
-        return self.source.label(index)
+    def target(self, index: int) -> Target:
+        return self.source.target(index)
 
     def stamp(self, index: int) -> str | None:
         return stamp_of(self.source, index)
@@ -130,15 +136,15 @@ class Mixture:
     def __getitem__(self, index: int) -> Sample:
         number, inner = self._place(index)
         sample = self.sources[number][inner]
-        return Sample(self._named(number, sample.key), sample.image, self._label(number, sample.label))
+        return Sample(self._named(number, sample.key), sample.image, self._target(number, sample.target))
 
     def key(self, index: int) -> str:
         number, inner = self._place(index)
         return self._named(number, self.sources[number].key(inner))
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         number, inner = self._place(index)
-        return self._label(number, self.sources[number].label(inner))
+        return self._target(number, self.sources[number].target(inner))
 
     def stamp(self, index: int) -> str | None:
         number, inner = self._place(index)
@@ -153,11 +159,11 @@ class Mixture:
     def _named(self, number: int, key: str) -> str:
         return f"{number + 1}:{key}"
 
-    def _label(self, number: int, label: Label) -> Label:
+    def _target(self, number: int, target: Target) -> Target:
         new = self._renumbered[number]
-        if isinstance(label, tuple):
-            return tuple(sorted(new[one] for one in label))
-        return None if label is None else new[label]
+        if isinstance(target, tuple):
+            return tuple(sorted(new[one] for one in class_indices(target)))
+        return None if target is None else new[target]
 
 
 def cut(source: Source, share: float) -> tuple[Subset, Subset]:
@@ -193,9 +199,25 @@ def take_per_class(source: Source, count: int, *, seed: int = 0) -> Subset:
     return Subset(source, sorted(index for members in groups for _, index in members[:count]))
 
 
-def is_multi_label(source: Source) -> bool:
-    """Whether its images can have several labels. All samples of a source are labelled in the same way."""
-    return len(source) > 0 and isinstance(source.label(0), tuple)
+def target_kind(source: Source) -> TargetKind:
+    """Return what the targets of a source are. All targets of one source are of one kind.
+
+    The source's own attribute `target_kind` decides. Without one, the first target that is not None decides.
+    """
+    own = getattr(source, "target_kind", None)
+    if own is not None:
+        return cast(TargetKind, own)
+    first = next((target for target in map(source.target, range(len(source))) if target is not None), None)
+    if isinstance(first, tuple):
+        return "numbers" if any(isinstance(number, float) for number in first) else "classes"
+    return "none" if first is None else "class"
+
+
+def class_indices(target: Target) -> tuple[int, ...]:
+    """Return the indices of the classes that hold: none, one or several. Only for targets that are classes."""
+    if isinstance(target, tuple):
+        return cast(tuple[int, ...], target)
+    return () if target is None else (target,)
 
 
 def stamp_of(source: Source, index: int) -> str | None:
@@ -216,10 +238,10 @@ def _salt(seed: int) -> bytes:
 
 def _by_class(source: Source, salt: bytes) -> list[list[tuple[float, int]]]:
     """The samples of each label: a place in [0, 1) by a hash of the key, and the index, in rising order."""
-    groups: dict[Label, list[tuple[float, int]]] = {}
+    groups: dict[Target, list[tuple[float, int]]] = {}
     for index in range(len(source)):
         digest = hashlib.blake2b(salt + os.fsencode(source.key(index)), digest_size=8).digest()
-        groups.setdefault(source.label(index), []).append((int.from_bytes(digest, "big") / 2**64, index))
+        groups.setdefault(source.target(index), []).append((int.from_bytes(digest, "big") / 2**64, index))
     return [sorted(members) for members in groups.values()]
 
 
@@ -238,5 +260,5 @@ def fingerprint(*sources: Source | None) -> str:
             digest.update(identity.encode())
             continue
         for index in range(len(source)):
-            digest.update(os.fsencode(f"{source.key(index)}\0{source.label(index)}\n"))
+            digest.update(os.fsencode(f"{source.key(index)}\0{source.target(index)}\n"))
     return digest.hexdigest()

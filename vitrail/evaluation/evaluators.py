@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int64, Shaped
 
 from vitrail.data.pipeline import Readers
-from vitrail.data.source import Source, Subset, is_multi_label
+from vitrail.data.source import Source, Subset, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluation.classifiers.arrays import Figures
@@ -140,7 +140,7 @@ class ByFewShot:
         """`fewshot_5` and so on, the mean over seeds, and `fewshot_5_deviation`. Raises as `few_shot` does, and
         `DataError` where images can have several labels."""
         for source in (train, held_out):
-            if is_multi_label(source):
+            if target_kind(source) == "classes":
                 raise DataError(
                     "fewshot needs images with one label each, and these can have several; use linear or knn"
                 )
@@ -333,13 +333,13 @@ def _labelled(outputs: Outputs, source: Source) -> _Labelled:
 
 def _labels(source: Source) -> Int64[np.ndarray, " n"]:
     """-1 for none. Of sources where an image has one label."""
-    found = (source.label(index) for index in range(len(source)))
+    found = (source.target(index) for index in range(len(source)))
     return np.array([label if isinstance(label, int) else -1 for label in found], np.int64)
 
 
 def _check_labelled(source: Source, name: str) -> None:
     """Raises `DataError` where no image has a label; asks before anything is computed."""
-    if all(source.label(index) is None for index in range(len(source))):
+    if all(source.target(index) is None for index in range(len(source))):
         raise DataError(f"none of {len(source):,} images has a label, and {name} needs to know their classes")
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
-from vitrail.data.source import Mixture, Source
+from vitrail.data.source import Mixture, Source, class_indices
 from vitrail.errors import ConfigError
 from vitrail.tasks import LossOutput
 from vitrail.weights.bundle import Scores
@@ -95,8 +95,7 @@ def balanced_weights(source: Source) -> Float[Tensor, " classes"]:
     counts = torch.zeros(len(source.classes), dtype=torch.float64)
     for first, length, share in parts:
         for index in range(first, first + length):
-            label = source.label(index)
-            for one in label if isinstance(label, tuple) else () if label is None else (label,):
+            for one in class_indices(source.target(index)):
                 counts[one] += share / length
     there = counts > 0
     weights = torch.ones_like(counts)

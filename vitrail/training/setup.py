@@ -10,7 +10,7 @@ from typing import Any
 from vitrail.data.augmentation.crop import crop_box
 from vitrail.data.pipeline import TrainingBatches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import fingerprint, is_multi_label
+from vitrail.data.source import fingerprint, target_kind
 from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -180,7 +180,7 @@ class Parts:
             per_class=config.per_class,
             subset_seed=config.subset_seed,
         )
-        if is_multi_label(splits.train) and config.loss != "sigmoid":
+        if target_kind(splits.train) == "classes" and config.loss != "sigmoid":
             raise ConfigError(
                 f"data {config.data!r} has images of several classes, which loss={config.loss!r} cannot learn; choose "
                 "loss='sigmoid'"

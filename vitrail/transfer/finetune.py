@@ -140,7 +140,7 @@ def _labelled(splits: Splits) -> dict[str, Source]:
     return {
         name: source
         for name, source in (("test", splits.test), ("validation", splits.validation))
-        if source is not None and any(source.label(index) is not None for index in range(len(source)))
+        if source is not None and any(source.target(index) is not None for index in range(len(source)))
     }
 
 

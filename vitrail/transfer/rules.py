@@ -17,7 +17,7 @@ import torch
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, is_multi_label
+from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.footprint import training_bytes
@@ -87,7 +87,7 @@ def facts_of(splits: Splits) -> DataFacts:
     train = splits.train
     areas = list(_areas(train))
     side = round(math.sqrt(float(np.median(areas)))) if areas else None
-    return DataFacts(len(train), len(splits.classes), side, is_multi_label(train), bool(splits.validation))
+    return DataFacts(len(train), len(splits.classes), side, target_kind(train) == "classes", bool(splits.validation))
 
 
 def _areas(source: Source) -> Iterator[int]:

@@ -117,7 +117,7 @@ def test_larger_images_are_scaled_down_and_others_are_copied(folder: Path, tmp_p
     before, after = samples_of(splits.train), samples_of(open_shards(str(tmp_path / "out"), None).train)
     rescaled = 0
     for old, new in zip(before, after, strict=True):
-        assert (old.key, old.label) == (new.key, new.label)
+        assert (old.key, old.target) == (new.key, new.target)
         height, width, _ = decode(old.image, 3).shape
         if max(height, width) <= 45:
             assert new.image == old.image
@@ -155,7 +155,7 @@ def test_arrays_become_png(idx_folder: Callable[..., Path], tmp_path: Path) -> N
     assert again.test is not None and splits.test is not None and again.classes == ("0", "1", "2")
     for one, other in ((splits.train, again.train), (splits.test, again.test)):
         for old, new in zip(samples_of(one), samples_of(other), strict=True):
-            assert (old.key, old.label) == (new.key, new.label) and new.image.startswith(b"\x89PNG")
+            assert (old.key, old.target) == (new.key, new.target) and new.image.startswith(b"\x89PNG")
             assert np.array_equal(decode(new.image, 1), old.image)
 
 
@@ -168,10 +168,10 @@ def test_strange_keys_and_labels_come_out_again(
     source = memory_source([image] * 6, labels=labels, keys=keys)
     pack(Splits(source, None, None), tmp_path / "out")
     again = open_shards(str(tmp_path / "out"), None).train
-    assert [(again.key(index), again.label(index)) for index in range(6)] == list(zip(keys, labels, strict=True))
+    assert [(again.key(index), again.target(index)) for index in range(6)] == list(zip(keys, labels, strict=True))
     unlabelled = memory_source([image] * 2, labels=[None, None])
     pack(Splits(unlabelled, None, None), tmp_path / "unlabelled")
-    assert open_shards(str(tmp_path / "unlabelled"), None).train.label(1) is None
+    assert open_shards(str(tmp_path / "unlabelled"), None).train.target(1) is None
 
 
 @pytest.mark.parametrize("max_side", [None, 8])

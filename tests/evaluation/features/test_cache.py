@@ -169,7 +169,7 @@ class Numbers:
     def key(self, index: int) -> str:
         return str(index)
 
-    def label(self, index: int) -> int:
+    def target(self, index: int) -> int:
         return 0
 
 

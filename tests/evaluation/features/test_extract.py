@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Label, Sample, Subset
+from vitrail.data.source import Sample, Subset, Target
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, SaveError
 from vitrail.evaluation.features.extract import FeatureSet, extract
@@ -44,7 +44,7 @@ class Pictures:
 
     classes = ("a", "b", "c")
 
-    def __init__(self, count: int, broken: tuple[int, ...] = (), labels: list[Label] | None = None) -> None:
+    def __init__(self, count: int, broken: tuple[int, ...] = (), labels: list[Target] | None = None) -> None:
         random = np.random.default_rng(7)
         self.images = [random.integers(0, 256, (9, 12, 3), dtype=np.uint8) for _ in range(count)]
         self.labels = [index % 3 for index in range(count)] if labels is None else labels
@@ -54,12 +54,12 @@ class Pictures:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.label(index))
+        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.target(index))
 
     def key(self, index: int) -> str:
         return f"picture {index}"
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         return self.labels[index]
 
 

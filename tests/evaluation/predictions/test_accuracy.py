@@ -43,12 +43,12 @@ class Pictures:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.label(index))
+        return Sample(self.key(index), b"<html>" if index in self.broken else self.images[index], self.target(index))
 
     def key(self, index: int) -> str:
         return f"picture {index}"
 
-    def label(self, index: int) -> int:
+    def target(self, index: int) -> int:
         return int(self.labels[index])
 
 
@@ -70,8 +70,8 @@ def count_directly(network: VisionTransformer, source: Pictures) -> tuple[float,
         pixels = torch.from_numpy(source.images[index]).permute(2, 0, 1)[None]
         with torch.no_grad():
             logits = network.eval()((pixels.float() / 255 - 0.3) / 0.4)[0].double().numpy()
-        right += int(np.argmax(logits) == source.label(index))
-        loss += math.log(np.exp(logits).sum()) - logits[source.label(index)]
+        right += int(np.argmax(logits) == source.target(index))
+        loss += math.log(np.exp(logits).sum()) - logits[source.target(index)]
         count += 1
     return right, loss, count
 
@@ -149,7 +149,7 @@ def test_it_agrees_with_predict(colour_folder: Path) -> None:
     predicted = torch.tensor([[dict(item.ranking)[name] for name in bundle.classes] for item in predictions])
     assert len(measured) == len(predicted) == 37
     torch.testing.assert_close(measured, predicted, rtol=0, atol=1e-6)
-    truth = [source.classes[source.label(index)] for index in range(len(source))]
+    truth = [source.classes[source.target(index)] for index in range(len(source))]
     right = sum(item.label == name for item, name in zip(predictions, truth, strict=True))
     assert result["accuracy"] == right / 37
     surprise = -sum(math.log(dict(item.ranking)[name]) for item, name in zip(predictions, truth, strict=True)) / 37
@@ -168,7 +168,7 @@ def test_it_says_the_cross_entropy_that_training_minimises() -> None:
 class Tagged(Pictures):
     """The same pictures with any number of labels each."""
 
-    def label(self, index: int) -> tuple[int, ...]:
+    def target(self, index: int) -> tuple[int, ...]:
         return tuple(number for number in range(3) if (int(self.labels[index]) + index) >> number & 1)
 
 
@@ -180,7 +180,7 @@ def test_several_labels_equal_a_direct_count(broken: tuple[int, ...]) -> None:
     images = PREPROCESS.normalise(torch.from_numpy(source.images[measured].transpose(0, 3, 1, 2).copy()))
     with torch.no_grad():
         logits = network.eval()(images).double()
-    truth = np.array([[number in source.label(index) for number in range(3)] for index in measured])
+    truth = np.array([[number in source.target(index) for number in range(3)] for index in measured])
     hits = [truth[row, int(logits[row].argmax())] for row in range(len(measured))]
     probabilities = torch.sigmoid(logits).numpy()
     losses = -(truth * np.log(probabilities) + ~truth * np.log(1 - probabilities)).sum(axis=1)

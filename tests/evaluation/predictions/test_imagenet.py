@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.data import remote
-from vitrail.data.source import Label, Sample
+from vitrail.data.source import Sample, Target
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, SaveError
 from vitrail.evaluation.predictions import imagenet
@@ -285,14 +285,14 @@ def test_a_mapped_source_is_what_open_data_gives_where_names_are_equal(colour_fo
     mapped = MappedSource(bare, map_classes(classes, bare.classes), classes)
     check_source(mapped)
     assert mapped.classes == classes
-    found = {Path(mapped.key(index)).name + str(mapped.label(index)) for index in range(len(mapped))}
-    assert found == {Path(opened.key(index)).name + str(opened.label(index)) for index in range(len(opened))}
+    found = {Path(mapped.key(index)).name + str(mapped.target(index)) for index in range(len(mapped))}
+    assert found == {Path(opened.key(index)).name + str(opened.target(index)) for index in range(len(opened))}
 
 
 def test_labels_of_a_mapped_source() -> None:
     class Few:
         classes = ("x", "y", "z")
-        labels: tuple[Label, ...] = (2, None, (0, 2), ())
+        labels: tuple[Target, ...] = (2, None, (0, 2), ())
 
         def __len__(self) -> int:
             return 4
@@ -303,11 +303,11 @@ def test_labels_of_a_mapped_source() -> None:
         def key(self, index: int) -> str:
             return str(index)
 
-        def label(self, index: int) -> Label:
+        def target(self, index: int) -> Target:
             return self.labels[index]
 
     mapped = MappedSource(Few(), ClassMap((7, 0, 4), ""), tuple("abcdefgh"))
-    assert [mapped.label(index) for index in range(4)] == [4, None, (4, 7), ()]
+    assert [mapped.target(index) for index in range(4)] == [4, None, (4, 7), ()]
     assert mapped[2] == Sample("2", b"", (4, 7)) and mapped.key(3) == "3" and len(mapped) == 4
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.data.pipeline import Readers, Skipped
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Label, Sample
+from vitrail.data.source import Sample, Target
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.predictions.accuracy import Accuracy
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
@@ -26,7 +26,7 @@ class Pictures:
 
     classes = ("a", "b", "c")
 
-    def __init__(self, labels: list[Label], broken: tuple[int, ...] = ()) -> None:
+    def __init__(self, labels: list[Target], broken: tuple[int, ...] = ()) -> None:
         self.images = np.random.default_rng(0).integers(0, 256, (len(labels), 14, 21, 1), dtype=np.uint8)
         self.labels, self.broken = labels, broken
 
@@ -39,7 +39,7 @@ class Pictures:
     def key(self, index: int) -> str:
         return f"picture {index}"
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         return self.labels[index]
 
 

@@ -59,12 +59,12 @@ def test_broken_and_unlabelled_samples_are_left_out(bundle: Bundle, tmp_path: Pa
 
         def __getitem__(self, index: int) -> Sample:
             pixels = np.full((20, 10, 3), 50 * index, np.uint8)
-            return Sample(self.key(index), b"" if index == 1 else pixels, self.label(index))
+            return Sample(self.key(index), b"" if index == 1 else pixels, self.target(index))
 
         def key(self, index: int) -> str:
             return str(index)
 
-        def label(self, index: int) -> int | None:
+        def target(self, index: int) -> int | None:
             return [0, 0, None, 1, 2][index]
 
     folder = tmp_path / "run" / "examples"

@@ -50,7 +50,7 @@ class Examined:
         return tuple(self.sources)[self.looks.split[row]]
 
     def label(self, row: int) -> object:
-        return self.sources[self.split(row)].label(int(self.looks.index[row]))
+        return self.sources[self.split(row)].target(int(self.looks.index[row]))
 
     def example(self, row: int, detail: str = "") -> Example:
         split = self.split(row)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from vitrail.data.check.report import Balance, Finding, SplitCounts, listed, plural
-from vitrail.data.source import Source
+from vitrail.data.source import Source, class_indices
 from vitrail.data.splits import Splits
 
 __all__ = ["balance_of", "count", "label_findings", "named_sources"]
@@ -27,11 +27,11 @@ def count(name: str, source: Source, looked_at: int) -> SplitCounts:
     per_class = [0] * len(source.classes)
     unlabelled = 0
     for index in range(len(source)):
-        label = source.label(index)
+        label = source.target(index)
         if label is None:
             unlabelled += 1
             continue
-        for one in label if isinstance(label, tuple) else (label,):
+        for one in class_indices(label):
             per_class[one] += 1
     return SplitCounts(name, len(source), looked_at, tuple(per_class), unlabelled)
 

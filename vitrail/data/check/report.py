@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from vitrail.data.source import Label, Source
+from vitrail.data.source import Source, Target, class_indices
 from vitrail.page import printable
 
 __all__ = [
@@ -123,13 +123,13 @@ class Report:
 
 def example(split: str, source: Source, index: int, detail: str = "") -> Example:
     """The example for a sample of a split; its image is not read."""
-    return Example(split, index, printable(source.key(index)), names_of(source.label(index), source.classes), detail)
+    return Example(split, index, printable(source.key(index)), names_of(source.target(index), source.classes), detail)
 
 
-def names_of(label: Label, classes: Sequence[str]) -> str | None:
+def names_of(label: Target, classes: Sequence[str]) -> str | None:
     if label is None:
         return None
-    return ", ".join(classes[one] for one in (label if isinstance(label, tuple) else (label,)))
+    return ", ".join(classes[one] for one in class_indices(label))
 
 
 def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...]:

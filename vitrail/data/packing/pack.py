@@ -250,7 +250,7 @@ def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: i
 
 def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
     sample = source[index]
-    fields = {"__key__": sample.key} if sample.label is None else {"__key__": sample.key, "label": sample.label}
+    fields = {"__key__": sample.key} if sample.target is None else {"__key__": sample.key, "label": sample.target}
     text = json.dumps(fields).encode()
     if isinstance(sample.image, np.ndarray):
         picture = to_pil(sample.image, sample.image.shape[2])

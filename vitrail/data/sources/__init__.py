@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from vitrail.data.source import Mixture, Source, Widened, is_multi_label, take, take_per_class
+from vitrail.data.source import Mixture, Source, Widened, take, take_per_class, target_kind
 from vitrail.data.sources import fashion_mnist
 from vitrail.data.sources.files import FileSource, refuse_shared
 from vitrail.data.sources.folder import FolderSource, class_folders
@@ -81,7 +81,7 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
         raise DataError(
             f"the shares of mix, {', '.join(more)}, leave nothing of the data itself; keep their sum below 1"
         )
-    if len({is_multi_label(source) for source in sources}) > 1:
+    if len({target_kind(source) == "classes" for source in sources}) > 1:
         raise DataError(f"mix {', '.join(more)}: some of the data has one label for each image, other data several")
     if not more:
         return splits
@@ -159,8 +159,8 @@ def _less(splits: Splits, spec: str, amount: str, per_class: int | None, seed: i
         return splits
     if not len(train):
         raise DataError(f"data {spec!r} leaves no image to train on, of {len(splits.train):,}")
-    held = {train.label(index) for index in range(len(train))}
-    absent = sum(number not in held for number in range(len(train.classes))) if not is_multi_label(train) else 0
+    held = {train.target(index) for index in range(len(train))}
+    absent = sum(number not in held for number in range(len(train.classes))) if target_kind(train) != "classes" else 0
     note = (
         f"{len(train):,} of {len(splits.train):,} training images are taken, the same ones in every run with this seed"
     )

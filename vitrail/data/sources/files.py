@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.source import Label, Sample
+from vitrail.data.source import Sample, Target
 from vitrail.errors import DataError, UndecodableImage
 
 __all__ = ["FileSource", "inode_of", "refuse_shared"]
@@ -22,7 +22,7 @@ class FileSource:
     """
 
     def __init__(
-        self, root: Path, keys: list[str], labels: Sequence[Label], inodes: Sequence[int], classes: tuple[str, ...]
+        self, root: Path, keys: list[str], labels: Sequence[Target], inodes: Sequence[int], classes: tuple[str, ...]
     ) -> None:
         self.root = root
         self.classes = classes
@@ -38,14 +38,14 @@ class FileSource:
         path = os.path.join(self.root, key)  # noqa: PTH118 (a Path takes longer to make than a small file to read)
         try:
             with open(path, "rb", buffering=0) as file:
-                return Sample(key, file.read(), self.label(index))
+                return Sample(key, file.read(), self.target(index))
         except OSError as error:
             raise UndecodableImage(f"cannot read {path}: {error.strerror}") from error
 
     def key(self, index: int) -> str:
         return self._keys[index]
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         label = self._labels[index]
         return label if label is None or isinstance(label, tuple) else int(label)
 

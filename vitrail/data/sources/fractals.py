@@ -115,13 +115,13 @@ class FractalSource:
         return self.count * self.samples
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), _picture(self.seed, *self._place(index), self.size), self.label(index))
+        return Sample(self.key(index), _picture(self.seed, *self._place(index), self.size), self.target(index))
 
     def key(self, index: int) -> str:
         number, sample = self._place(index)
         return f"{self._name(number)}/{sample}"
 
-    def label(self, index: int) -> int:
+    def target(self, index: int) -> int:
         return self._place(index)[0]
 
     def _place(self, index: int) -> tuple[int, int]:

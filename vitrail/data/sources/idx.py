@@ -39,12 +39,12 @@ class IdxSource:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Sample:
-        return Sample(self.key(index), self.images[index, :, :, None], self.label(index))
+        return Sample(self.key(index), self.images[index, :, :, None], self.target(index))
 
     def key(self, index: int) -> str:
         return str(index)
 
-    def label(self, index: int) -> int:
+    def target(self, index: int) -> int:
         return int(self.labels[index])
 
     def stamp(self, index: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from vitrail.data.source import Label
+from vitrail.data.source import Target
 from vitrail.data.splits import Split
 from vitrail.errors import DataError
 
@@ -31,7 +31,7 @@ class LabelColumn:
     stated: bool = False
     """Whether `names` are all classes, in an order of their own, or just the words that were found."""
 
-    def __getitem__(self, row: int) -> Label:
+    def __getitem__(self, row: int) -> Target:
         if self.starts is not None:
             several = self.numbers[self.starts[row] : self.starts[row + 1]].tolist()
             return tuple(sorted({number for number in several if number >= 0}))

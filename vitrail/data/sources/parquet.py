@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.data.source import Label, Sample
+from vitrail.data.source import Sample, Target
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
 from vitrail.data.sources.label_column import LabelColumn, join, number
 from vitrail.data.sources.parquet_columns import ParquetColumns
@@ -77,13 +77,13 @@ class ParquetSource:
 
     def __getitem__(self, index: int) -> Sample:
         file, row = self._place(index)
-        return Sample(f"{self._names[file]}:{row}", self._blobs[file][row], self.label(index))
+        return Sample(f"{self._names[file]}:{row}", self._blobs[file][row], self.target(index))
 
     def key(self, index: int) -> str:
         file, row = self._place(index)
         return f"{self._names[file]}:{row}"
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return None if self._labels is None else self._labels[index]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.data import remote
-from vitrail.data.source import Label, Sample
+from vitrail.data.source import Sample, Target
 from vitrail.data.sources.shard_paths import Located, locate, looks_like_shards
 from vitrail.data.sources.tar_index import RawLabel, Shard, Version, open_shard, version_of
 from vitrail.data.splits import SPLITS, Split, Splits
@@ -50,7 +50,7 @@ def open_shards(location: str, classes: tuple[str, ...] | None) -> Splits:
             named = named or sources[split].classes
     first, *others = sources.values()
     for other in others:
-        if isinstance(first.label(0), tuple) != isinstance(other.label(0), tuple):
+        if isinstance(first.target(0), tuple) != isinstance(other.target(0), tuple):
             raise DataError(f"data {location!r} has images with one label in one split and with several in another")
     notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
     return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
@@ -92,7 +92,7 @@ class ShardSource:
         return len(self._codes)
 
     def __getitem__(self, index: int) -> Sample:
-        label = self.label(index)
+        label = self.target(index)
         path, version = self.shards[self._places[index]]
         offset, size = int(self._offsets[index]), int(self._sizes[index])
         if remote.is_remote(path):
@@ -115,7 +115,7 @@ class ShardSource:
         start = int(self._key_ends[index - 1]) if index % len(self) else 0
         return os.fsdecode(self._keys[start:stop].tobytes())
 
-    def label(self, index: int) -> Label:
+    def target(self, index: int) -> Target:
         return self._labels[self._codes[index]]
 
     def stamp(self, index: int) -> str:
@@ -222,10 +222,10 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
 
 def _resolve(
     distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
-) -> dict[RawLabel, Label]:
+) -> dict[RawLabel, Target]:
     """Each label by the indices of its classes. Raises `DataError` for one that is not among them."""
     numbers = {name: number for number, name in enumerate(classes)}
-    resolved: dict[RawLabel, Label] = {}
+    resolved: dict[RawLabel, Target] = {}
     for label, (shard, code) in distinct.items():
         found: set[int] = set()
         for one in _several(label):
@@ -237,9 +237,9 @@ def _resolve(
     return resolved
 
 
-def _codes(shards: Sequence[Shard], resolved: dict[RawLabel, Label]) -> tuple[list[Label], np.ndarray]:
+def _codes(shards: Sequence[Shard], resolved: dict[RawLabel, Target]) -> tuple[list[Target], np.ndarray]:
     """The distinct labels, None at the end; and for each sample which of these it has (int32)."""
-    labels: list[Label] = [*dict.fromkeys(resolved.values()), None]
+    labels: list[Target] = [*dict.fromkeys(resolved.values()), None]
     places = {label: place for place, label in enumerate(labels)}
     none = places[None]
     parts = []

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from vitrail.data.source import Label
+from vitrail.data.source import Target
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.data.splits import Split, Splits, by_split, split_of
 from vitrail.errors import DataError, nearest
@@ -60,7 +60,7 @@ class TableSource(FileSource):
     def __init__(self, table: Path, rows: list[_Row], classes: tuple[str, ...]) -> None:
         numbers = {name: number for number, name in enumerate(classes)}
         keys: list[str] = []
-        labels: list[Label] = []
+        labels: list[Target] = []
         for row in rows:
             keys.append(_inside(table, row))
             if unknown := [name for name in row.names if name not in numbers]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from vitrail.data.pipeline import Ranks, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, Subset, is_multi_label
+from vitrail.data.source import Source, Subset, class_indices, target_kind
 from vitrail.errors import ConfigError, DataError, UndecodableImage
 from vitrail.evaluation.features.cache import (
     Entry,
@@ -212,12 +212,12 @@ def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) ->
 
 def _gathered(source: Source, kept: Kept) -> FeatureSet:
     rows = [row for row in range(len(source)) if row not in kept.skipped]
-    found = [source.label(row) for row in rows]
+    found = [source.target(row) for row in rows]
     targets = None
-    if is_multi_label(source):
+    if target_kind(source) == "classes":
         targets = np.zeros((len(rows), len(source.classes)), np.uint8)
         for target, label in zip(targets, found, strict=True):
-            target[list(label if isinstance(label, tuple) else ())] = 1
+            target[list(class_indices(label))] = 1
     return FeatureSet(
         kept.features,
         np.array([label if isinstance(label, int) else -1 for label in found], np.int64),

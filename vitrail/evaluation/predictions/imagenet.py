@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from vitrail.data import remote
-from vitrail.data.source import Label, Sample, Source
+from vitrail.data.source import Sample, Source, Target, class_indices
 from vitrail.errors import DataError
 from vitrail.evaluation.predictions.bootstrap import Figure, mean_interval
 from vitrail.evaluation.predictions.predict import Predictions
@@ -83,17 +83,17 @@ class MappedSource:
 
     def __getitem__(self, index: int) -> Sample:
         sample = self.source[index]
-        return replace(sample, label=self._column(sample.label))
+        return replace(sample, target=self._column(sample.target))
 
     def key(self, index: int) -> str:
         return self.source.key(index)
 
-    def label(self, index: int) -> Label:
-        return self._column(self.source.label(index))
+    def target(self, index: int) -> Target:
+        return self._column(self.source.target(index))
 
-    def _column(self, label: Label) -> Label:
+    def _column(self, label: Target) -> Target:
         if isinstance(label, tuple):
-            return tuple(sorted(self._columns[one] for one in label))
+            return tuple(sorted(self._columns[one] for one in class_indices(label)))
         return None if label is None else self._columns[label]
 
 

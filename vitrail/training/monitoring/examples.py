@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source
+from vitrail.data.source import Source, class_indices
 from vitrail.errors import UndecodableImage
 from vitrail.files import replacing_folder
 from vitrail.weights.bundle import Bundle, Prediction
@@ -46,15 +46,14 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
     picked = []
     for number in range(min(count, len(source))):
         place = number * len(source) // min(count, len(source))
-        label = source.label(place)
+        label = source.target(place)
         if label is None:
             continue
-        numbers = label if isinstance(label, tuple) else (label,)
         try:
             picture = to_pil(source[place].image, bundle.preprocess.channels)
         except UndecodableImage:
             continue
-        picked.append((picture, tuple(source.classes[one] for one in numbers)))
+        picked.append((picture, tuple(source.classes[one] for one in class_indices(label))))
     names = [f"{number:02}-{_word(labels)}.png" for number, (_, labels) in enumerate(picked)]
     with replacing_folder("example images", folder, ("*.png",)) as partial:
         for (picture, _), name in zip(picked, names, strict=True):
