@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -27,7 +27,10 @@ class Features:
 
 
 class NetworkConfig(Protocol):
-    """What the rest of the package asks of a network's config; the config itself decides all shapes and arithmetic."""
+    """Questions that every network's config answers. The config decides all shapes and the arithmetic."""
+
+    architecture: ClassVar[str]
+    """Name of the architecture in files and messages: a key of `vitrail.models.variants.ARCHITECTURES`."""
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -45,8 +48,34 @@ class NetworkConfig(Protocol):
     def embed_width(self) -> int:
         """Length of what `embed` returns."""
 
+    @property
+    def head_inputs(self) -> int:
+        """Number of inputs of the head's last layer."""
+
+    @property
+    def stream_width(self) -> int:
+        """Width of the residual stream below the head. Learning rates are scaled by it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, or of residual units."""
+
+    @property
+    def tokens(self) -> int:
+        """Length of the sequence that the blocks process, or the number of cells of the last feature map."""
+
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Patches, or cells of the last feature map, down and across. Raises `ConfigError` where they do not fit."""
+        """Return the patches, or cells of the last feature map, down and across. Raise `ConfigError` for a size that
+        does not fit."""
+
+    def nearest_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the nearest image size that the network takes."""
+
+    def with_image_size(self, image_size: tuple[int, int]) -> NetworkConfig:
+        """Return the same config for another image size. Raise `ConfigError` for a size that does not fit."""
+
+    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> NetworkConfig:
+        """Return the same config with a head of `num_classes` outputs, and without its hidden layer on request."""
 
 
 class Network(Protocol):

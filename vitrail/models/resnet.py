@@ -8,9 +8,9 @@ standardise the weights of every convolution (1903.10520) and have group norm wh
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,9 @@ class RootConfig:
 class ResNetConfig:
     """Everything that decides a BiT ResNet's shapes and arithmetic. The defaults are R50x1. Raises `ConfigError`."""
 
+    architecture: ClassVar[Literal["BiT"]] = "BiT"
+    """Name of the architecture in files and messages."""
+
     image_size: tuple[int, int] = (224, 224)
     """Height and width in pixels; the network takes any other as well."""
     channels: int = 3
@@ -104,6 +107,38 @@ class ResNetConfig:
     def embed_width(self) -> int:
         """Channels of the last feature map."""
         return self.width * EXPANSION * 2 ** (len(self.depths) - 1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of residual units in all stages."""
+        return sum(self.depths)
+
+    @property
+    def stream_width(self) -> int:
+        """Channels of the last feature map. Learning rates are scaled by this number."""
+        return self.embed_width
+
+    @property
+    def head_inputs(self) -> int:
+        """Number of inputs of the head."""
+        return self.embed_width
+
+    @property
+    def tokens(self) -> int:
+        """Number of cells of the last feature map for an image of `image_size`."""
+        return math.prod(self.grid_of(*self.image_size))
+
+    def with_image_size(self, image_size: tuple[int, int]) -> ResNetConfig:
+        """Return the same config for another image size."""
+        return replace(self, image_size=image_size)
+
+    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNetConfig:
+        """Return the same config with a head of `num_classes` outputs; there is no hidden layer to drop."""
+        return replace(self, num_classes=num_classes)
+
+    def nearest_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the nearest image size that fits: this one, for a ResNet takes every size of at least one pixel."""
+        return max(1, height), max(1, width)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Cells of the last feature map. Raises `ConfigError` for an image without a pixel."""

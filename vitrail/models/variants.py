@@ -11,6 +11,7 @@ from vitrail.models.resnet import ResNet, ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
 __all__ = [
+    "ARCHITECTURES",
     "PUBLISHED",
     "RESNETS",
     "VARIANTS",
@@ -24,6 +25,12 @@ __all__ = [
 
 AnyConfig = ViTConfig | ResNetConfig
 AnyNetwork = VisionTransformer | ResNet
+
+ARCHITECTURES: dict[str, tuple[type[AnyConfig], type[AnyNetwork]]] = {
+    "ViT": (ViTConfig, VisionTransformer),
+    "BiT": (ResNetConfig, ResNet),
+}
+"""The classes of config and network of each architecture, by `config.architecture`."""
 
 
 class Variant(NamedTuple):
@@ -105,8 +112,9 @@ def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any)
 
 
 def build(config: AnyConfig) -> AnyNetwork:
-    """The network that a config describes, with random weights."""
-    return ResNet(config) if isinstance(config, ResNetConfig) else VisionTransformer(config)
+    """Return the network that a config describes, with random weights."""
+    network_class: Any = ARCHITECTURES[config.architecture][1]
+    return network_class(config)
 
 
 def _named(name: str) -> AnyConfig:

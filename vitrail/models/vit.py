@@ -11,8 +11,8 @@ Read `VisionTransformer._encode` for equations 1 and 4, `Block.forward` for 2 an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -37,6 +37,9 @@ class ViTConfig:
 
     Raises `ConfigError`, naming every field that does not fit, when it is made.
     """
+
+    architecture: ClassVar[Literal["ViT"]] = "ViT"
+    """Name of the architecture in files and messages. Hybrids are Vision Transformers with a root."""
 
     image_size: tuple[int, int] = (224, 224)
     """Height and width in pixels that the positions are made for; the network takes other sizes by resizing them."""
@@ -134,6 +137,21 @@ class ViTConfig:
         return 2 * self.width if self.pool == "cls+gap" else self.width
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks; the same as `depth`."""
+        return self.depth
+
+    @property
+    def stream_width(self) -> int:
+        """Width of the residual stream below the head. Learning rates are scaled by it."""
+        return self.width
+
+    @property
+    def head_inputs(self) -> int:
+        """Number of inputs of the head's last layer."""
+        return self.head_hidden or self.embed_width
+
+    @property
     def where(self) -> Where:
         """`positions_at`, or its default for this kind of positions."""
         return self.positions_at or ("every-layer" if self.positions in INSIDE_ATTENTION else "stem")
@@ -149,6 +167,14 @@ class ViTConfig:
                 f"the nearest that is: {self.nearest_size(height, width)}"
             )
         return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
+
+    def with_image_size(self, image_size: tuple[int, int]) -> ViTConfig:
+        """Return the same config for another image size. Raise `ConfigError` if patches do not divide that size."""
+        return replace(self, image_size=image_size)
+
+    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
+        """Return the same config with a head of `num_classes` outputs, and without the hidden layer on request."""
+        return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
 
     def kept_of(self, patches: int) -> int:
         """How many patches are left, in training, of an image that has this many."""
