@@ -1,8 +1,8 @@
-"""The wording that errors share."""
+"""The exceptions, and the wording that messages share."""
 
 from __future__ import annotations
 
-from vitrail.errors import ConfigError, UserError, nearest
+from vitrail.errors import ConfigError, UserError, listed, nearest, plural
 
 
 def test_nearest_names_the_closest_first() -> None:
@@ -19,3 +19,15 @@ def test_nearest_keeps_names_that_differ_in_case_alone() -> None:
 
 def test_a_users_error_is_a_value_error_with_exit_code_2() -> None:
     assert issubclass(ConfigError, ValueError) and ConfigError("x").exit_code == UserError.exit_code == 2
+
+
+def test_plural_agrees_with_the_count() -> None:
+    assert (
+        plural(1, "image") == "1 image"
+        and plural(1200, "image") == "1,200 images"
+        and plural(2, "class") == "2 classes"
+    )
+
+
+def test_listed_shortens_many_names() -> None:
+    assert listed(["a", "b"]) == "a, b" and listed(list("abcdefg"), most=5) == "a, b, c, d, e and 2 more"

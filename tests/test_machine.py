@@ -19,6 +19,7 @@ import vitrail
 from vitrail.errors import ConfigError
 from vitrail.machine import (
     autocast,
+    available_memory,
     cpu_name,
     describe,
     has_bf16_matrix_units,
@@ -163,3 +164,7 @@ print(faults() - before)
         for how in ("default", "keep")
     )
     assert 4 * kept < handed_back, "3 steps of 168 MB are 123,000 pages"
+
+
+def test_the_available_memory_is_part_of_the_total() -> None:
+    assert 0 < available_memory(torch.device("cpu")) <= total_memory()

@@ -1,24 +1,24 @@
-"""Every exception that Vitrail raises on purpose, and the wording they share.
+"""Every exception that Vitrail raises on purpose, and the wording that messages share.
 
-    VitrailError                 exit code 1: something of ours, or the machine's
-    ├── NonFiniteLoss            training diverged; the last good checkpoint is named
-    ├── SaveError                a file could not be written; what was there before is intact
-    ├── Stopped                  exit code 75: stopped on request, resumable
+    VitrailError                 exit code 1: a fault of Vitrail or of the machine
+    ├── NonFiniteLoss            training diverged; the message names the last good checkpoint
+    ├── SaveError                a file could not be written; the earlier file is intact
+    ├── Stopped                  exit code 75: the run stopped on request and can be resumed
     └── UserError                exit code 2: wrong usage or input (also a ValueError)
         ├── ConfigError          a setting, a name or a combination of them
         ├── DataError            a data set
         │   └── UndecodableImage one image
         ├── RunError             a run folder or its checkpoints
         ├── BundleError          a model on disk
-        └── DestinationError     a path to write to that is taken
+        └── DestinationError     an output path that is already taken
 
-A message gives the value, the rule, and the choices: `pool='avg' is not one of 'cls', 'gap'`.
+A message gives the value, the rule and the choices: `pool='avg' is not one of 'cls', 'gap'`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -33,7 +33,9 @@ __all__ = [
     "UndecodableImage",
     "UserError",
     "VitrailError",
+    "listed",
     "nearest",
+    "plural",
 ]
 
 
@@ -48,11 +50,11 @@ class NonFiniteLoss(VitrailError):
 
 
 class SaveError(VitrailError):
-    """A file could not be written, for want of space or of permission."""
+    """A file could not be written because space or permission is missing."""
 
 
 class Stopped(VitrailError):
-    """The run was asked to stop, saved a checkpoint in its folder `run`, and can go on."""
+    """The run was asked to stop. It saved a checkpoint in its folder `run` and can be resumed."""
 
     exit_code = 75
 
@@ -62,13 +64,13 @@ class Stopped(VitrailError):
 
 
 class UserError(VitrailError, ValueError):
-    """Wrong usage or wrong input: the user can mend it."""
+    """Wrong usage or wrong input, which the user can correct."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A setting is out of its range, unknown, or at odds with another."""
+    """A setting is out of range, unknown, or in conflict with another setting."""
 
 
 class DataError(UserError):
@@ -76,7 +78,7 @@ class DataError(UserError):
 
 
 class UndecodableImage(DataError):
-    """One image is not an image, is cut short, or claims to be too large."""
+    """A file is not an image, is truncated, or declares too many pixels."""
 
 
 class RunError(UserError):
@@ -84,16 +86,28 @@ class RunError(UserError):
 
 
 class BundleError(UserError):
-    """A model on disk is missing a file, was altered, or does not fit."""
+    """A model on disk lacks a file, was altered, or does not fit its use."""
 
 
 class DestinationError(UserError):
-    """A path that is to be written exists already and may not be replaced."""
+    """An output path exists already and may not be replaced."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the closest choices, or else all of them."""
+    """Return the end of a message about an unknown name: the closest choices, or all choices if none is close."""
     names = list(choices)
     likeness = {name: difflib.SequenceMatcher(None, value.lower(), name.lower()).ratio() for name in names}
     close = sorted((name for name in names if likeness[name] >= 0.5), key=likeness.__getitem__, reverse=True)[:3]
     return f"nearest: {', '.join(close)}" if close else f"choices: {', '.join(names)}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun in the singular or plural, such as "1 image", "1,200 images" or "2 classes"."""
+    many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else many}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return names joined by commas. More than `most` names are shortened, such as "a, b, c, d, e and 12 more"."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"

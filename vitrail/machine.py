@@ -1,4 +1,4 @@
-"""What this machine is and has: device, number formats, memory, versions."""
+"""The machine that the process runs on: device, number formats, memory and versions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "Precision",
     "TrainingPrecision",
     "autocast",
+    "available_memory",
     "cpu_name",
     "describe",
     "has_bf16_matrix_units",
@@ -29,13 +30,14 @@ __all__ = [
 ]
 
 Precision = Literal["auto", "bf16", "float32"]
-"""Number format of matrix products; "auto" is bf16 where the processor has matrix units for it, else float32."""
+"""Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32."""
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
-"""The same for training, where "float8" is of the dense layers in blocks (`models/float8.py`), and bf16 of the rest."""
+"""Number format of matrix products during training. "float8" applies to the dense layers in blocks
+(`models/float8.py`); all other products then use bf16."""
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto" is the first GPU that is there, else the CPU. Raises `ConfigError`."""
+    """Return the device called `name`, where "auto" is the first GPU, else the CPU. Raises `ConfigError`."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -50,7 +52,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def has_bf16_matrix_units(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 beat float32: CUDA from Ampere, AMX, AVX512-BF16, Arm's bf16."""
+    """Return True if the device has matrix units for bfloat16: CUDA from Ampere on, AMX, AVX512-BF16 or Arm's bf16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
@@ -65,9 +67,9 @@ def has_bf16_matrix_units(device: torch.device) -> bool:
 
 
 def resolve_precision(precision: TrainingPrecision, device: torch.device) -> TrainingPrecision:
-    """What "auto" stands for on this device: "bf16" where the processor has matrix units for it, else "float32".
+    """Return the precision with "auto" resolved: "bf16" if the device has matrix units for it, else "float32".
 
-    Raises `ConfigError` for "float8" on a device that cannot multiply such numbers.
+    Raises `ConfigError` for "float8" on a device that cannot multiply 8-bit floating-point numbers.
     """
     if precision == "float8":
         _check_float8(device)
@@ -77,7 +79,7 @@ def resolve_precision(precision: TrainingPrecision, device: torch.device) -> Tra
 
 
 def _check_float8(device: torch.device) -> None:
-    """Raises `ConfigError` unless the device multiplies 8-bit floating-point numbers: CUDA does from capability 8.9."""
+    """Raise `ConfigError` unless the device multiplies 8-bit floating-point numbers (CUDA capability 8.9 or more)."""
     try:
         one = torch.ones((), device=device)
         square = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
@@ -85,23 +87,26 @@ def _check_float8(device: torch.device) -> None:
     except (RuntimeError, NotImplementedError, TypeError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"precision='float8' needs CUDA of compute capability 8.9 or more, and {device.type!r} here cannot do it "
-            f"({reason}); choices: 'auto', 'bf16', 'float32'"
+            "precision='float8' needs CUDA of compute capability 8.9 or more, and the device "
+            f"{device.type!r} cannot multiply 8-bit numbers ({reason}); choices: 'auto', 'bf16', 'float32'"
         ) from None
 
 
 def autocast(precision: TrainingPrecision, device: torch.device) -> torch.autocast:
-    """A context in which products run in bfloat16 (or nothing changes). Weights, their gradients and the optimiser's
-    state stay in float32: the master copy is the weights themselves."""
+    """Return a context in which matrix products run in bfloat16; for "float32" it changes nothing.
+
+    Weights, gradients and the optimizer's state stay in float32, so the weights are their own master copy.
+    """
     return torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "float8"))
 
 
 def keep_freed_memory() -> bool:
-    """Has this process keep the memory that it frees, for itself; returns whether its C library can (glibc).
+    """Make this process keep the memory that it frees, and return True if its C library (glibc) supports that.
 
-    A step frees what the next one allocates. By default glibc hands it back to the system in between, which gives it
-    back page by page, zeroed: 80,000 page faults in a step of ViT-S/16, 12 % of the step, 20 % for the smallest
-    networks (docs/performance.md). Nothing is handed back from here on, so this is for processes that compute.
+    Each training step frees the memory that the next step allocates. By default glibc returns it to the system in
+    between, and the system zeroes it page by page: 80,000 page faults in a step of ViT-S/16, which are 12 % of its
+    time, and 20 % for the smallest networks (docs/performance.md). After this call the process returns no memory
+    to the system until it exits.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
@@ -111,11 +116,11 @@ def keep_freed_memory() -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has held: on the GPU where it computes on one, else resident in main memory."""
+    """Return the peak bytes that this process has held: allocated on the GPU for CUDA, else resident in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        with open("/proc/self/status", encoding="utf-8") as file:  # getrusage would count the parent's memory in
+        with open("/proc/self/status", encoding="utf-8") as file:  # getrusage would include the parent's memory
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -123,7 +128,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def total_memory() -> int:
-    """Bytes of memory of the device that "auto" stands for: the GPU's own, else the machine's, or its container's."""
+    """Return the bytes of memory of the device "auto": the GPU's memory, else the machine's or its container's."""
     device = pick_device()
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -137,8 +142,23 @@ def total_memory() -> int:
     return installed
 
 
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that a new process can allocate on the device without displacing other processes.
+
+    Raises `ConfigError` if the operating system does not report free memory.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        raise ConfigError("the free memory is unknown: this system has no /proc/meminfo; set --memory-limit") from None
+    return free if torch.cuda.is_available() else min(free, total_memory())
+
+
 def cpu_name() -> str:
-    """The processor's name as the operating system gives it."""
+    """Return the processor's name as the operating system reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
@@ -150,7 +170,7 @@ def cpu_name() -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Machine and versions, for the record of a run."""
+    """Return the machine and the package versions, for the record of a run."""
     packages = ("vitrail", "torch", "numpy", "grain", "pillow")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),

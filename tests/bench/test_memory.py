@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from vitrail.bench.contenders import OURS, Entry
-from vitrail.bench.memory import available_memory, find_largest, largest_batch, measure_memory
+from vitrail.bench.memory import find_largest, largest_batch, measure_memory
 from vitrail.bench.workload import Format, Workload
 from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
@@ -94,7 +93,3 @@ def test_a_limit_on_the_process_limits_the_batch(tiny_work: Callable[..., Worklo
     found = largest_batch(work, taken + 40_000_000)
     assert found.limit - found.left == pytest.approx(taken, rel=0.1)
     assert 1 <= found.batch <= 2 * found.predicted and 2 <= found.predicted <= 100
-
-
-def test_free_memory_is_less_than_all() -> None:
-    assert available_memory(torch.device("cpu")) > 0

@@ -204,7 +204,8 @@ def test_without_parquet_the_conversion_is_read(
     hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(NAME, {"data.zip": b"zip", "README.md": card("config_name: c\n  data_files: data.zip")})
-    assert "has no files of .parquet (README.md, data.zip), and the hub's own conversion cannot be had" in message(SPEC)
+    expected = "has no .parquet files (it holds: README.md, data.zip), and the hub's own conversion is not available"
+    assert expected in message(SPEC)
     hub.repositories[NAME].commit(
         {"default/partial-train/0000.parquet": parquet([0, 1]), "default/test/0000.parquet": parquet([1])}, CONVERTED
     )

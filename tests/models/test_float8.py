@@ -192,6 +192,6 @@ def test_a_device_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_precision("float8", torch.device("cpu"))
     assert str(caught.value) == (
-        "precision='float8' needs CUDA of compute capability 8.9 or more, and 'cpu' here cannot do it (only on devices "
-        "with compute capability >= 8.9); choices: 'auto', 'bf16', 'float32'"
+        "precision='float8' needs CUDA of compute capability 8.9 or more, and the device 'cpu' cannot multiply 8-bit "
+        "numbers (only on devices with compute capability >= 8.9); choices: 'auto', 'bf16', 'float32'"
     )

@@ -18,11 +18,11 @@ from vitrail.bench.contenders import OURS, Entry, make_step
 from vitrail.bench.processes import ProcessKilled, Worker
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
-from vitrail.machine import keep_freed_memory, peak_memory, total_memory
+from vitrail.machine import available_memory, keep_freed_memory, peak_memory
 from vitrail.models.footprint import training_bytes
 from vitrail.models.vit import ViTConfig
 
-__all__ = ["LargestBatch", "available_memory", "find_largest", "largest_batch", "measure_memory"]
+__all__ = ["LargestBatch", "find_largest", "largest_batch", "measure_memory"]
 
 STEPS = 2
 """The second step finds the optimiser's state in memory."""
@@ -88,18 +88,6 @@ def find_largest(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that a new process can take without pushing others out. Raises `ConfigError` where nothing says so."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="utf-8") as file:
-            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        raise ConfigError("this system does not say how much memory is free; give --memory-limit") from None
-    return free if torch.cuda.is_available() else min(free, total_memory())
 
 
 def _in_process(work: Callable[..., int], *arguments: Any) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from vitrail.data.check.report import plural
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
-from vitrail.errors import DataError
+from vitrail.errors import DataError, plural
 from vitrail.evaluation.predictions.bootstrap import LEVEL, Figure
 from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake
 from vitrail.page import figure, table, thumbnail

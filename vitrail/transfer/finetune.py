@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from vitrail.bench.memory import available_memory
 from vitrail.data.source import Source
 from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.evaluation.predictions.calibration import fit_temperature
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.evaluation.predictions.report import ClassificationReport, report
-from vitrail.machine import pick_device
+from vitrail.machine import available_memory, pick_device
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.monitoring.display import Display

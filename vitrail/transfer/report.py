@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.augmentation.augment import Augment
-from vitrail.data.check.report import plural
 from vitrail.data.source import Source
+from vitrail.errors import plural
 from vitrail.evaluation.predictions.bootstrap import LEVEL
 from vitrail.evaluation.predictions.report import ClassificationReport
 from vitrail.files import partial_path, saving

@@ -11,9 +11,10 @@ import numpy as np
 
 from vitrail.data.check.duplicates import Duplicates
 from vitrail.data.check.look import Looks, Oddity, State
-from vitrail.data.check.report import Example, Finding, Severity, Sizes, example, first, plural
+from vitrail.data.check.report import Example, Finding, Severity, Sizes, example, first
 from vitrail.data.pipeline import skips_allowed
 from vitrail.data.source import Source
+from vitrail.errors import plural
 
 __all__ = ["Examined", "image_findings", "kinds_of", "sizes_of"]
 

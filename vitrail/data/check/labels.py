@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from vitrail.data.check.report import Balance, Finding, SplitCounts, listed, plural
+from vitrail.data.check.report import Balance, Finding, SplitCounts
 from vitrail.data.source import Source, class_indices
 from vitrail.data.splits import Splits
+from vitrail.errors import listed, plural
 
 __all__ = ["balance_of", "count", "label_findings", "named_sources"]
 

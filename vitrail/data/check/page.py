@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from vitrail.data.check.labels import named_sources
-from vitrail.data.check.report import Example, Finding, Report, example, plural
+from vitrail.data.check.report import Example, Finding, Report, example
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, take_per_class
 from vitrail.data.splits import Splits
-from vitrail.errors import DataError
+from vitrail.errors import DataError, plural
 from vitrail.page import document, escape, figure, table, thumbnail
 
 __all__ = ["page"]

@@ -11,7 +11,6 @@ from vitrail.page import printable
 
 __all__ = [
     "SEVERITIES", "Balance", "Example", "Finding", "Report", "Severity", "Sizes", "SplitCounts", "example", "first",
-    "listed", "plural",
 ]  # fmt: skip
 
 Severity = Literal["error", "warning", "note"]
@@ -140,15 +139,3 @@ def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...
             break
         found.append(tuple(member for member, _ in zip(group, range(MOST_MEMBERS), strict=False)))
     return tuple(found)
-
-
-def plural(count: int, noun: str) -> str:
-    """ "1 image", "1,200 images", "2 classes"."""
-    many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{count:,} {noun if count == 1 else many}"
-
-
-def listed(names: Sequence[str], most: int = 5) -> str:
-    """ "a, b, c" of a few names; "a, b, c, d, e and 12 more" of many."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from vitrail.data.sources.parquet import SUFFIX, ParquetFile, identity_of, open_files, split_choice
 from vitrail.data.splits import SPLITS, Split, Splits, split_of
-from vitrail.errors import DataError, SaveError, nearest
+from vitrail.errors import DataError, SaveError, listed, nearest
 from vitrail.files import cache_folder
 from vitrail.hub import Repository, cached_folder, client, fetch, keep_branch, listing, parse
 
@@ -66,7 +66,7 @@ def open_hub_data(spec: str, classes: tuple[str, ...] | None) -> Splits:
     configurations, preferred = _configurations(found)
     if not configurations:
         if repository.revision != "main":
-            raise DataError(f"data {spec!r} has no files of {SUFFIX}; its files are {_few(found.names)}")
+            raise DataError(f"data {spec!r} has no files of {SUFFIX}; its files are {listed(found.names)}")
         _keep(found)
         found = _converted(found)
         configurations, preferred = _by_folder(found.names), None
@@ -129,8 +129,8 @@ def _converted(original: _Listing) -> _Listing:
         return _listing(original.repository._replace(revision=CONVERTED))
     except DataError as error:
         raise DataError(
-            f"{original.repository.title} has no files of {SUFFIX} ({_few(original.names)}), and the hub's own "
-            f"conversion cannot be had: {error}"
+            f"{original.repository.title} has no {SUFFIX} files (it holds: {listed(original.names) or 'nothing'}), and "
+            f"the hub's own conversion is not available: {error}"
         ) from None
 
 
@@ -157,7 +157,7 @@ def _files(found: _Listing, names: Sequence[str]) -> dict[str, Path]:
         folder = cached_folder(found.repository._replace(revision=found.commit), found.why)
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise DataError(
-                f"{found.repository.title} is not whole in the cache, and {found.why}: {folder} lacks {_few(missing)}"
+                f"{found.repository.title} is not whole in the cache, and {found.why}: {folder} lacks {listed(missing)}"
             )
         return {name: folder / name for name in names}
     with ThreadPoolExecutor(CONNECTIONS) as threads:
@@ -317,7 +317,3 @@ def _partial(spec: str, found: Mapping[str, list[str]]) -> list[str]:
     if not partial:
         return []
     return [f"data {spec!r}: of {', '.join(partial)} the hub has converted only the first part"]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "none"
