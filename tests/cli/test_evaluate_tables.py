@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from vitrail.cli.evaluate_tables import confusion_table, figures_table, per_class_table, suite_table
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
-from vitrail.transfer.suite import Suite, SuiteResult, Task, TaskResult
+from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult
 
 
 def shown(table: RenderableType) -> list[list[str]]:
@@ -88,7 +88,7 @@ def test_of_a_large_one_the_most_confused_pairs_are_shown() -> None:
 
 
 def test_a_suite_has_means_that_say_of_how_many_tasks() -> None:
-    tasks = [Task("one", "first"), Task("two", "first"), Task("[three]", "second")]
+    tasks = [SuiteTask("one", "first"), SuiteTask("two", "first"), SuiteTask("[three]", "second")]
     result = SuiteResult(
         Suite("both", tuple(tasks)),
         (

@@ -26,7 +26,7 @@ from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.run import train
-from vitrail.transfer.report import MOST_POINTS, write_report
+from vitrail.transfer.report import MAX_POINTS, write_report
 from vitrail.weights.bundle import Bundle
 
 EVIL = "<script>alert('1 & 2')<"
@@ -82,7 +82,7 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
     assert page.names.count("svg") == 5, "loss, accuracy, learning rate, confusion and calibration"
     assert page.names.count("rect") == len(found.confusion)
     assert page.names.count("img") == len(found.worst) > 0
-    assert "2 images left out" in page.text
+    assert "2 images skipped" in page.text
     left_out = [text for text in page.text if text.endswith("broken.png")]
     assert len(left_out) == 2 and all(LONG in name for name in left_out)
     assert "\n".join(commands) in page.text
@@ -90,8 +90,8 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
 
 
 SECTIONS = [
-    "What was done", "How it learned", "What is taken for what", "Each class, the worst first",
-    "How far to trust its probabilities", "The worst mistakes", "2 images left out", "Next",
+    "Settings", "Training curves", "Confusion matrix", "Metrics per class, worst first",
+    "Calibration", "Largest errors", "2 images skipped", "Next steps",
 ]  # fmt: skip
 
 
@@ -163,19 +163,19 @@ def source(colour_folder: Path) -> Source:
 
 
 def settings_in(text: str) -> dict[str, str]:
-    text = text[text.index("<h2>What was done") :].partition("</table>")[0]
+    text = text[text.index("<h2>Settings") :].partition("</table>")[0]
     return dict(re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td></tr>", text))
 
 
 def charts_in(text: str) -> dict[str, str]:
-    """The figures of "How it learned", by the beginning of their captions."""
-    section = text[text.index("<h2>How it learned") :].partition("<h2>What is")[0]
+    """Return the charts of "Training curves", by the first words of their captions."""
+    section = text[text.index("<h2>Training curves") :].partition("<h2>Confusion")[0]
     found = re.findall(r"<figcaption>([A-Za-z ]+)(.*?)</figure>", section, re.S)
     return dict(found)
 
 
 def ends(text: str, css: str = "one") -> list[str]:
-    """Where a line begins and ends."""
+    """Return the first and the last corner of a line and the number of its corners."""
     (path,) = re.findall(rf'class="line {css}" d="([^"]*)"', text)
     corners = re.findall(r"[ML][\d. ]+", path)
     return [corners[0], corners[-1], str(len(corners))]
@@ -194,21 +194,21 @@ def test_settings_that_matter(written: Callable[..., str]) -> None:
     found = settings_in(text)
     assert re.fullmatch(r"google/vit, [\d,]+ parameters", found.pop("model"))
     assert found == {
-        "trained": "the last 2 blocks and the head",
+        "trained weights": "the last 2 blocks and the head",
         "data": "flowers: 320 train, 40 validation images of 2 classes",
         "image size": "14 x 21 pixels (height x width)",
-        "steps": "100 of 32 images: 10.0 passes over the training images",
-        "optimiser": "SGD with momentum 0.9, weight decay 0.05",
-        "learning rate": "0.003, cosine, warm-up 10% of the steps; of each block 0.75 times that of the block above it",
+        "steps": "100 with a batch size of 32 (10.0 epochs)",
+        "optimizer": "SGD with momentum 0.9, weight decay 0.05",
+        "learning rate": "0.003, cosine, warm-up 10% of the steps, layer decay 0.75",
         "augmentation": "crop area 0.3 1.0, flip, mixup 0.2",
-        "averaging": "running mean of the weights, decay 0.999",
+        "averaging": "exponential moving average of the weights, decay 0.999",
         "label smoothing": "0.1",
         "class weights": "balanced",
-        "kept": "the best weights, of step 30",
+        "saved weights": "the best ones, of step 30",
         "precision": "bf16",
         "seed": "7",
-        "ended early": "after step 60: 3 evaluations were no better",
-        "took": "2 min on X: 1,234 images/s, 1.00 GiB of memory at the peak",
+        "stopped early": "after step 60: 3 evaluations without improvement",
+        "time": "2 min on X, 1,234 images/s, peak memory 1.00 GiB",
     }
     assert "google/vit, fine-tuned on flowers." in text and '<p class="dim">cut.</p>' in text
 
@@ -218,21 +218,21 @@ def test_settings_that_matter(written: Callable[..., str]) -> None:
     [
         ({"init": "x", "train_blocks": 0}, "the head"),
         ({"init": "x", "train_blocks": 1}, "the last 1 block and the head"),
-        ({"init": "x", "lora_rank": 4}, "the head, and changes of rank 4 to query, value of each block"),
-        ({}, "all weights"),
+        ({"init": "x", "lora_rank": 4}, "the head, and LoRA of rank 4 on query, value of each block"),
+        ({}, "all"),
     ],
 )
 def test_which_weights_moved(written: Callable[..., str], fields: dict[str, Any], trained: str) -> None:
-    assert settings_in(written(**fields))["trained"] == trained
+    assert settings_in(written(**fields))["trained weights"] == trained
 
 
 def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
     text = written(flip=False, keep="last", validation_share=0.0, evaluations=0, split="test")
     found = settings_in(text)
     assert found["augmentation"] == "none"
-    assert not {"averaging", "label smoothing", "class weights", "kept", "ended early", "took"} & {*found}
-    assert "How it learned" not in text and "chose which weights" not in text and "left out" not in text
-    assert "<h2>Next" not in text
+    assert not {"averaging", "label smoothing", "class weights", "saved weights", "stopped early", "time"} & {*found}
+    assert "Training curves" not in text and "best weights" not in text and "skipped" not in text
+    assert "<h2>Next steps" not in text
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_what_is_off_is_left_out(written: Callable[..., str]) -> None:
 )
 def test_durations(written: Callable[..., str], seconds: float, shown: str) -> None:
     event = {"step": 1, "seconds": seconds, "images_per_second": 1.0, "peak_memory_bytes": 0.0}
-    assert settings_in(written([("finished", event)]))["took"].startswith(f"{shown} on X")
+    assert settings_in(written([("finished", event)]))["time"].startswith(f"{shown} on X,")
 
 
 def test_a_figure_that_chose_the_weights_says_so(written: Callable[..., str]) -> None:
-    assert "The same images chose which weights to keep" in written(keep="best")
+    assert "The best weights were chosen on the same images" in written(keep="best")
 
 
 def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
@@ -263,16 +263,16 @@ def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
     assert charts["Learning rate"].startswith(", in 10⁻⁴<") and ">3<" in charts["Learning rate"]
     assert 'aria-label="Learning rate: 0.0001 at step 10, 0 at step 100."' in charts["Learning rate"]
     accuracy = charts["Validation accuracy"]
-    assert "50 at step 20, 80 at step 100." in accuracy and ">last, kept: 80.00%</text>" in accuracy
-    assert ends(accuracy)[2] == "2" and "line two" not in accuracy and "key" not in accuracy
+    assert "50 at step 20, 80 at step 100." in accuracy and ">last, saved: 80.00%</text>" in accuracy
+    assert ends(accuracy)[2] == "2" and "line two" not in accuracy and "legend" not in accuracy
 
 
 def test_averaged_weights_come_first(written: Callable[..., str]) -> None:
     events = [one for at in (50, 100) for one in (evaluation(at, at / 200), evaluation(at, at / 150, "averaged"))]
     accuracy = charts_in(written(events, kept=50))["Validation accuracy of the weights"]
-    assert '<span class="key one">averaged</span> <span class="key two">trained</span>' in accuracy
+    assert '<span class="legend one">averaged</span> <span class="legend two">trained</span>' in accuracy
     assert "averaged weights: 33.33 at step 50, 66.67 at step 100." in accuracy
-    assert ">best, kept: 33.33%</text>" in accuracy
+    assert ">best, saved: 33.33%</text>" in accuracy
     heights = [
         [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", line)]
         for line in re.findall(r' d="(M[^"]*L[^"]*)"', accuracy)
@@ -288,9 +288,9 @@ def test_without_a_measurement_of_the_kept_step_none_is_marked(written: Callable
 
 
 def test_long_runs_are_averaged(written: Callable[..., str]) -> None:
-    events = [step(number, float(number % 2)) for number in range(5 * MOST_POINTS)]
+    events = [step(number, float(number % 2)) for number in range(5 * MAX_POINTS)]
     loss = charts_in(written(events))["Training loss"]
-    assert loss.startswith(", means of 5 reports<") and int(ends(loss)[2]) == MOST_POINTS
+    assert loss.startswith(", means of 5 reports<") and int(ends(loss)[2]) == MAX_POINTS
     heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", loss.partition('class="line')[2])]
     assert 0 < max(heights) - min(heights) < 50, "0 and 1 in turn are about a half"
 
@@ -309,7 +309,7 @@ def test_what_was_left_out_is_named_with_its_split(written: Callable[..., str]) 
     events = [skipped("a"), skipped("b"), checkpoint, skipped("a"), skipped("c"), checkpoint]
     events += [skipped("a"), evaluation(10, 0.5, kept=True), skipped("b"), evaluation(10, 0.5, kept=True, split="test")]
     text = written(events)
-    assert "<h2>5 images left out</h2>" in text
+    assert "<h2>5 images skipped</h2>" in text
     found = re.findall(r"<tr><td>(\w)</td><td>is &lt;cut&gt; short</td><td>(\w+)</td></tr>", text)
     assert found == [("a", "train"), ("b", "train"), ("c", "train"), ("a", "validation"), ("b", "test")]
 
@@ -320,14 +320,14 @@ def test_what_only_the_report_left_out_is_named_too(
     folder, bundle = run([skipped("a")])
     found = replace(measured, skipped=(Skipped("a", "is gone"), Skipped("b", "is gone")))
     text = write_report(folder, bundle, source, "test", found).read_text()
-    assert "<h2>3 images left out</h2>" in text
+    assert "<h2>3 images skipped</h2>" in text
     for row in ("a</td><td>is &lt;cut&gt; short</td><td>train", "a</td><td>is gone</td><td>test", "b</td><td>is gone"):
         assert f"<tr><td>{row}</td>" in text
 
 
 def test_of_many_that_were_left_out_some_are_named(written: Callable[..., str]) -> None:
     text = written([skipped(f"{at % 60}.png") for at in range(120)])
-    assert "<h2>60 images left out</h2>" in text and "and 10 more; journal.jsonl names them." in text
+    assert "<h2>60 images skipped</h2>" in text and "and 10 more, which journal.jsonl names." in text
     assert len(re.findall(r"<td>\d+\.png</td>", text)) == 50
 
 

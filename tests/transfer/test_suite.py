@@ -29,14 +29,14 @@ k = [1]
 name = "near"
 group = "here"
 data = "near"
-held_out_share = 0.3
+held_out_fraction = 0.3
 
 [[tasks]]
 name = "drawn"
 group = "fractals"
 data = "fractals:3:12:0:16"
 train = "[:18]"
-held_out_share = 0.4
+held_out_fraction = 0.4
 evaluators.linear.penalties = [0.1, 1]
 
 [[tasks]]
@@ -87,7 +87,7 @@ def test_every_suite_in_the_package_can_be_read() -> None:
         assert suite.name == name and suite.about
         for task in suite.tasks:
             assert task.data or task.where
-            assert suite.measures(task), path
+            assert suite.evaluators_for(task), path
 
 
 def test_vtab_has_its_nineteen_tasks_of_1000_images_of_which_200_choose() -> None:
@@ -95,7 +95,10 @@ def test_vtab_has_its_nineteen_tasks_of_1000_images_of_which_200_choose() -> Non
     groups = [task.group for task in suite.tasks]
     assert [groups.count(group) for group in ("natural", "specialised", "structured")] == [7, 4, 8]
     assert {task.train for task in suite.tasks} == {"[:1000]"}
-    assert suite.measures(suite.tasks[0])["linear"] == evaluators_of("linear", {"linear": {"held_out": 0.2}})["linear"]
+    assert (
+        suite.evaluators_for(suite.tasks[0])["linear"]
+        == evaluators_of("linear", {"linear": {"held_out": 0.2}})["linear"]
+    )
 
 
 def test_the_papers_table_has_six() -> None:
@@ -117,12 +120,12 @@ def test_tasks_are_measured_as_evaluators_do_and_others_left_out(bundle: Bundle,
     splits = open_data(str(file.parent / "near"), validation_share=0.3)
     assert splits.validation is not None
     known = evaluators_of("knn", {"knn": {"k": [1]}})
-    assert near.figures == measure(known, Outputs(bundle), splits.train, splits.validation)
+    assert near.metrics == measure(known, Outputs(bundle), splits.train, splits.validation)
     splits = open_data("fractals:3:12:0:16[:18]", validation_share=0.4)
     assert splits.validation is not None
     known = evaluators_of("linear", {"linear": {"penalties": [1.0, 0.1]}})
-    assert drawn.figures == measure(known, Outputs(bundle), splits.train, splits.validation)
-    assert drawn.figures["training_images"] == 18
+    assert drawn.metrics == measure(known, Outputs(bundle), splits.train, splits.validation)
+    assert drawn.metrics["training_images"] == 18
     assert far.reason == "ask the one who took the pictures"
     assert gone.reason is not None and "'no/such/folder' does not exist" in gone.reason
     assert any(note.startswith("drawn: 18 of ") for note in notes)
@@ -147,8 +150,8 @@ def test_means_say_of_how_many_tasks_they_are(file: Path) -> None:
     plain = json.loads(json.dumps(suite_as_plain(result)))
     assert plain["all"]["knn_1"] == {"mean": 0.75, "tasks": 3}
     assert plain["groups"]["here"]["linear"] == {"mean": 0.25, "tasks": 1}
-    assert plain["tasks"]["gone"] == {"group": "fractals", "left_out": "gone"}
-    assert plain["tasks"]["near"]["figures"]["images"] == 3
+    assert plain["tasks"]["gone"] == {"group": "fractals", "skipped": "gone"}
+    assert plain["tasks"]["near"]["metrics"]["images"] == 3
 
 
 def test_strictly_a_task_that_is_not_there_is_an_error(bundle: Bundle, file: Path) -> None:
@@ -165,7 +168,7 @@ def test_a_task_that_cannot_be_measured_is_left_out_with_the_reason(bundle: Bund
 def test_a_suite_of_which_nothing_can_be_measured_is_an_error(bundle: Bundle, file: Path) -> None:
     suite = read_suite(written(file, 'data = "near"', 'data = "nearer"'))
     written(file, "fractals:3:12:0:16", "nor/this")
-    with pytest.raises(DataError, match=r"no task of the suite colours could be measured:\n  near: .*\n  drawn: "):
+    with pytest.raises(DataError, match=r"suite colours: no task could be measured:\n  near: .*\n  drawn: "):
         run_suite(Outputs(bundle), read_suite(file))
     assert suite.tasks[0].data == "nearer"
 
@@ -174,7 +177,7 @@ def test_a_folder_named_by_data_comes_first(bundle: Bundle, file: Path, tmp_path
     make_colour_folder(tmp_path / "data" / "far", images=20)
     result = run_suite(Outputs(bundle), read_suite(file), folder=tmp_path / "data")
     assert [row.reason is None for row in result.rows] == [True, True, True, False]
-    assert result.rows[2].figures["images"] + result.rows[2].figures["training_images"] == 60
+    assert result.rows[2].metrics["images"] + result.rows[2].metrics["training_images"] == 60
 
 
 def test_a_suite_that_is_run_again_takes_features_from_the_cache(bundle: Bundle, file: Path, tmp_path: Path) -> None:
@@ -186,7 +189,7 @@ def test_a_suite_that_is_run_again_takes_features_from_the_cache(bundle: Bundle,
 
 
 def test_a_split_that_is_asked_for_must_be_there(bundle: Bundle, file: Path) -> None:
-    written(file, "held_out_share = 0.3", 'held_out_share = 0.3\nsplit = "test"')
+    written(file, "held_out_fraction = 0.3", 'held_out_fraction = 0.3\nsplit = "test"')
     assert "has no test split" in str(run_suite(Outputs(bundle), read_suite(file)).rows[0].reason)
 
 
@@ -200,11 +203,15 @@ def test_a_split_that_is_asked_for_must_be_there(bundle: Bundle, file: Path) -> 
         ('name = "colours"', 'nam = "colours"', r"colours.toml: unknown field 'nam'; nearest: name"),
         ("k = [1]", "kk = [1]", r"colours.toml: task near: evaluator knn: unknown field 'kk'; nearest: k"),
         ("[evaluators.knn]", "[evaluators.kn]", r"task near: unknown evaluator 'kn'; nearest: knn"),
-        ("[evaluators.knn]\nk = [1]", "", r"task near: it has no evaluators, and the suite names none for all tasks"),
-        ('name = "drawn"', 'name = "near"', r"colours.toml has two tasks with the name 'near'"),
-        ('data = "near"', "data = 7", r"colours.toml: task near: Task: .*data"),
-        ('name = "colours"', "name = ", r"colours.toml is not a TOML file"),
-        ('group = "here"', 'group = "here"\nsplit = "tset"', r"colours.toml: task near: Task: .*split"),
+        (
+            "[evaluators.knn]\nk = [1]",
+            "",
+            r"task near: neither the task nor the suite has evaluators; add a table",
+        ),
+        ('name = "drawn"', 'name = "near"', r"colours.toml: two tasks have the name 'near'; give each"),
+        ('data = "near"', "data = 7", r"colours.toml: task near: SuiteTask: .*data"),
+        ('name = "colours"', "name = ", r"colours.toml: the suite is not valid TOML"),
+        ('group = "here"', 'group = "here"\nsplit = "tset"', r"colours.toml: task near: SuiteTask: .*split"),
     ],
 )
 def test_a_wrong_file_is_explained(file: Path, old: str, new: str, message: str) -> None:
@@ -213,12 +220,12 @@ def test_a_wrong_file_is_explained(file: Path, old: str, new: str, message: str)
 
 
 def test_a_suite_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'vtab' is neither a suite \(nearest: vtab-1k"):
+    with pytest.raises(ConfigError, match=r"suite 'vtab' does not exist \(nearest: vtab-1k.*TASKS\.toml"):
         read_suite("vtab")
-    with pytest.raises(ConfigError, match=r"cannot read the suite .*none.toml: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"none.toml: the suite cannot be read: No such file or directory"):
         read_suite(tmp_path / "none.toml")
     (tmp_path / "empty.toml").write_text('name = "empty"\ntasks = []')
-    with pytest.raises(ConfigError, match=r"empty.toml has no tasks; each is a table \[\[tasks\]\]"):
+    with pytest.raises(ConfigError, match=r"empty.toml: the suite has no tasks; add tables \[\[tasks\]\]"):
         read_suite(tmp_path / "empty.toml")
 
 

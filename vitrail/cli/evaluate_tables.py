@@ -113,10 +113,10 @@ def suite_table(result: SuiteResult) -> Table:
     for column in columns:
         table.add_column(_named(column), justify="right")
     for group in result.groups():
-        for row in result.of(group):
-            cells = [_value(name, row.figures[name]) if name in row.figures else "-" for name in columns]
+        for row in result.in_group(group):
+            cells = [_value(name, row.metrics[name]) if name in row.metrics else "-" for name in columns]
             table.add_row(escape(row.task.name), *cells)
-        cells = [_mean(name, means[group], len(result.of(group))) for name in columns]
+        cells = [_mean(name, means[group], len(result.in_group(group))) for name in columns]
         table.add_row(f"mean of {escape(group)}", *cells, style="bold")
         table.add_section()
     cells = [_mean(name, means[None], len(result.rows)) for name in columns]

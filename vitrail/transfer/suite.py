@@ -1,4 +1,4 @@
-"""Suites: many tasks in one file, and a model's figures on all of them in one table."""
+"""Suites: many data sets in one file, on all of which a model is measured."""
 
 from __future__ import annotations
 
@@ -16,121 +16,124 @@ from vitrail.evaluation.evaluators import Measure, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.plain import from_plain
 
-__all__ = ["Suite", "SuiteResult", "Task", "TaskResult", "read_suite", "run_suite", "suite_as_plain", "suites"]
+__all__ = ["Suite", "SuiteResult", "SuiteTask", "TaskResult", "read_suite", "run_suite", "suite_as_plain", "suites"]
 
 SUFFIX = ".toml"
 
 COUNTS = ("images", "skipped", "unlabelled", "training_images", "real_images", "linear_penalty")
-"""Figures of which a mean over tasks says nothing."""
-EXTRAS = ("_low", "_high", "_deviation")
-"""Ends of the names of what is said of another figure."""
+"""Metrics whose mean over tasks is meaningless."""
+DETAILS = ("_low", "_high", "_deviation")
+"""Suffixes of values that describe another metric: its interval and its standard deviation."""
 
 Settings = dict[str, dict[str, Any]]
-"""Evaluators by name, with their settings."""
+"""Settings of each evaluator, by the evaluator's name."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """One data set of a suite, and how it is measured."""
+class SuiteTask:
+    """One data set of a suite, and how a model is measured on it."""
 
     name: str
     group: str
     data: str = ""
-    """A data SPEC. A relative path is looked for beside the suite's file first."""
+    """A data SPEC. A relative path is looked up beside the suite's file first."""
     where: str = ""
-    """How to come by the data, where `data` cannot say it."""
+    """Tells the user how to get the data, if `data` cannot name it."""
     train: str = ""
-    """How many of the training images are learned from, like "[:1000]" or "[:10%]"; all of them without it."""
+    """The part of the training images to learn from, such as "[:1000]" or "[:10%]". By default all of them."""
     per_class: int | None = None
-    """The same for each class."""
+    """Number of training images per class to learn from. By default all of them."""
     split: Literal["held-out", "validation", "test"] = "held-out"
-    """What is measured; held-out is the test split, or else the validation split."""
-    held_out_share: float = 0.1
-    """Of the training images, to measure where the data has no other split."""
+    """The split that is measured. held-out: the test split, or the validation split if there is no test split."""
+    held_out_fraction: float = 0.1
+    """Fraction of the training images that is measured if the data has no other split."""
     evaluators: Settings = field(default_factory=dict)
-    """Those of the suite, unless given."""
+    """Evaluators of this task. By default those of the suite."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The content of a suite's file. Its evaluators are those of all tasks that name none."""
+    """The content of a suite's file. Its evaluators apply to every task that names none."""
 
     name: str
-    tasks: tuple[Task, ...]
+    tasks: tuple[SuiteTask, ...]
     about: str = ""
     evaluators: Settings = field(default_factory=dict)
 
-    def measures(self, task: Task) -> dict[str, Measure]:
-        """Raises `ConfigError` for a task without any."""
+    def evaluators_for(self, task: SuiteTask) -> dict[str, Measure]:
+        """Return the evaluators of a task. Raise `ConfigError` if there are none."""
         settings = task.evaluators or self.evaluators
         if not settings:
-            raise ConfigError("it has no evaluators, and the suite names none for all tasks")
+            raise ConfigError("neither the task nor the suite has evaluators; add a table [evaluators.NAME]")
         return evaluators_of(",".join(settings), settings)
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task."""
+    """The metrics of a task, or the reason why it was skipped."""
 
-    task: Task
-    figures: dict[str, float] = field(default_factory=dict)
-    """As evaluators name them (`evaluation.evaluators.Measure`)."""
+    task: SuiteTask
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics by the names that the evaluators give them."""
     reason: str | None = None
-    """Why it was left out; None where it was measured."""
+    """Why the task was skipped. None if it was measured."""
 
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """What became of all tasks, in their order."""
+    """The results of all tasks, in the order of the suite."""
 
     suite: Suite
     rows: tuple[TaskResult, ...]
 
     def groups(self) -> tuple[str, ...]:
-        """In the order of the tasks."""
+        """Return the names of the groups in the order of the tasks."""
         return tuple(dict.fromkeys(row.task.group for row in self.rows))
 
-    def of(self, group: str | None) -> tuple[TaskResult, ...]:
-        """The tasks of a group; None is all of them."""
+    def in_group(self, group: str | None) -> tuple[TaskResult, ...]:
+        """Return the results of a group. None stands for all tasks."""
         return tuple(row for row in self.rows if group is None or row.task.group == group)
 
     def columns(self) -> tuple[str, ...]:
-        """The figures that have a mean, in the order in which they came."""
-        names = dict.fromkeys(name for row in self.rows for name in row.figures)
-        return tuple(name for name in names if name not in COUNTS and not name.endswith(EXTRAS))
+        """Return the names of the metrics that have a mean, in order of appearance."""
+        names = dict.fromkeys(name for row in self.rows for name in row.metrics)
+        return tuple(name for name in names if name not in COUNTS and not name.endswith(DETAILS))
 
     def means(self) -> dict[str | None, dict[str, tuple[float, int]]]:
-        """By group, and over all tasks by None: each figure's mean, and the number of tasks that it is of."""
+        """Return the mean of each metric and its number of tasks, per group; the key None is the mean of all tasks."""
         result: dict[str | None, dict[str, tuple[float, int]]] = {}
         for group in (*self.groups(), None):
             result[group] = {}
             for name in self.columns():
-                if values := [row.figures[name] for row in self.of(group) if name in row.figures]:
+                if values := [row.metrics[name] for row in self.in_group(group) if name in row.metrics]:
                     result[group][name] = sum(values) / len(values), len(values)
         return result
 
 
 def suites() -> dict[str, Path]:
-    """The files of the suites that come with the package, by name."""
+    """Return the files of the suites in the package, by name."""
     folder = Path(str(importlib.resources.files("vitrail.transfer") / "suites"))
     return {path.stem: path for path in sorted(folder.glob(f"*{SUFFIX}"))}
 
 
 def read_suite(name: str | Path) -> Suite:
-    """A suite by its name or by its file, checked whole. Raises `ConfigError` where there is none, and for an unknown
-    key, evaluator or setting in it."""
+    """Return a suite by its name or its file.
+
+    Raise `ConfigError` if it does not exist or contains an unknown key, evaluator or setting.
+    """
     known = suites()
     path = known.get(str(name), Path(name).expanduser())
     if path.suffix != SUFFIX and not path.exists():
         raise ConfigError(
-            f"{str(name)!r} is neither a suite ({nearest(str(name), known)}) nor a file of tasks (TASKS{SUFFIX})"
+            f"suite {str(name)!r} does not exist ({nearest(str(name), known)}); give the name of a suite or a file "
+            f"TASKS{SUFFIX}"
         )
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the suite {path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: the suite cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not a TOML file: {error}") from error
+        raise ConfigError(f"{path}: the suite is not valid TOML: {error}") from error
     try:
         suite = from_plain(Suite, values | {"tasks": []})
     except ConfigError as error:
@@ -138,8 +141,8 @@ def read_suite(name: str | Path) -> Suite:
     suite = replace(suite, tasks=tuple(_tasks(path, suite, values.get("tasks"))))
     names = [task.name for task in suite.tasks]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{path} has two tasks with the name {repeated[0]!r}")
-    return replace(suite, tasks=tuple(_beside(task, path.parent) for task in suite.tasks))
+        raise ConfigError(f"{path}: two tasks have the name {repeated[0]!r}; give each task its own name")
+    return replace(suite, tasks=tuple(_resolved(task, path.parent) for task in suite.tasks))
 
 
 def run_suite(
@@ -148,14 +151,16 @@ def run_suite(
     *,
     folder: Path | None = None,
     strict: bool = False,
-    on_task: Callable[[Task], None] | None = None,
+    on_task: Callable[[SuiteTask], None] | None = None,
 ) -> SuiteResult:
-    """Measures a model on every task. `outputs` says how, and keeps features in its cache, so that a suite that was
-    stopped goes on where it was.
+    """Measure a model on every task.
 
-    Where `folder` has something with the name of a task in it, that is its data. A task that cannot be measured is left
-    out, with the reason; with `strict` it raises. `on_task` is told what begins. Raises `DataError` where no task could
-    be measured.
+    `outputs` computes the model's features and predictions. Its cache keeps them, so a suite that was stopped continues
+    where it was. If `folder` contains a file or folder with the name of a task, that is the task's data. A task that
+    cannot be measured is skipped with the reason; with `strict` its error is raised. `on_task` is called when a task
+    starts.
+
+    Raise `DataError` if no task could be measured.
     """
     rows = []
     for task in suite.tasks:
@@ -164,7 +169,7 @@ def run_suite(
         outputs.forget()
         try:
             train, held_out = _open(task, folder, outputs.note)
-            rows.append(TaskResult(task, measure(suite.measures(task), outputs, train, held_out)))
+            rows.append(TaskResult(task, measure(suite.evaluators_for(task), outputs, train, held_out)))
         except UserError as error:
             if strict:
                 raise type(error)(f"task {task.name}: {error}") from error
@@ -174,60 +179,60 @@ def run_suite(
     outputs.forget()
     if all(row.reason is not None for row in rows):
         reasons = "".join(f"\n  {row.task.name}: {row.reason}" for row in rows)
-        raise DataError(f"no task of the suite {suite.name} could be measured:{reasons}")
+        raise DataError(f"suite {suite.name}: no task could be measured:{reasons}")
     return SuiteResult(suite, tuple(rows))
 
 
 def suite_as_plain(result: SuiteResult) -> dict[str, Any]:
-    """What JSON can hold: the tasks' figures by name, the means by group and over all, with their numbers of tasks."""
+    """Return the result as JSON values: metrics by task, means by group and over all tasks with their task counts."""
     tasks = {
         row.task.name: {"group": row.task.group}
-        | ({"figures": row.figures} if row.reason is None else {"left_out": row.reason})
+        | ({"metrics": row.metrics} if row.reason is None else {"skipped": row.reason})
         for row in result.rows
     }
     means = {
-        group: {name: {"mean": value, "tasks": count} for name, (value, count) in figures.items()}
-        for group, figures in result.means().items()
+        group: {name: {"mean": value, "tasks": count} for name, (value, count) in metrics.items()}
+        for group, metrics in result.means().items()
     }
     over_all: Mapping[str, Any] = means.pop(None)
     return {"suite": result.suite.name, "tasks": tasks, "groups": means, "all": over_all}
 
 
-def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[Task]:
-    """The tasks of a file, one by one, so that a message says which is wrong."""
+def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[SuiteTask]:
+    """Yield the tasks of a file. Raise `ConfigError` that names the first invalid task."""
     if not tables or not isinstance(tables, list):
-        raise ConfigError(f"{path} has no tasks; each is a table [[tasks]] with a name, a group and data")
+        raise ConfigError(f"{path}: the suite has no tasks; add tables [[tasks]] with a name, a group and data")
     for number, table in enumerate(tables, start=1):
         name = table.get("name", number) if isinstance(table, dict) else number
         try:
-            task = from_plain(Task, table)
-            suite.measures(task)
+            task = from_plain(SuiteTask, table)
+            suite.evaluators_for(task)
         except ConfigError as error:
             raise ConfigError(f"{path}: task {name}: {error}") from None
         yield task
 
 
-def _beside(task: Task, folder: Path) -> Task:
-    """A relative path is that of something beside the suite's file, if it is there."""
+def _resolved(task: SuiteTask, folder: Path) -> SuiteTask:
+    """Return the task with the path of its data if that exists beside the suite's file, else unchanged."""
     path = folder / task.data
     return replace(task, data=str(path)) if task.data and path.exists() else task
 
 
-def _open(task: Task, folder: Path | None, note: Callable[[str], None]) -> tuple[Source, Source]:
-    """The images to learn from, and those to measure. Raises `DataError` where the data is not there."""
+def _open(task: SuiteTask, folder: Path | None, note: Callable[[str], None]) -> tuple[Source, Source]:
+    """Return the images to learn from and those to measure. Raise `DataError` if the data does not exist."""
     data = task.data
     if folder is not None and (own := folder / task.name).exists():
         data = str(own)
     if not data:
-        raise DataError(task.where or "the suite does not say where its data is")
+        raise DataError(task.where or "the suite does not name its data; add data or where to the task")
     spec = f"{data}{task.train}"
     splits = open_data(spec, validation_share=0.0, per_class=task.per_class)
     if splits.held_out is None:
-        splits = open_data(spec, validation_share=task.held_out_share, per_class=task.per_class)
+        splits = open_data(spec, validation_share=task.held_out_fraction, per_class=task.per_class)
     for text in splits.notes:
         note(f"{task.name}: {text}")
     found = {"held-out": splits.held_out and splits.held_out[1], "validation": splits.validation, "test": splits.test}
     held_out = found[task.split]
     if held_out is None:
-        raise DataError(f"data {data!r} has no {task.split} split")
+        raise DataError(f"data {data!r} has no {task.split} split; choose another split")
     return splits.train, held_out

@@ -1,4 +1,4 @@
-"""The parts of a page that show a report's figures, read back from the page."""
+"""The sections of a page that show a report's metrics, read back from the page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vitrail.data.source import Sample
 from vitrail.errors import UndecodableImage
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
-from vitrail.transfer import figures
-from vitrail.transfer.figures import (
+from vitrail.transfer import sections
+from vitrail.transfer.sections import (
     calibration_section,
     classes_section,
     confusion_section,
@@ -75,7 +75,7 @@ def test_the_summary_has_every_figure(table_of: Callable[..., list[list[str]]]) 
     low, high = found.accuracy.low, found.accuracy.high
     assert low is not None and high is not None
     shown = table_of(summary_section(found, "test"))
-    assert shown[0] == ["figure", "test", "95% interval"]
+    assert shown[0] == ["metric", "test", "95% interval"]
     assert shown[1] == ["accuracy", "75.00%", f"{low:.2%} to {high:.2%}"]
     assert [row[0] for row in shown[2:]] == ["balanced accuracy", "top-5 accuracy", "cross-entropy, nats"]
     assert shown[2][1] == "50.00%" and shown[3][1] == "100.00%"
@@ -89,7 +89,7 @@ def test_the_summary_of_several_labels(table_of: Callable[..., list[list[str]]])
     shown = {row[0]: row[1] for row in table_of(summary_section(found, "test"))}
     assert shown["mean average precision"] == f"{found.multi_label.mean_average_precision:.2%}"
     assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
-    assert "F1 over all answers" in shown and "accuracy" not in shown
+    assert "micro F1" in shown and "accuracy" not in shown
     nothing = replace(several(), targets=np.zeros((4, 3), np.uint8))
     assert "mean average precision" not in {row[0] for row in table_of(summary_section(report(nothing), "test"))}
 
@@ -98,7 +98,7 @@ def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[...,
     guesses = [(0, 0)] * 6 + [(0, 1)] * 2 + [(1, 0)] * 3 + [(1, 1)] + [(2, 0)] * 2 + [(3, 3)]
     text = "\n".join(confusion_section(report(made(guesses), bootstrap=0)))
     assert table_of(iter([text])) == [
-        ["class", "taken for", "images", "of the class"],
+        ["true class", "predicted as", "images", "of the class"],
         ["class 1", "class 0", "3", "75.0%"],
         ["class 2", "class 0", "2", "100.0%"],
         ["class 0", "class 1", "2", "25.0%"],
@@ -128,7 +128,7 @@ def test_a_model_without_mistakes(read_page: Callable[[str], Any]) -> None:
     found = report(made([(0, 0), (1, 1)]), bootstrap=0)
     text = "\n".join([*confusion_section(found), *mistakes_section(found, Pictures({}))])
     page = read_page(text)
-    assert "No image was taken for another class." in page.text and "There are none." in page.text
+    assert "No image was predicted as another class." in page.text and "All predictions are right." in page.text
     assert "table" not in page.names and page.names.count("rect") == 2
 
 
@@ -168,21 +168,21 @@ def test_calibration_before_and_after(table_of: Callable[..., list[list[str]]]) 
     text = "\n".join(calibration_section(found))
     before, after = found.calibration, found.scaled
     assert table_of(iter([text])) == [
-        ["figure", "as it is", "with temperature 3"],
+        ["metric", "uncalibrated", "with temperature 3"],
         ["expected calibration error", f"{before.error.value:.2%}", f"{after.error.value:.2%}"],
         ["cross-entropy, nats", f"{before.cross_entropy.value:.4f}", f"{after.cross_entropy.value:.4f}"],
         ["Brier score", f"{before.brier.value:.4f}", f"{after.brier.value:.4f}"],
     ]
-    assert f"{100 * before.error.value:.1f} points off on average, and {100 * after.error.value:.1f} with" in text
+    assert f"by {100 * before.error.value:.1f} points on average, and by {100 * after.error.value:.1f} after" in text
     assert text.count('class="dot one"') == sum(one.images > 0 for one in after.bins)
     assert text.count('class="dot two"') == sum(one.images > 0 for one in before.bins)
-    assert text.index('key one">with temperature 3<') < text.index('key two">as it is<')
+    assert text.index('legend one">with temperature 3<') < text.index('legend two">uncalibrated<')
 
 
 def test_calibration_without_a_temperature(table_of: Callable[..., list[list[str]]]) -> None:
     text = "\n".join(calibration_section(report(made([(0, 0), (1, 0)]), bootstrap=0)))
-    assert table_of(iter([text]))[0] == ["figure", "as it is"]
-    assert "temperature" not in text and 'class="dot two"' not in text and "key" not in text
+    assert table_of(iter([text]))[0] == ["metric", "uncalibrated"]
+    assert "temperature" not in text and 'class="dot two"' not in text and "legend" not in text
 
 
 class Pictures:
@@ -229,7 +229,7 @@ def test_mistakes_of_several_labels_and_long_names(read_page: Callable[[str], An
     predictions = replace(several(), classes=(long, "<b>", "c"), keys=("a/" + "y" * 200 + ".png", "b", "c", "d"))
     found = report(predictions, bootstrap=0)
     text = "\n".join(mistakes_section(found, Pictures({})))
-    assert f"true: &lt;b&gt;<br>predicted: {'x' * 30}…{'x' * 29}<br>73.1% for its likeliest class<br>b<" in text
+    assert f"true: &lt;b&gt;<br>predicted: {'x' * 30}…{'x' * 29}<br>73.1% for the likeliest class<br>b<" in text
     read_page(text)
 
 
@@ -237,4 +237,4 @@ def test_twenty_mistakes_are_shown() -> None:
     found: ClassificationReport = report(made([(0, 1)] * 30), bootstrap=0, worst=30)
     assert len(found.worst) == 30
     text = "\n".join(mistakes_section(found, Pictures({})))
-    assert text.count("<figure>") == figures.MOST_MISTAKES == 20
+    assert text.count("<figure>") == sections.MAX_MISTAKES == 20

@@ -1,0 +1,72 @@
+"""Axes of charts: their range, and ticks at round values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["UNBOUNDED", "Axis", "make_axis"]
+
+UNBOUNDED = (-math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The range of values that a chart shows, and the round values at which it has ticks."""
+
+    low: float
+    high: float
+    step: float
+    """Distance between two ticks."""
+    ticks: tuple[float, ...]
+
+    def fraction(self, value: float) -> float:
+        """Return the position of a value on the axis: 0 at the low end, 1 at the high end."""
+        return (value - self.low) / (self.high - self.low)
+
+    def label(self, tick: float, unit: str = "") -> str:
+        """Return a tick's text, with enough digits to tell it from the next tick."""
+        largest = max(abs(self.low), abs(self.high))
+        if 1e-4 <= largest < 1e7:
+            return f"{tick:,.{max(_decimals(self.step), 0)}f}{unit}"
+        return f"{tick:.{math.floor(math.log10(largest)) + _decimals(self.step) + 1}g}{unit}"
+
+
+def make_axis(
+    values: Iterable[float],
+    *,
+    round_ends: bool = True,
+    bounds: tuple[float, float] = UNBOUNDED,
+    integers: bool = False,
+    steps: int = 5,
+) -> Axis:
+    """Return an axis for finite values, with about `steps` steps of 1, 2 or 5 times a power of ten.
+
+    With `round_ends` the axis ends at ticks, otherwise at the smallest and the largest value. The axis never leaves
+    `bounds`, which contain all values. With `integers` every tick is a whole number. If all values are equal, the axis
+    extends on both sides of them.
+    """
+    found = list(values)
+    low, high = min(found), max(found)
+    if high - low <= 1e-6 * max(abs(low), abs(high)):
+        margin = max(0.1 * abs(high), 1.0 if integers or not high else 0.0)
+        low, high = max(low - margin, bounds[0]), min(high + margin, bounds[1])
+    step = _round_step((high - low) / steps)
+    step = max(step, 1.0) if integers else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    ticks = tuple(round(number * step, _decimals(step)) for number in range(first, last + 1))
+    if round_ends:
+        low, high = max(ticks[0], bounds[0]), min(ticks[-1], bounds[1])
+    return Axis(low, high, step, tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def _decimals(step: float) -> int:
+    """Return the decimal places that a step of 1, 2 or 5 times a power of ten needs; negative for steps from 10 on."""
+    return -math.floor(math.log10(step) + 1e-9)
+
+
+def _round_step(smallest: float) -> float:
+    """Return the smallest of 1, 2 and 5 times a power of ten that is at least `smallest`."""
+    power = 10.0 ** math.floor(math.log10(smallest))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= smallest * (1 - 1e-9))
