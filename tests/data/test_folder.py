@@ -112,13 +112,13 @@ def test_labels_index_the_classes_given(tree: Trees) -> None:
 
 
 def test_folders_beyond_the_classes_given_are_named(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"has classes that are not known: a, c; known are: b, d$"):
+    with pytest.raises(DataError, match=r"has unknown classes: a, c; the known classes are: b, d$"):
         FolderSource(tree("a/1.png", "b/1.png", "c/1.png"), ("b", "d"))
 
 
 def test_a_class_folder_without_images_is_named_with_the_suffixes(tree: Trees) -> None:
     root = tree("full/1.png", "bare/notes.txt")
-    with pytest.raises(DataError, match=r"class folder .*pictures/bare has no images \(\.bmp, .*\.webp\); add some"):
+    with pytest.raises(DataError, match=r"class folder .*pictures/bare has no images \(\.bmp, .*\.webp\); add images"):
         FolderSource(root)
 
 

@@ -132,14 +132,14 @@ def test_no_sample_is_a_speck_or_a_sheet() -> None:
 def test_systems_are_contractions_whatever_a_sample_scales() -> None:
     counts = set()
     for number in range(60):
-        maps, chances = system_of(0, number).maps, system_of(0, number).chances
+        maps, probabilities = system_of(0, number).maps, system_of(0, number).probabilities
         counts.add(maps.shape[1])
         linear = maps[:4].T.reshape(-1, 2, 2)
         scaled = linear[:, None] * np.stack(np.meshgrid(*[[0.8, 1.2]] * 4), -1).reshape(16, 2, 2)
         assert np.linalg.norm(scaled, 2, axis=(-2, -1)).max() < 1
         assert (np.abs(maps[4:]) <= 1).all()
         areas = np.abs(np.linalg.det(linear))
-        np.testing.assert_allclose(chances, areas / areas.sum(), rtol=1e-9)
+        np.testing.assert_allclose(probabilities, areas / areas.sum(), rtol=1e-9)
     assert counts == set(range(2, 9))
 
 
@@ -148,7 +148,7 @@ def test_points_are_those_of_a_walk() -> None:
     system, side = system_of(0, 1), 64
     random = np.random.default_rng(0)
     x, walk = np.zeros(2), []
-    for letter in random.choice(len(system.chances), 40_000, p=system.chances):
+    for letter in random.choice(len(system.probabilities), 40_000, p=system.probabilities):
         a, b, c, d, e, f = system.maps[:, letter]
         x = np.array([a * x[0] + b * x[1] + e, c * x[0] + d * x[1] + f])
         walk.append(x)
@@ -215,7 +215,7 @@ def test_specs_are_read(spec: str, expected: tuple[int, ...]) -> None:
     [
         ("fractals:1:5", "classes=1 is not from 2 to 2,147,483,647"),
         ("fractals:2:0", "samples=0 is not from 1 to 2,147,483,647"),
-        ("fractals:2:1073741824", "2,147,483,648 images; at most 2,147,483,647"),
+        ("fractals:2:1073741824", "2,147,483,648 images; the maximum is 2,147,483,647"),
         ("fractals:99999999999:1", "classes=99999999999 is not from 2"),
         ("fractals:2:1:4294967296", "seed=4294967296 is not from 0 to 4,294,967,295"),
         ("fractals:2:1:0:0", "size=0 is not from 1 to 1,024"),

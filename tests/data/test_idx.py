@@ -65,18 +65,18 @@ def test_what_is_not_idx_is_refused_with_its_beginning(tmp_path: Path, data: byt
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ("00000803 00000001", r"\(1,\), and 0 bytes follow"),
-        ("00000803 00000001 00000002", r"\(1, 2\), and 0 bytes follow"),
-        ("00000802 00000002 00000002 010203", r"\(2, 2\), and 3 bytes follow"),
-        ("00000801 00000002 010203", r"\(2,\), and 3 bytes follow"),
-        ("00000802 ffffffff ffffffff 01", r"\(4294967295, 4294967295\), and 1 bytes follow"),
+        ("00000803 00000001", r"\(1,\), but 0 bytes follow"),
+        ("00000803 00000001 00000002", r"\(1, 2\), but 0 bytes follow"),
+        ("00000802 00000002 00000002 010203", r"\(2, 2\), but 3 bytes follow"),
+        ("00000801 00000002 010203", r"\(2,\), but 3 bytes follow"),
+        ("00000802 ffffffff ffffffff 01", r"\(4294967295, 4294967295\), but 1 bytes follow"),
     ],
     ids=["header cut", "header cut later", "a byte short", "a byte long", "huge"],
 )
 def test_sizes_that_do_not_fit_are_damage(tmp_path: Path, data: str, says: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes.fromhex(data))
-    with pytest.raises(DataError, match=rf"file is damaged: its header says {says}$"):
+    with pytest.raises(DataError, match=rf"file is damaged: its header states the shape {says}$"):
         read_idx(path)
 
 
@@ -119,7 +119,9 @@ def test_arrays_that_do_not_pair_up_are_refused(
     tmp_path: Path, write_idx: Write, images: tuple[int, ...], labels: tuple[int, ...]
 ) -> None:
     paths = write_idx(tmp_path / "i", np.zeros(images)), write_idx(tmp_path / "l", np.zeros(labels))
-    with pytest.raises(DataError, match=r"images are \(n, height, width\) and labels \(n,\) with the same n") as caught:
+    with pytest.raises(
+        DataError, match=r"images must be \(n, height, width\) and labels \(n,\) with the same n"
+    ) as caught:
         IdxSource(*paths)
     assert str(images) in str(caught.value) and str(labels) in str(caught.value)
 

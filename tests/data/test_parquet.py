@@ -227,7 +227,7 @@ def test_words_are_classes_in_their_order(tmp_path: Path, pictures: list[bytes],
     splits = open_parquet(tmp_path, given)
     assert splits.classes == given and labels_of(splits.train) == [1, 3, 0, None, 3]
     write(tmp_path / "test.parquet", {"image": images(pictures[:2]), "label": column("tulip", "fern")})
-    assert "its test split has classes that are not known: fern; known are: daisy, rose, tulip" in message(tmp_path)
+    assert "the test split has unknown classes: fern; the known classes are: daisy, rose, tulip" in message(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int8()), pa.list_(pa.int64(), 2)], ids=str)
@@ -292,7 +292,7 @@ def test_a_models_classes(tmp_path: Path, pictures: list[bytes]) -> None:
     )
     splits = open_parquet(path, ("y", "z", "x"))
     assert splits.classes == ("y", "z", "x") and labels_of(splits.train) == [2, 0, None]
-    assert "classes that are not known: y; known are: x, z" in message(path, ("x", "z"))
+    assert "unknown classes: y; the known classes are: x, z" in message(path, ("x", "z"))
     path = write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": [0, 1, 2]})
     assert open_parquet(path, ("y", "z", "x")).classes == ("y", "z", "x")
     assert "has the label 2; the 2 classes are numbered from 0" in message(path, ("x", "z"))
@@ -430,7 +430,7 @@ def test_damage_to_what_was_laid_out(tmp_path: Path, pictures: list[bytes], cach
     (laid_out,) = cache.iterdir()
     whole = laid_out.read_bytes()
     laid_out.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="it is cut short"):
+    with pytest.raises(DataError, match="the file is truncated"):
         source[29]
     assert open_parquet(path, None).train[29].image == pictures[29] and laid_out.read_bytes() == whole
     laid_out.unlink()
@@ -566,11 +566,11 @@ def test_no_rows(tmp_path: Path) -> None:
         ([[0], [1, 2]], "ab", "row 1: the label 2 in column"),
         ([0, 2**40], "ab", "row 1: the label 1099511627776 in column"),
         ([0, 2**31], "", "row 1: the label 2147483648 in column"),
-        ([0, 123_456], "", "go up to 123,456 and have no names, so they are not numbers of classes"),
+        ([0, 123_456], "", "the labels have no names and go up to 123,456, so they are not class numbers"),
         ([0.0, 1.5], "", "column 'label' is of type double, which is no label"),
         ([{"a": 1}] * 2, "", "column 'label' is of type struct<a: int64>, which is no label"),
         ([[["a"]]] * 2, "", "which is no label"),
-        ([0, 1], ["a\n", "b"], "classes whose names cannot be written down: ['a\\n']"),
+        ([0, 1], ["a\n", "b"], "classes with unprintable names: ['a\\n']"),
     ],
 )
 def test_bad_labels(tmp_path: Path, pictures: list[bytes], labels: Any, names: Any, expected: str) -> None:
@@ -589,12 +589,12 @@ def test_files_that_disagree(tmp_path: Path, pictures: list[bytes], second: str)
 
     two = images(pictures[:2])
     write(tmp_path / "train-0.parquet", {"image": two, "label": [0, 1]}, {"label": class_label("a", "b")})
-    assert "name different classes: " in text({"image": two, "label": [0, 1]}, {"label": class_label("a", "c")})
+    assert "state different classes: " in text({"image": two, "label": [0, 1]}, {"label": class_label("a", "c")})
     assert re.search(
         r"class 1 is '[bc]' and '[bc]'", text({"image": two, "label": [0, 1]}, {"label": class_label("a", "c")})
     )
-    assert re.search("[23] and [23] of them", text({"image": two, "label": [0, 1]}, {"label": class_label(*"abc")}))
-    for kind, labels in {"numbers": [0, 1], "lists of numbers": [[0], [1]], "words": ["a", "b"]}.items():
+    assert re.search("[23] names and [23] names", text({"image": two, "label": [0, 1]}, {"label": class_label(*"abc")}))
+    for kind, labels in {"numbers": [0, 1], "lists of numbers": [[0], [1]], "text": ["a", "b"]}.items():
         expected = f"labels of different kinds: {kind} and numbers with names"
         assert expected in text({"image": two, "label": labels})
     assert "has no column 'image'" in text({"img": two, "label": [0, 1]})

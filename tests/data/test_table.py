@@ -140,7 +140,7 @@ def test_a_million_rows_would_list_each_folder_once(
         (("path,label", "4.jpg,", "a/1.jpg,"), r"has no labels to learn from: all of them are empty"),
         (("path,label,split", "4.jpg,x,dev"), r"line 2: the split 'dev' is not one of train, val, test"),
         (("path,label,split", "4.jpg,x,test"), r"has test in its column 'split' but no train to learn from"),
-        (("path,label", "4.jpg,x"), r"has one class, 'x'; telling classes apart needs two or more"),
+        (("path,label", "4.jpg,x"), r"has only one class, 'x'; classification needs at least two"),
         (('path,label', '"4.jpg,x'), r"cannot read .*labels\.csv as a table in UTF-8: unexpected end of data"),
     ],
 )  # fmt: skip
@@ -186,6 +186,6 @@ def test_two_names_of_one_file_in_two_splits_are_refused(table: Callable[..., Pa
     path = table("path,label,split", "4.jpg,x,train", "a/1.jpg,y,train", "a/link.jpg,x,test")
     (path.parent / "a" / "link.jpg").symlink_to(path.parent / "4.jpg")
     with pytest.raises(
-        DataError, match=r"1 files are in the training split and in the test split, like .*4\.jpg and .*link"
+        DataError, match=r"the training split and the test split share 1 file, such as .*4\.jpg and .*link"
     ):
         opened(path)

@@ -1,4 +1,4 @@
-"""Kinds of data, each a `Source`, and `open_data`, which turns what the user types into one for each split."""
+"""The formats of data, one module each, and `open_data`, which opens what the user names as one `Source` per split."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vitrail.data.sources.shards import open_shards
 from vitrail.data.sources.table import SUFFIXES as TABLES
 from vitrail.data.sources.table import open_table, tables_in
 from vitrail.data.splits import SPLITS, Splits, with_validation
-from vitrail.errors import DataError, nearest
+from vitrail.errors import DataError, nearest, plural
 
 __all__ = ["NAMES", "mix_in", "open_data"]
 
 NAMES = ("bundled", "fashion-mnist", "fractals:CLASSES:SAMPLES", "hf:ORG/NAME")
 
 SUBSET = re.compile(r"(?P<location>.+)\[(?P<inside>[^\[\]]*)\]", re.S)
-SHARE = re.compile(r"\d*\.\d+")
+FRACTION = re.compile(r"\d*\.\d+")
 AMOUNT = re.compile(r":(?P<number>\d+|\d*\.\d+)(?P<percent>%?)")
 
 
@@ -38,51 +38,57 @@ def open_data(
     per_class: int | None = None,
     subset_seed: int = 0,
 ) -> Splits:
-    """Opens what `spec` names: a path or a name, and in brackets how much of it to train on.
+    """Open the data that `spec` names: a path or a name, optionally followed by an amount in brackets.
 
-    Where a validation split is missing, `validation_share` of the training images is cut by a hash of their keys (0
-    leaves none). `[:1000]`, `[:10%]` and `per_class` then take some of the rest, so that every amount is chosen and
-    measured on the same images; which, `subset_seed` decides. `classes` indexes the samples by those of a model.
-    Raises `DataError`.
+    If there is no validation split, the fraction `validation_share` of the training images is cut off for it, chosen
+    by a hash of their keys; 0 leaves the split out. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects some
+    of the remaining training images. Every amount is therefore validated on the same images. `subset_seed` determines
+    which images are selected. If `classes` is given (those of a model), labels are indices into it. Raises `DataError`.
     """
     location, amount = _amount_of(spec)
     splits = _open(location, classes, validation_share)
     if classes is not None and splits.classes != classes:
         raise DataError(
-            f"the classes of data {spec!r}, {', '.join(splits.classes)}, are not the model's: {', '.join(classes)}"
+            f"data {spec!r} has the classes {', '.join(splits.classes)}, but the model has {', '.join(classes)}; "
+            "both must have the same classes in the same order"
         )
     if not splits.classes:
-        raise DataError(f"data {spec!r} has no labels: there is no class to learn or to measure")
+        raise DataError(f"data {spec!r} has no labels; classification needs a label for each image")
     if len(splits.classes) < 2:
-        raise DataError(f"data {spec!r} has one class, {splits.classes[0]!r}; telling classes apart needs two or more")
+        raise DataError(f"data {spec!r} has only one class, {splits.classes[0]!r}; classification needs at least two")
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if isinstance(splits.train, FileSource) and isinstance(source, FileSource):
             refuse_shared(splits.train, source, split)
     splits = with_validation(splits, spec, validation_share)
-    return _less(splits, spec, amount, per_class, subset_seed)
+    return _reduced(splits, spec, amount, per_class, subset_seed)
 
 
 def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
-    """The same with more to train on: each of `more` is "SHARE:SPEC", its share of all samples that are drawn.
+    """Return the splits with further training data: each of `more` is "FRACTION:SPEC".
 
-    Classes of the same name are one, others come after those of `splits`, in all of its splits. Raises `DataError`.
+    The fraction says how many of the samples that training draws come from that data. Classes with the same name are
+    merged. New classes follow those of `splits`, in all of its splits. Raises `DataError`.
     """
     sources, weights = [splits.train], [1.0]
     for text in more:
-        share, _, spec = text.partition(":")
-        if SHARE.fullmatch(share) is None or not 0 < float(share) < 1 or not spec:
+        fraction, _, spec = text.partition(":")
+        if FRACTION.fullmatch(fraction) is None or not 0 < float(fraction) < 1 or not spec:
             raise DataError(
-                f"mix {text!r} is not a share between 0 and 1, a colon and a data set, like 0.3:more/images"
+                f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
         sources.append(open_data(spec, validation_share=0.0).train)
-        weights.append(float(share))
+        weights.append(float(fraction))
     weights[0] = 1 - sum(weights[1:])
     if weights[0] <= 0:
         raise DataError(
-            f"the shares of mix, {', '.join(more)}, leave nothing of the data itself; keep their sum below 1"
+            f"mix {', '.join(more)}: the fractions add up to 1 or more, which leaves nothing for the data itself; keep "
+            "their sum below 1"
         )
     if len({target_kind(source) == "classes" for source in sources}) > 1:
-        raise DataError(f"mix {', '.join(more)}: some of the data has one label for each image, other data several")
+        raise DataError(
+            f"mix {', '.join(more)}: some data sets have one label per image and others have several; mix only data "
+            "sets of the same kind"
+        )
     if not more:
         return splits
     train = Mixture(sources, weights)
@@ -109,15 +115,15 @@ def _open(location: str, classes: tuple[str, ...] | None, validation_share: floa
     if looks_like_parquet(path):
         return open_parquet(path, classes)
     if not path.exists():
-        hint = "" if "/" in location else f", and no data set of that name ({nearest(location, NAMES)})"
+        hint = "" if "/" in location else f", and no data set has this name ({nearest(location, NAMES)})"
         raise DataError(f"data {location!r} does not exist: there is no such file or folder{hint}")
     if path.is_file():
         if path.suffix.lower() in TABLES:
             return open_table([path], classes)
         kinds = ", ".join((*TABLES, ".tar", ".parquet"))
         raise DataError(
-            f"data {location!r} is a file of no known kind ({kinds}); a folder of class folders would do, or one of "
-            f"{', '.join(NAMES)}"
+            f"data {location!r} has an unknown file format; supported are files of {kinds}, a folder of class folders, "
+            f"and the names {', '.join(NAMES)}"
         )
     if find_idx(path, "train"):
         return _idx(path, classes)
@@ -127,30 +133,30 @@ def _open(location: str, classes: tuple[str, ...] | None, validation_share: floa
 
 
 def _amount_of(spec: str) -> tuple[str, str]:
-    """Path or name, and the amount in brackets after it; a path that ends in brackets and exists is a path."""
+    """Return the path or name and the amount in brackets. A path that exists is kept whole even if it has brackets."""
     match = SUBSET.fullmatch(spec)
     if match is None or Path(spec).expanduser().exists():
         return spec, ""
     if AMOUNT.fullmatch(match["inside"]) is None:
         raise DataError(
-            f"data {spec!r} ends in [{match['inside']}], which is not an amount; [:1000] takes 1,000 of the training "
-            "images, [:10%] a tenth of them"
+            f"data {spec!r} ends in [{match['inside']}], which is not an amount; write [:1000] for 1,000 training "
+            "images, or [:10%] for a tenth of them"
         )
     return match["location"], match["inside"]
 
 
-def _less(splits: Splits, spec: str, amount: str, per_class: int | None, seed: int) -> Splits:
-    """The same splits with fewer images to train on."""
+def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed: int) -> Splits:
+    """Return the splits with the amount of training images that the user selected."""
     train = splits.train
     if match := AMOUNT.fullmatch(amount):
-        share = float(match["number"]) / 100
-        if match["percent"] and share > 1:
-            raise DataError(f"data {spec!r} takes {match['number']}% of its images; 100% are all")
-        count = round(share * len(train)) if match["percent"] else round(float(match["number"]))
+        fraction = float(match["number"]) / 100
+        if match["percent"] and fraction > 1:
+            raise DataError(f"data {spec!r} selects {match['number']}% of its images; the amount is at most 100%")
+        count = round(fraction * len(train)) if match["percent"] else round(float(match["number"]))
         if not match["percent"] and (count > len(train) or "." in match["number"]):
             raise DataError(
-                f"data {spec!r} takes {match['number']} of its training images, which are {len(train):,}; give a whole "
-                "number of at most as many, or a share like [:10%]"
+                f"data {spec!r} selects {match['number']} of {plural(len(train), 'training image')}; give a whole "
+                "number up to that, or a percentage such as [:10%]"
             )
         train = take(train, count, seed=seed)
     if per_class is not None:
@@ -158,14 +164,16 @@ def _less(splits: Splits, spec: str, amount: str, per_class: int | None, seed: i
     if train is splits.train:
         return splits
     if not len(train):
-        raise DataError(f"data {spec!r} leaves no image to train on, of {len(splits.train):,}")
-    held = {train.target(index) for index in range(len(train))}
-    absent = sum(number not in held for number in range(len(train.classes))) if target_kind(train) != "classes" else 0
+        raise DataError(
+            f"data {spec!r} selects none of {plural(len(splits.train), 'training image')}; select a larger amount"
+        )
+    present = {train.target(index) for index in range(len(train))}
+    absent = 0 if target_kind(train) == "classes" else sum(label not in present for label in range(len(train.classes)))
     note = (
-        f"{len(train):,} of {len(splits.train):,} training images are taken, the same ones in every run with this seed"
+        f"{len(train):,} of {len(splits.train):,} training images are used, the same ones in every run with this seed"
     )
     if absent:
-        note += f"; {absent} of the {len(train.classes)} classes have none among them"
+        note += f"; {absent} of the {len(train.classes)} classes have no image among them"
     return replace(splits, train=train, notes=(*splits.notes, note))
 
 
@@ -183,7 +191,8 @@ def _folders(root: Path, classes: tuple[str, ...] | None) -> Splits:
     found = class_folders(root)
     if not found:
         raise DataError(
-            f"{root} is empty: it has no class folders, and no train/, val/ or test/ with class folders in it"
+            f"{root} has no class folders, and no train/, val/ or test/ with class folders; put the images of each "
+            "class into a folder of its own"
         )
     places = {split: [f for f in found if f.name.lower() in names] for split, names in SPLITS.items()}
     if not any(places.values()):
@@ -192,14 +201,15 @@ def _folders(root: Path, classes: tuple[str, ...] | None) -> Splits:
     for split, folders in places.items():
         if len(folders) > 1:
             raise DataError(
-                f"{root} has {' and '.join(folder.name for folder in folders)}: which is the {split} split?"
+                f"{root} has {' and '.join(folder.name for folder in folders)}, but only one folder can be the "
+                f"{split} split; rename or remove the others"
             )
     if not places["train"]:
-        raise DataError(f"{root} has {', '.join(folder.name for folder in found)} but no train/ to learn from")
+        raise DataError(f"{root} has {', '.join(folder.name for folder in found)} but no train/ with training images")
     train = FolderSource(places["train"][0], classes)
     rest = {s: FolderSource(places[s][0], train.classes) if places[s] else None for s in ("validation", "test")}
-    left_out = [folder.name for folder in found if not any(folder in folders for folders in places.values())]
-    notes = [f"{root}: {', '.join(left_out)} left out, being none of train/, val/, test/"] if left_out else []
+    skipped = [folder.name for folder in found if not any(folder in folders for folders in places.values())]
+    notes = [f"{root}: skipped {', '.join(skipped)}, because only train/, val/ and test/ are read"] if skipped else []
     for source in (train, *rest.values()):
         notes += _ignored(source) if source else ()
     return Splits(train, rest["validation"], rest["test"], tuple(notes))
@@ -208,4 +218,4 @@ def _folders(root: Path, classes: tuple[str, ...] | None) -> Splits:
 def _ignored(source: FolderSource) -> tuple[str, ...]:
     if not source.ignored:
         return ()
-    return (f"{source.root}: {source.ignored} files left out, whose suffixes are not those of images",)
+    return (f"{source.root}: skipped {plural(source.ignored, 'file')} without a suffix of an image format",)

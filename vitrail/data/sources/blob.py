@@ -1,7 +1,8 @@
-"""Many small pieces of bytes in one file, each found by its number: what makes sequential formats random-access.
+"""A file of many small pieces of bytes with random access by number, used to unpack sequential formats.
 
-The pieces come first, one after the other, then where each begins (int64), then how many there are and a magic word.
-A reader keeps the offsets in memory and opens the file for each piece, so that threads and processes share it freely.
+The file holds the pieces one after the other, then the offset of each piece (int64), then the number of pieces and a
+magic word. A reader keeps the offsets in memory and opens the file anew for each piece, so threads and processes can
+read it at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TAIL = 8 + len(MAGIC)
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """A file of pieces. Raises `DataError` where it has vanished or was cut since it was opened."""
+    """An opened file of pieces. Reading raises `DataError` if the file was removed or truncated after it was opened."""
 
     path: Path
     offsets: Int64[np.ndarray, " offsets"]
@@ -43,20 +44,20 @@ class Blob:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 data = os.pread(file, stop - start, start)
-                while len(data) < stop - start:  # one read gives at most 2 GiB
+                while len(data) < stop - start:  # one call reads at most 2 GiB
                     more = os.pread(file, stop - start - len(data), start + len(data))
                     if not more:
-                        raise OSError(None, "it is cut short")
+                        raise OSError(None, "the file is truncated")
                     data += more
             finally:
                 os.close(file)
         except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}; it is written anew by the next run") from error
+            raise DataError(f"cannot read {self.path}: {error.strerror}; the next run writes it again") from error
         return data
 
 
 def open_blob(path: Path) -> Blob | None:
-    """The blob in this file; None where there is none, or a damaged one."""
+    """Return the blob in this file, or None if there is no file or it is damaged."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -75,14 +76,14 @@ def open_blob(path: Path) -> Blob | None:
 
 
 def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
-    """Writes the pieces (anything with bytes; None is 0 bytes) unless another process has just done so.
+    """Write the pieces unless another process has just done so, and return the blob.
 
-    The file appears whole or not at all. Of several processes, one writes and the others wait for it. Raises
-    `SaveError`, and whatever `pieces` raises.
+    A piece is anything that holds bytes; None is written as 0 bytes. The file appears complete or not at all. Of
+    several processes, one writes and the others wait for it. Raises `SaveError`, and whatever `pieces` raises.
     """
     with saving("images laid out for random access", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path) as (file, partial):
+        with _exclusive(path) as (file, partial):
             try:
                 if (blob := open_blob(path)) is not None:
                     return blob
@@ -95,12 +96,12 @@ def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
 
 
 def _write(file: Any, pieces: Iterable[Any]) -> Int64[np.ndarray, " offsets"]:
-    file.truncate(0)  # of what a process that was killed has left
+    file.truncate(0)  # a process that was killed may have left bytes
     offsets, end = [np.zeros(1, np.int64)], 0
     lengths: list[int] = []
     for piece in pieces:
         lengths.append(0 if piece is None else file.write(piece))
-        if len(lengths) == 65536:  # a list of a million takes five times as much as the array
+        if len(lengths) == 65536:  # a list of a million numbers takes five times the memory of the array
             offsets.append(end + np.cumsum(lengths, dtype=np.int64))
             end = int(offsets[-1][-1])
             lengths = []
@@ -113,8 +114,11 @@ def _write(file: Any, pieces: Iterable[Any]) -> Int64[np.ndarray, " offsets"]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[tuple[Any, Path]]:
-    """A file to write that no other process has open so, and its path, which is `path` where the disk has locks."""
+def _exclusive(path: Path) -> Iterator[tuple[Any, Path]]:
+    """Yield a file that only this process writes, and the path of that file.
+
+    Processes share one partial file and lock it in turn. If the file system has no locks, each process writes its own.
+    """
     partial = path.with_name(f"{path.name}.partial")
     while True:
         with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as file:
@@ -125,7 +129,7 @@ def _alone(path: Path) -> Iterator[tuple[Any, Path]]:
             if _is_at(file, partial):
                 yield file, partial
                 return
-            # Whoever had it has given it its name or removed it in the meantime: try again.
+            # The process that held the lock has renamed or removed the file in the meantime, so try again.
     partial.unlink(missing_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     with partial.open("xb") as file:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST (1708.07747): the full set wherever it can be found, and the share that ships with the package."""
+"""Fashion-MNIST (arXiv 1708.07747): where to find the full data set, and the part that ships with the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLASSES = (
 )  # fmt: skip
 
 BUNDLED = Path(__file__).parent / "bundled"
-"""The first 1,000 training and 200 test images of each class, in their order."""
+"""Folder with the first 1,000 training and 200 test images of each class, in their original order."""
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 MIRROR = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -31,13 +31,13 @@ SHA256 = {
     "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
-"""Of the decompressed files: the same bytes are gzipped differently by those who pass them on."""
+"""Hashes of the decompressed files, because distributors compress the same bytes differently."""
 
 
 def locate(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
-    """The folder with the full set: under `$VITRAIL_DATA`, Debian's package, or downloaded and verified.
+    """Return the folder with the full data set: under `$VITRAIL_DATA`, from Debian's package, or downloaded.
 
-    Raises `DataError`, which says what to do, when it is in none of these.
+    A download is verified by its hash. Raises `DataError`, which says what to do, if the data set cannot be found.
     """
     cache = cache_folder("fashion-mnist")
     for folder in (cache, cache.parent, debian):
@@ -50,9 +50,9 @@ def locate(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
             error.close()
         raise DataError(
             f"Fashion-MNIST is neither under {cache.parent} nor in {debian}, and {mirror} cannot be downloaded: "
-            f"{error}. Do one of these: `apt-get install dataset-fashion-mnist`; put its four *-ubyte.gz files into a "
-            "folder fashion-mnist and set VITRAIL_DATA to the folder above; or train on the bundled share with --data "
-            "bundled"
+            f"{error}. Do one of these: run `apt-get install dataset-fashion-mnist`; put the four *-ubyte.gz files "
+            "into a folder called fashion-mnist and set VITRAIL_DATA to its parent folder; or train on the bundled "
+            "part with --data bundled"
         ) from error
 
 
@@ -63,7 +63,7 @@ def _download(folder: Path, mirror: str) -> Path:
             data = response.read()
         found = hashlib.sha256(gzip.decompress(data)).hexdigest()
         if found != checksum:
-            raise DataError(f"{mirror}{name} holds data of SHA-256 {found}, expected {checksum}; it was not kept")
+            raise DataError(f"{mirror}{name} has the SHA-256 {found} instead of {checksum}; the download was discarded")
         partial = folder / (name + ".partial")
         partial.write_bytes(data)
         partial.replace(folder / name)

@@ -1,4 +1,4 @@
-"""What folders and tables share: images that are files of their own, read when they are asked for."""
+"""The common part of folders and tables: every image is a file, which is read when its sample is requested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from vitrail.data.source import Sample, Target
-from vitrail.errors import DataError, UndecodableImage
+from vitrail.errors import DataError, UndecodableImage, plural
 
 __all__ = ["FileSource", "inode_of", "refuse_shared"]
 
@@ -17,8 +17,8 @@ __all__ = ["FileSource", "inode_of", "refuse_shared"]
 class FileSource:
     """Image files below a folder, by their relative paths, each with a label.
 
-    A million of them take about 150 MB. `inodes` says which file on the disk each path leads to. A file that has gone
-    since, or that may not be read, is one image lost: it raises `UndecodableImage`.
+    A million files take about 150 MB of memory. `inodes` identifies the file on the disk behind each path. If a file
+    was removed since or cannot be read, its sample raises `UndecodableImage`, so only one image is lost.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FileSource:
 
     def __getitem__(self, index: int) -> Sample:
         key = self._keys[index]
-        path = os.path.join(self.root, key)  # noqa: PTH118 (a Path takes longer to make than a small file to read)
+        path = os.path.join(self.root, key)  # noqa: PTH118 (making a Path takes longer than reading a small file)
         try:
             with open(path, "rb", buffering=0) as file:
                 return Sample(key, file.read(), self.target(index))
@@ -50,7 +50,7 @@ class FileSource:
         return label if label is None or isinstance(label, tuple) else int(label)
 
     def stamp(self, index: int) -> str:
-        """The file's size and times. The second time is its inode's, which no copy or unpacking can set."""
+        """Return the file's size and times. The second time is the inode's, which copying and unpacking cannot set."""
         try:
             status = os.stat(os.path.join(self.root, self._keys[index]))  # noqa: PTH116, PTH118 (as above)
         except OSError as error:
@@ -59,24 +59,24 @@ class FileSource:
 
 
 def refuse_shared(train: FileSource, other: FileSource, split: str) -> None:
-    """Raises `DataError` where files of another split are among those to train on, under whichever names."""
+    """Raise `DataError` if the training split and another split contain the same files, under any names."""
     common = np.intersect1d(train.inodes, other.inodes)
     pairs = []
     for inode in common:
         mine, theirs = (
             source.root / source.key(int(np.flatnonzero(source.inodes == inode)[0])) for source in (train, other)
         )
-        if mine.samefile(theirs):  # inodes are counted on each disk anew
+        if mine.samefile(theirs):  # two disks can use the same inode
             pairs.append((mine, theirs))
     if pairs:
         raise DataError(
-            f"{len(pairs):,} files are in the training split and in the {split} split, like {pairs[0][0]} and "
-            f"{pairs[0][1]}; a held-out image must not be trained on: remove one of each"
+            f"the training split and the {split} split share {plural(len(pairs), 'file')}, such as {pairs[0][0]} and "
+            f"{pairs[0][1]}; training must not see held-out images, so remove one copy of each"
         )
 
 
 def inode_of(entry: os.DirEntry[str]) -> int:
-    """Of the file that an entry leads to; of a link that leads nowhere, its own."""
+    """Return the inode of the file that an entry leads to; for a broken link, the inode of the link."""
     if not entry.is_symlink():
         return entry.inode()
     try:

@@ -1,4 +1,4 @@
-"""Class folders: `daisy/1.jpg`, `rose/2.png`. The folder's name is the class."""
+"""Folders of images per class, such as `daisy/1.jpg` and `rose/2.png`. The folder's name is the class."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from vitrail.errors import DataError
 __all__ = ["FolderSource", "class_folders"]
 
 ENDINGS = tuple(SUFFIXES)
-"""As `str.endswith` takes them."""
+"""The suffixes as the tuple that `str.endswith` expects."""
 
 
 class FolderSource(FileSource):
-    """Images at or below class folders, in the order of their paths.
+    """The images in class folders and their subfolders, in the order of their paths.
 
-    `classes` indexes the folders by the classes of another split or of a model; a folder that is not among them is an
-    error. Without it the classes are the folders' names, sorted. Hidden files and folders are left out, and files with
-    other suffixes than images have are counted in `ignored`. Links are followed, but no folder is entered twice.
+    `classes` are those of another split or of a model; a folder with another name is an error. By default the classes
+    are the sorted names of the folders. Hidden files and folders are skipped. Files without an image suffix are skipped
+    and counted in `ignored`. Links are followed, but no folder is entered twice. Raises `DataError`.
     """
 
     def __init__(self, root: Path, classes: tuple[str, ...] | None = None) -> None:
         folders = [entry.name for entry in class_folders(root)]
         if not folders:
             raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
-        if unwritable := [name for name in folders if not name.isprintable()]:
-            raise DataError(f"{root} has class folders whose names cannot be written down: {unwritable}; rename them")
+        if unprintable := [name for name in folders if not name.isprintable()]:
+            raise DataError(f"{root} has class folders with unprintable names: {unprintable}; rename them")
         classes = tuple(folders) if classes is None else classes
         if unknown := [name for name in folders if name not in classes]:
             raise DataError(
-                f"{root} has classes that are not known: {', '.join(unknown)}; known are: {', '.join(classes)}"
+                f"{root} has unknown classes: {', '.join(unknown)}; the known classes are: {', '.join(classes)}"
             )
         self.ignored = 0
         keys: list[str] = []
@@ -43,7 +43,8 @@ class FolderSource(FileSource):
             found = sorted(self._images(root, name, entered))
             if not found:
                 raise DataError(
-                    f"class folder {root / name} has no images ({', '.join(sorted(SUFFIXES))}); add some or remove it"
+                    f"class folder {root / name} has no images ({', '.join(sorted(SUFFIXES))}); add images or remove "
+                    "the folder"
                 )
             keys += [key for key, _ in found]
             inodes.extend(inode for _, inode in found)
@@ -51,7 +52,7 @@ class FolderSource(FileSource):
         super().__init__(root, keys, labels, inodes, classes)
 
     def _images(self, root: Path, folder: str, entered: set[tuple[int, int]]) -> list[tuple[str, int]]:
-        """Relative paths and inodes of the images at or below a folder."""
+        """Return the relative paths and inodes of the images in a folder and its subfolders."""
         found: list[tuple[str, int]] = []
         status = (root / folder).stat()
         if (status.st_dev, status.st_ino) in entered:
@@ -68,11 +69,11 @@ class FolderSource(FileSource):
                     found.append((f"{folder}/{entry.name}", inode_of(entry)))
                 else:
                     self.ignored += 1
-        for inner in sorted(folders):  # of two links to one folder, the first by name is entered, on every machine
+        for inner in sorted(folders):  # sorted, so that the same one of two links is entered on every machine
             found += self._images(root, inner, entered)
         return found
 
 
 def class_folders(root: Path) -> list[Path]:
-    """Folders directly below `root` that are not hidden, sorted."""
+    """Return the folders directly below `root` that are not hidden, sorted."""
     return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))

@@ -1,17 +1,18 @@
-"""Pictures of fractals, drawn from a seed as they are asked for: classes to pre-train on without a photograph.
+"""Pictures of fractals, drawn on request from a seed: a data set for pre-training that needs no photographs.
 
-After "Pre-training without Natural Images" (Kataoka et al., ACCV 2020, 2101.08515). A class is an iterated function
-system: 2 to 8 contractions of the plane, whose picture is the set that they map onto itself. It is kept if the picture
-fills enough of its square. The samples of a class scale the parameters of the contractions, turn and flip the picture,
-and draw its points with different patches of 3 x 3 pixels.
+The method follows "Pre-training without Natural Images" (Kataoka et al., ACCV 2020, arXiv 2101.08515). A class is an
+iterated function system: 2 to 8 contractions of the plane. Its picture is the set that these contractions map onto
+itself. A system is kept if its picture fills enough of its square. The samples of a class scale the parameters of the
+contractions, rotate and flip the picture, and draw its points with different patches of 3 x 3 pixels.
 
-Four things differ from the paper. Contractions are drawn with the area that fills a picture, so that 58 % of the
-systems are kept and none diverges. A sample scales all six parameters rather than one, which gives 15,625 variants
-instead of 25. A picture has one patch for all of its points, which are addressed (see `dots_of`), not walked to; there
-is a point for every four pixels. Points are white, not grey, so that averaging small pictures keeps more levels.
+The method differs from the paper in four ways. Contractions are drawn so that their areas fill a picture; 58 % of the
+systems are kept, and none diverges. A sample scales all six parameters instead of one, which gives 15,625 variants
+instead of 25. A picture uses one patch for all of its points, and the points are computed from addresses (see
+`dots_of`) instead of by a random walk; there is one point per four pixels. Points are white instead of grey, so small
+pictures keep more grey levels when they are averaged.
 
-All numbers are made of hashes by additions, products, quotients and square roots, which IEEE 754 defines to the last
-bit, so a picture is the same on every machine. Sines, matrix products and sums of long arrays would not be.
+All numbers are computed from hashes by additions, products, quotients and square roots. IEEE 754 defines these to the
+last bit, so a picture is the same on every machine. Sines, matrix products and sums of long arrays would differ.
 """
 
 from __future__ import annotations
@@ -30,30 +31,34 @@ from vitrail.errors import DataError
 __all__ = ["FractalSource", "FunctionSystem", "dots_of", "open_fractals", "system_of"]
 
 MAX_SAMPLES = 2**31 - 1
-"""Images of one source."""
+"""Largest number of images of one source."""
 MAX_SEED = 2**32 - 1
 MAX_SIZE = 1024
 
 SMALLEST_SIDE = 128
-"""Smaller pictures are drawn at a multiple of their size and averaged; detail of one pixel would be noise."""
+"""Smallest side in pixels that is drawn directly. Smaller pictures are drawn at a multiple of their size and averaged,
+because details of one pixel would be noise."""
 PATCH = 3
 FACTORS = np.array([0.8, 0.9, 1.0, 1.1, 1.2])
-"""By which a sample scales a parameter (the paper's list with steps of 0.1)."""
+"""Factors by which a sample scales a parameter (the paper's list with steps of 0.1)."""
 
 COUNTS = 2, 8
-"""Contractions of a system, the fewest and the most."""
+"""Smallest and largest number of contractions of a system."""
 MAX_NORM = 0.775
-"""Of a contraction. With its elements scaled by up to 1.2 it has at most 1 + 0.2 sqrt(2) times as much: below 1."""
+"""Largest norm of a contraction. Scaling its elements by up to 1.2 multiplies the norm by at most 1 + 0.2 sqrt(2), so
+it stays below 1."""
 AREAS = 1.0, 1.5
-"""Between which the determinants of a system add up, before norms are cut. Below 1 the parts cannot cover the whole."""
+"""Range of the sum of a system's determinants, before norms are limited. If the sum is below 1, the parts cannot cover
+the whole picture."""
 SMALLEST_FILLING = 0.2
-"""Share of the pixels of a square that points must fall on for a system to be kept (the paper's rate)."""
+"""Fraction of the pixels of a square that points must reach for a system to be kept (the paper's rate)."""
 FILLING_SIDE = 128
-"""Side of that square in pixels, the same for pictures of all sizes; it is drawn with one point for every pixel."""
+"""Side of that square in pixels, the same for pictures of all sizes. It is drawn with one point per pixel."""
 ATTEMPTS = 64
-"""Systems drawn for a class at most; the fullest of them is taken where none fills enough. Of one, 58 % do."""
+"""Largest number of systems that are drawn for a class. If none fills enough, the fullest is used; 58 % of all systems
+fill enough."""
 DEPTH = 16
-"""Contractions in the address of a point."""
+"""Number of contractions in the address of a point."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +66,21 @@ class FunctionSystem:
     """An iterated function system of n contractions of the plane."""
 
     maps: Float64[np.ndarray, "6 n"]
-    """Columns a, b, c, d, e, f: (x, y) goes to (a x + b y + e, c x + d y + f)."""
-    chances: Float64[np.ndarray, " n"]
-    """How often each is taken, in proportion to the area that it leaves; they add up to 1."""
+    """Parameters a, b, c, d, e, f of each contraction, which maps (x, y) to (a x + b y + e, c x + d y + f)."""
+    probabilities: Float64[np.ndarray, " n"]
+    """Probability of each contraction, proportional to the area of its image; the sum is 1."""
 
 
 class FractalSource:
-    """`classes` x `samples` grey pictures (size, size, 1), white on black, of which none is stored.
+    """`classes` x `samples` grey pictures (size, size, 1), white on black, drawn on request and never stored.
 
-    Sample `index` is of class `index % classes`, so every class is in a prefix as often as any other, give or take
-    one. A picture depends on the seed, its class and its number within the class, which begins with `first`, and on
-    nothing else: more classes or samples add to the same pictures. Opening takes no time, whatever the numbers. Raises
-    `DataError`.
+    Sample `index` has the class `index % classes`, so all classes are equally frequent in any prefix, give or take one
+    sample. A picture depends only on the seed, its class and its number within the class, which starts at `first`.
+    Larger values of `classes` or `samples` therefore add pictures and keep the existing ones. Opening takes no time,
+    regardless of these numbers. Raises `DataError`.
 
-    In a second of one core's time (AMD EPYC 9004, 2026-11) it draws about 1,600 pictures of 32 or of 224 pixels, and
-    about 550 where each is the first of its class, whose system has to be found.
+    One core draws about 1,600 pictures per second of 32 or of 224 pixels (AMD EPYC 9004, 2026-11). It draws about 550
+    per second if each is the first of its class, because the system of the class has to be found.
     """
 
     def __init__(self, classes: int, samples: int, seed: int = 0, *, size: int = 224, first: int = 0) -> None:
@@ -90,25 +95,25 @@ class FractalSource:
                 raise DataError(f"fractals: {name}={value} is not from {least} to {most:,}")
         if classes * samples > MAX_SAMPLES:
             raise DataError(
-                f"fractals: classes={classes} x samples={samples} are {classes * samples:,} images; at most "
-                f"{MAX_SAMPLES:,} can be numbered"
+                f"fractals: classes={classes} x samples={samples} makes {classes * samples:,} images; the maximum is "
+                f"{MAX_SAMPLES:,}"
             )
         self.count, self.samples, self.seed, self.size, self.first = classes, samples, seed, size, first
         self.digits = max(4, len(str(classes - 1)))
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """Named "fractal-0000" and so on, with as many digits as the last one needs: a million names take a second."""
+        """The names "fractal-0000" and so on, with as many digits as the last one needs (a second for a million)."""
         return tuple(map(self._name, range(self.count)))
 
     @property
     def identity(self) -> str:
-        """What all samples follow from."""
+        """The settings that determine all samples."""
         return f"fractals:{self.count}:{self.samples}:{self.seed}:{self.size}:{self.first}"
 
-    def held_out(self, share: float) -> FractalSource:
-        """Further pictures of the same classes: so many for each that they are about `share` of them and of these."""
-        samples = max(1, round(self.samples * share / (1 - share)))
+    def held_out(self, fraction: float) -> FractalSource:
+        """Return further pictures of the same classes, which make up about `fraction` of both sources together."""
+        samples = max(1, round(self.samples * fraction / (1 - fraction)))
         return FractalSource(self.count, samples, self.seed, size=self.size, first=self.first + self.samples)
 
     def __len__(self) -> int:
@@ -125,7 +130,7 @@ class FractalSource:
         return self._place(index)[0]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Class and number within it."""
+        """Return the class of a sample and its number within the class."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         sample, number = divmod(index, self.count)
@@ -136,14 +141,14 @@ class FractalSource:
 
 
 def open_fractals(spec: str) -> FractalSource:
-    """The source that "fractals:CLASSES:SAMPLES[:SEED[:SIZE]]" describes; seed 0 and 224 pixels unless given.
+    """Return the source that "fractals:CLASSES:SAMPLES[:SEED[:SIZE]]" describes. Defaults: seed 0 and 224 pixels.
 
-    Raises `DataError` where a part is missing, is not a whole number, or is out of its range.
+    Raises `DataError` if a part is missing, is not a whole number, or is out of its range.
     """
     if re.fullmatch(r"fractals(:[0-9]{1,20}){2,4}", spec) is None:
         raise DataError(
             f"data {spec!r} is not fractals:CLASSES:SAMPLES[:SEED[:SIZE]] with whole numbers; for example, "
-            "fractals:1000:100 is 100 pictures of each of 1,000 fractals"
+            "fractals:1000:100 makes 100 pictures of each of 1,000 fractals"
         )
     classes, samples, *others = map(int, spec.split(":")[1:])
     seed, size = (*others, *(0, 224)[len(others) :])
@@ -155,7 +160,7 @@ def open_fractals(spec: str) -> FractalSource:
 
 @functools.lru_cache(maxsize=16_384)
 def system_of(seed: int, number: int) -> FunctionSystem:
-    """The system of class `number`: the first of those drawn for it that fills enough of its square."""
+    """Return the system of class `number`: the first system drawn for the class that fills enough of its square."""
     fullest, best = -1.0, None
     for attempt in range(ATTEMPTS):
         key = f"{seed}/{number}/system {attempt}"
@@ -170,21 +175,22 @@ def system_of(seed: int, number: int) -> FunctionSystem:
 
 
 def dots_of(system: FunctionSystem, side: int, parts: int, key: str) -> Bool[np.ndarray, "side side"]:
-    """Where parts x parts points of the fractal fall on a square of pixels that it just fits into. `key` varies them.
+    """Return the pixels of a square that parts x parts points of the fractal reach. `key` varies the points.
 
-    A number in [0, 1) is the address of a point: split into parts by the chances of the contractions, the interval
-    names the outermost contraction, that part split again names the next, and so on. One address in each of `parts`
-    equal intervals is followed to the end and gives a point. One more in each is followed until it has named a part
-    as small as the interval, and gives the contraction onto that. The result is all points under all contractions.
-    That is a few operations on arrays, where a walk takes one for every step. The last two rows and columns stay
-    empty, for a patch.
+    The fractal is scaled to fit the square exactly. A number in [0, 1) is the address of a point. The probabilities of
+    the contractions divide the interval into parts, and the part with the address selects the outermost contraction.
+    That part is divided again and selects the next contraction, and so on. In each of `parts` equal intervals, one
+    address is followed to its end and gives a point. A second address in each interval is followed until its part is as
+    small as the interval, and gives a composed contraction. The result is all points under all composed contractions.
+    This takes a few array operations, whereas a random walk takes one operation per step. The last two rows and
+    columns stay empty, to leave room for a patch.
     """
     within = (_uniform(key, 2 * parts).reshape(2, parts) + np.arange(parts)) / parts
-    letters = _letters(system.chances, within.ravel(), np.repeat([1 / parts, 0.0], parts))
+    letters = _letters(system.probabilities, within.ravel(), np.repeat([1 / parts, 0.0], parts))
     coarse, fine = letters[:, :parts], letters[:, parts:]
     a, b, c, d, e, f = system.maps[:, 0]
-    share = 1 / ((1 - a) * (1 - d) - b * c)
-    x, y = ((1 - d) * e + b * f) * share, ((1 - a) * f + c * e) * share  # stays where it is, so it is of the fractal
+    inverse = 1 / ((1 - a) * (1 - d) - b * c)
+    x, y = ((1 - d) * e + b * f) * inverse, ((1 - a) * f + c * e) * inverse  # a fixed point, so part of the fractal
     points = _follow(system.maps, fine, np.array([[x], [y]]))
     corners = _follow(system.maps, coarse, np.array([[[0.0], [1.0], [0.0]], [[0.0], [0.0], [1.0]]]))
     columns, rows = (_pixels(axis.astype(np.float32), points.astype(np.float32), side) for axis in corners)
@@ -196,10 +202,10 @@ def dots_of(system: FunctionSystem, side: int, parts: int, key: str) -> Bool[np.
 
 
 def _draw(numbers: Float64[np.ndarray, " 74"]) -> FunctionSystem:
-    """A system from uniform numbers in [0, 1).
+    """Return a system made from uniform numbers in [0, 1).
 
-    A linear map is the sum of a rotation and a reflection, each scaled: the sum and the difference of their scales are
-    its singular values. Reflections are larger where the determinant is negative.
+    A linear map is the sum of a scaled rotation and a scaled reflection. The sum and the difference of the two scales
+    are its singular values. If the determinant is negative, the reflection has the larger scale.
     """
     count = COUNTS[0] + int((COUNTS[1] - COUNTS[0] + 1) * numbers[0])
     area = AREAS[0] + (AREAS[1] - AREAS[0]) * numbers[1]
@@ -217,16 +223,19 @@ def _draw(numbers: Float64[np.ndarray, " 74"]) -> FunctionSystem:
 
 
 def _letters(
-    chances: Float64[np.ndarray, " n"], places: Float64[np.ndarray, " b"], ends: Float64[np.ndarray, " b"]
+    probabilities: Float64[np.ndarray, " n"], places: Float64[np.ndarray, " b"], ends: Float64[np.ndarray, " b"]
 ) -> Int[np.ndarray, "depth b"]:
-    """The contractions that places in [0, 1) name, outermost first; n, for none, once parts are as small as `ends`."""
-    count = len(chances)
-    bounds = np.cumsum(chances)
+    """Return the contractions that addresses in [0, 1) select, outermost first.
+
+    Once the part of an address is as small as its entry in `ends`, the rest of its column is n, for no contraction.
+    """
+    count = len(probabilities)
+    bounds = np.cumsum(probabilities)
     letters = np.empty((DEPTH, len(places)), np.intp)
     width = np.ones(len(places))
     for row in letters:
-        named = np.minimum(np.searchsorted(bounds, places, side="right"), count - 1)  # rounding may leave 1 uncovered
-        part = chances[named]
+        named = np.minimum(np.searchsorted(bounds, places, side="right"), count - 1)  # the last bound may be below 1
+        part = probabilities[named]
         places = (places - bounds[named]) / part + 1
         np.copyto(row, np.where(width > ends, named, count))
         width *= part
@@ -236,9 +245,9 @@ def _letters(
 def _follow(
     maps: Float64[np.ndarray, "6 n"], letters: Int[np.ndarray, "depth b"], start: Float64[np.ndarray, "2 *points 1"]
 ) -> Float64[np.ndarray, "2 *points b"]:
-    """Where points go under each row of contractions that `letters` name, innermost first."""
-    nothing = np.array([[1.0], [0.0], [0.0], [1.0], [0.0], [0.0]])
-    table = np.concatenate([maps, nothing], axis=1).take(letters[::-1], axis=1)
+    """Return the images of the points under each column of contractions in `letters`, applied innermost first."""
+    identity = np.array([[1.0], [0.0], [0.0], [1.0], [0.0], [0.0]])
+    table = np.concatenate([maps, identity], axis=1).take(letters[::-1], axis=1)
     x, y = start
     for a, b, c, d, e, f in table.swapaxes(0, 1):
         x, y = a * x + b * y + e, c * x + d * y + f
@@ -248,7 +257,10 @@ def _follow(
 def _pixels(
     corners: Float32[np.ndarray, "3 b"], points: Float32[np.ndarray, "2 m"], side: int
 ) -> Float32[np.ndarray, "b m"]:
-    """One coordinate of all points under all maps, given by where (0, 0), (1, 0) and (0, 1) go, as whole pixels."""
+    """Return one coordinate of all points under all maps, in whole pixels.
+
+    `corners` holds the images of (0, 0), (1, 0) and (0, 1) under each map.
+    """
     origin, right, up = corners[:, :, None]
     found = (right - origin) * points[0]
     found += (up - origin) * points[1]
@@ -260,13 +272,13 @@ def _pixels(
 
 
 def _picture(seed: int, number: int, sample: int, size: int) -> UInt8[np.ndarray, "size size 1"]:
-    """Grey: the fractal has no colour, which the paper found to matter little, and one channel is a third of three."""
+    """Return the picture of a sample. It is grey, because the paper found that colour matters little."""
     key = f"{seed}/{number}/sample {sample}"
     numbers = _uniform(key + " is", 8)
     system = system_of(seed, number)
     factors = FACTORS[(len(FACTORS) * numbers[:6]).astype(int)]
     times = -(-SMALLEST_SIDE // size)
-    varied = FunctionSystem(system.maps * factors[:, None], system.chances)
+    varied = FunctionSystem(system.maps * factors[:, None], system.probabilities)
     dots = dots_of(varied, times * size, times * size // 2, key)
     stamped = _stamp(dots, 1 + int(511 * numbers[6]))
     if times == 1:
@@ -281,7 +293,7 @@ def _picture(seed: int, number: int, sample: int, size: int) -> UInt8[np.ndarray
 
 
 def _stamp(dots: Bool[np.ndarray, "side side"], pattern: int) -> Bool[np.ndarray, "side side"]:
-    """A patch of 3 x 3 pixels at every dot, of those pixels whose bits in `pattern` are set."""
+    """Return the dots drawn as patches of 3 x 3 pixels, with the pixels whose bits are set in `pattern`."""
     side = len(dots)
     stamped = np.zeros_like(dots)
     for bit in range(PATCH * PATCH):
@@ -292,6 +304,6 @@ def _stamp(dots: Bool[np.ndarray, "side side"], pattern: int) -> Bool[np.ndarray
 
 
 def _uniform(key: str, count: int) -> Float64[np.ndarray, " {count}"]:
-    """Numbers in [0, 1) of 53 bits each, from a hash of `key`."""
+    """Return numbers in [0, 1) with 53 bits each, made from a hash of `key`."""
     data = hashlib.shake_128(key.encode()).digest(8 * count)
     return (np.frombuffer(data, "<u8") >> np.uint64(11)) * 2.0**-53

@@ -1,4 +1,4 @@
-"""IDX files, the format of the MNIST family: a header of sizes, then bytes, plain or gzipped."""
+"""IDX files, the format of the MNIST family: a header with the shape, then unsigned bytes, plain or gzipped."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SPLIT_PREFIXES = {"train": ("train",), "test": ("t10k", "test"), "validation": (
 
 
 class IdxSource:
-    """Grey images and their labels from a pair of IDX files, held in memory as bytes."""
+    """Grey images and their labels from a pair of IDX files, both held in memory. Raises `DataError`."""
 
     def __init__(self, images: Path, labels: Path, classes: tuple[str, ...] | None = None) -> None:
         self.images = read_idx(images)
         self.labels = read_idx(labels)
         if self.images.ndim != 3 or self.labels.ndim != 1 or len(self.images) != len(self.labels):
             raise DataError(
-                f"{images} holds an array of {self.images.shape} and {labels} one of {self.labels.shape}; "
-                "images are (n, height, width) and labels (n,) with the same n"
+                f"{images} has the shape {self.images.shape} and {labels} the shape {self.labels.shape}; images must "
+                "be (n, height, width) and labels (n,) with the same n"
             )
         highest = int(self.labels.max(initial=0))
         self.classes = classes or tuple(str(number) for number in range(highest + 1))
@@ -48,12 +48,12 @@ class IdxSource:
         return int(self.labels[index])
 
     def stamp(self, index: int) -> str:
-        """A hash of the pixels."""
+        """Return a hash of the pixels."""
         return hashlib.blake2b(self.images[index], digest_size=16).hexdigest()
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
-    """The image and label files of a split ("train", "validation", "test") in `folder`, or None."""
+    """Return the image file and the label file of a split ("train", "validation" or "test") in `folder`, or None."""
     for prefix in SPLIT_PREFIXES[split]:
         for suffix in (".gz", ""):
             images = folder / f"{prefix}-images-idx3-ubyte{suffix}"
@@ -64,7 +64,7 @@ def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, ...]:
-    """The array in an IDX file of unsigned bytes. Raises `DataError` when it is not one, or is cut short."""
+    """Return the array in an IDX file of unsigned bytes. Raises `DataError` for another format or a truncated file."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -81,5 +81,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, ...]:
         or max(shape, default=0) >= 2**31
         or len(data) - start != math.prod(shape)
     ):
-        raise DataError(f"{path} is damaged: its header says {shape}, and {max(0, len(data) - start)} bytes follow")
+        raise DataError(
+            f"{path} is damaged: its header states the shape {shape}, but {max(0, len(data) - start)} bytes follow"
+        )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

@@ -215,8 +215,8 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
         raise DataError(f"{numbered} is a number, and others are names, like {min(names)!r}; write all in one way")
     if highest >= MOST_CLASSES:
         raise DataError(f"{numbered} is not a class's number: more than {MOST_CLASSES:,} are not expected")
-    if unwritable := sorted(name for name in names if not name.isprintable()):
-        raise DataError(f"labels have class names that cannot be written down: {unwritable}; rename them")
+    if unprintable := sorted(name for name in names if not name.isprintable()):
+        raise DataError(f"labels have class names that cannot be written down: {unprintable}; rename them")
     return tuple(sorted(names)) if names else tuple(str(number) for number in range(highest + 1))
 
 
