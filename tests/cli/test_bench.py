@@ -138,34 +138,40 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["training"], "unknown measurement 'training'; nearest: train"),
-        (["train", "ViT-Pico/7", "--repetitions", "0"], "repetitions=0 is less than 1"),
-        (["train", "ViT-Pico/7", "--warmup", "-1"], "warmup=-1 is less than 0"),
-        (["infer", "ViT-Pico/7", "--batch-size", "0"], "batch_size=0 is less than 1"),
-        (["infer", "ViT-Pico/7", "--threads", "0"], "threads=0 is less than 1"),
+        (["training"], "'training' is not a measurement; nearest: train"),
+        (["train", "ViT-Pico/7", "--repetitions", "0"], "--repetitions: 0 is less than 1"),
+        (["train", "ViT-Pico/7", "--warmup", "-1"], "--warmup: -1 is less than 0"),
+        (["infer", "ViT-Pico/7", "--batch-size", "0"], "--batch-size: 0 is less than 1"),
+        (["infer", "ViT-Pico/7", "--threads", "0"], "--threads: 0 is less than 1"),
         (["train", "ViT-Pico"], "unknown variant 'ViT-Pico'"),
         (["train", "ViT-Pico/7", "--image-size", "30", "28"], "the nearest that is: (28, 28)"),
-        (["train", "ViT-Pico/7", "--width", "97"], "width=97"),
-        (["train", "ViT-Pico/7", "--patch-dropout", "1"], "patch_dropout=1.0 is not in [0, 1)"),
+        (["train", "ViT-Pico/7", "--width", "97"], "--width: 97"),
+        (["train", "ViT-Pico/7", "--patch-dropout", "1"], "--patch-dropout: 1.0 is not in [0, 1)"),
         (["train", "BiT-R50x1", "--heads", "2"], "unknown field 'heads' of BiT-R50x1"),
-        (["train", "ViT-Pico/7", "--num-classes", "0"], "num_classes=0 leaves nothing to train on"),
+        (["train", "ViT-Pico/7", "--num-classes", "0"], "--num-classes: 0 leaves nothing to train on"),
         (["train", "ViT-Pico/7", "--against", "timn"], "unknown library 'timn' in --against; nearest: timm"),
         (["train", "BiT-R50x1", "--against", "timm"], "a BiT ResNet has no counterpart"),
-        (["load", "ViT-Pico/7", "--against", "timm"], "--against does not go with bench load"),
-        (["train", "ViT-Pico/7", "--scaling", "batch", "--best"], "--scaling and --best do not go together"),
-        (["infer", "ViT-Pico/7", "--largest-batch"], "--largest-batch is of a training step"),
-        (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "memory_limit='1GB' goes with --largest-batch alone"),
-        (["train", "ViT-Pico/7", "--largest-batch", "--memory-limit", "lots"], "memory_limit='lots' is not a number"),
+        (["load", "ViT-Pico/7", "--against", "timm"], "--against: bench load has no such measurement"),
+        (["train", "ViT-Pico/7", "--scaling", "batch", "--best"], "--scaling and --best exclude each other"),
+        (["infer", "ViT-Pico/7", "--largest-batch"], "--largest-batch: only a training step"),
+        (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "--memory-limit: '1GB' needs --largest-batch"),
+        (
+            ["train", "ViT-Pico/7", "--largest-batch", "--memory-limit", "lots"],
+            "--memory-limit: 'lots' is not",
+        ),
         (["train", "ViT-Pico/7", "--batch-size", "1", "--scaling", "batch"], "needs two values or more"),
-        (["train", "ViT-Pico/7", "--compile", "graphs", "--device", "cpu"], "compile='graphs' needs CUDA, and this is"),
+        (
+            ["train", "ViT-Pico/7", "--compile", "graphs", "--device", "cpu"],
+            "--compile: 'graphs' needs CUDA, and this",
+        ),
         (
             ["train", "ViT-Pico/7", "--compile", "on", "--scaling", "batch"],
-            "--scaling and --compile do not go together",
+            "--scaling and --compile exclude each other",
         ),
-        (["train", "BiT-R50x1", "--compile", "on"], "compile='on' is of a transformer's blocks"),
-        (["infer", "ViT-Pico/7", "--precision", "float8", "--device", "cpu"], "precision='float8'"),
-        (["train", "BiT-R50x1", "--precision", "float8", "--device", "cpu"], "precision='float8'"),
-        (["load", "ViT-Pico/7", "--channels", "4"], "channels=4 is not one of 1 (grey), 3 (RGB)"),
+        (["train", "BiT-R50x1", "--compile", "on"], "--compile: 'on' is of a transformer's blocks"),
+        (["infer", "ViT-Pico/7", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
+        (["train", "BiT-R50x1", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
+        (["load", "ViT-Pico/7", "--channels", "4"], "--channels: 4 is not one of 1 (grey), 3 (RGB)"),
     ],
 )
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -176,6 +182,4 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str]
 
 @pytest.mark.parametrize("words", [[], ["train", "--precision", "fp8"], ["train", "--scaling", "heads"]])
 def test_wrong_words_leave_with_2(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["bench", *words])
-    assert leaving.value.code == 2
+    assert main(["bench", *words]) == 2

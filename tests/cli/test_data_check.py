@@ -106,10 +106,10 @@ def test_many_classes_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sample", "0"], "sample=0 is less than 1"),
-        (["--threads", "0"], "threads=0 is less than 1"),
-        (["--max-skipped", "2"], "max_skipped=2.0 is not in"),
-        (["--validation-share", "1"], "validation_share=1.0 is not in"),
+        (["--sample", "0"], "--sample: 0 is less than 1"),
+        (["--threads", "0"], "--threads: 0 is less than 1"),
+        (["--max-skipped", "2"], "--max-skipped: 2.0 is not in"),
+        (["--validation-share", "1"], "--validation-share: 1.0 is not in"),
     ],
 )
 def test_bad_options_are_refused(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 import sys
 
@@ -32,12 +34,38 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_each_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main([verb, "--help"])
-    assert leaving.value.code == 0
-    assert "usage: vitrail " + verb in capsys.readouterr().out
+SIMPLE = [verb for verb in VERBS if verb not in ("train", "finetune", "evaluate")]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("verb", SIMPLE)
+def test_the_help_of_each_verb_fits_on_a_screen_and_a_half(
+    verb: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*verb.split(), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: vitrail {verb} ") and max(map(len, lines)) <= columns
+    assert len(lines) <= 60 and sum(line.startswith("  vitrail ") for line in lines) == 3
+
+
+@pytest.mark.parametrize("verb", SIMPLE)
+def test_all_help_shows_every_option_once(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*verb.split(), "--help-all"]) == 0
+    shown = capsys.readouterr().out
+    command = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}").COMMAND
+    heads = [line.split()[0].rstrip(",") for line in shown.splitlines() if re.match(r"  (?!vitrail )\S", line)]
+    assert sorted(heads) == sorted(option.label for option in command.known.values())
+    for python in ("Raise", "ConfigError", "``"):
+        assert python not in shown
+    assert all(option.help for option in command.known.values()), "an option has no text"
+
+
+def test_a_verb_of_two_words_needs_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data"]) == 2 and main(["data", "--help"]) == 0
+    assert capsys.readouterr().out.count("data check") == 2
+    assert main(["data", "chek"]) == 2
+    assert "unknown verb 'data chek'; nearest: data check" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(tmp_path: object) -> None:

@@ -146,9 +146,9 @@ def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch-size", "0"], "batch_size=0 is less than 1"),
-        (["--batch-size", "-2"], "batch_size=-2 is less than 1"),
-        (["--num-classes", "-1"], "num_classes=-1 is negative; 0 means none"),
+        (["--batch-size", "0"], "--batch-size: 0 is less than 1"),
+        (["--batch-size", "-2"], "--batch-size: -2 is less than 1"),
+        (["--num-classes", "-1"], "--num-classes: -1 is negative; 0 means none"),
     ],
 )
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line: finds the verb, imports its module alone, turns errors into a message and an exit code."""
+"""The command line: finds the verb, imports its module alone, and turns errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import time
 from collections.abc import Sequence
 
 from vitrail import __version__
-from vitrail.errors import VitrailError, nearest
+from vitrail.errors import UserError, VitrailError, nearest
 
 __all__ = ["VERBS", "main"]
 
 VERBS = {
-    "train": "train a network, on the bundled images or on yours",
-    "finetune": "teach a pre-trained model your classes",
+    "train": "train a network on the bundled images or on yours",
+    "finetune": "adapt a pre-trained model to your images",
     "evaluate": "measure a model on a data set",
-    "predict": "name what is on images",
-    "embed": "write the features of every image of a data set, for other tools",
-    "convert": "write a model in another library's layout, or another's in ours",
-    "data": "check a data set before training, or pack it into shards",
-    "models": "list the sizes of networks, with parameters and cost",
-    "bench": "measure speed and memory on this machine, against its limits",
+    "predict": "classify images with a model",
+    "embed": "save the features of every image of a data set",
+    "convert": "write a model in another library's format, or read one",
+    "data check": "find problems in a data set before training",
+    "data pack": "write a data set as tar shards",
+    "models": "list network sizes with their parameters and cost",
+    "bench": "measure training and inference speed on this machine",
+    "bench data": "measure how fast images are read",
 }
 
 USAGE = """\
@@ -32,40 +34,77 @@ usage: vitrail VERB ...
 
 {verbs}
 
-`vitrail VERB --help` shows every option of a verb with its default; --debug shows the traceback of an error.
-Exit codes: 0 done; 1 an error of ours; 2 wrong usage or input; 75 stopped on request, resumable.
+`vitrail VERB --help` shows the options that matter most, --help-all shows every option, and --debug shows the
+traceback of an error. Exit codes: 0 done; 1 an internal error; 2 wrong usage or input; 75 stopped on request,
+resumable.
 Start with `vitrail train`: it trains on bundled images and takes a few minutes.
 """
 
+HELP = ("-h", "--help", "--help-all")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `vitrail ARGUMENTS...` and returns its exit code."""
+    """Run `vitrail ARGUMENTS...` and return its exit code."""
     started = time.perf_counter()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(USAGE.format(verbs="\n".join(f"  {verb:<10} {text}" for verb, text in VERBS.items())), end="")
-        return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in typed
+    typed = [word for word in typed if word != "--debug"]
+    if not typed or typed[0] in (*HELP, "help"):
+        print(USAGE.format(verbs=_verb_list(VERBS)), end="")
+        return 0 if typed else 2
+    if typed[0] in ("-V", "--version"):
         print(f"vitrail {__version__}")
         return 0
-    verb, *rest = words
-    if verb not in VERBS:
-        print(f"vitrail: unknown verb {verb!r}; {nearest(verb, VERBS)} (see vitrail --help)", file=sys.stderr)
-        return 2
+    verb = next((name for name in (" ".join(typed[:2]), typed[0]) if name in VERBS), None)
+    if verb is None:
+        return _no_verb(typed)
+    return _run(verb, typed[len(verb.split()) :], started, debug)
+
+
+def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
+    """Run a verb, or print its help, and return the exit code."""
+    from vitrail.cli.command import Call
+    from vitrail.cli.help import help_page
+
+    module = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}")
+    command = getattr(module, "COMMAND", None)  # train, finetune and evaluate parse their own arguments so far
     try:
-        code: int = importlib.import_module(f"vitrail.cli.{verb}").main(rest, started)
+        if command is None:
+            own: int = module.main(arguments, started)
+            return own
+        given = command.parse([word for word in arguments if word not in HELP])
+        if any(word in HELP for word in arguments):
+            print(help_page(command, given, everything="--help-all" in arguments), end="")
+            return 0
+        command.check_required(given)
+        code: int = module.main(Call(tuple(arguments), given, started))
         sys.stdout.flush()
         return code
     except VitrailError as error:
         if debug:
             raise
-        print(f"vitrail: {error}", file=sys.stderr)
+        message = command.message(error) if command and isinstance(error, UserError) else str(error)
+        print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("vitrail: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of a pipe closes it early, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _no_verb(typed: list[str]) -> int:
+    """Say which verbs there are if the one that was typed is not complete or does not exist."""
+    if group := {verb: text for verb, text in VERBS.items() if verb.split()[0] == typed[0]}:
+        if len(typed) == 1 or typed[1] in HELP:
+            print(f"usage: vitrail {typed[0]} VERB ...\n\n{_verb_list(group)}")
+            return 0 if len(typed) > 1 else 2
+        typed = typed[:2]
+    name = " ".join(typed[: 2 if group else 1])
+    print(f"vitrail: unknown verb {name!r}; {nearest(name, VERBS)} (see vitrail --help)", file=sys.stderr)
+    return 2
+
+
+def _verb_list(verbs: dict[str, str]) -> str:
+    return "\n".join(f"  {verb:<10} {text}" for verb, text in verbs.items())

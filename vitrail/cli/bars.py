@@ -1,4 +1,4 @@
-"""How far a verb is with its images: one look for all of them."""
+"""The progress bar over images that the verbs share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["images_bar"]
 
 
 def images_bar(console: Console, *, transient: bool = False) -> Progress:
-    """What is done to the images (a task's description), how many are done, and the time left; on a terminal alone."""
+    """Return a bar with a description, the images done and the time left. It appears on terminals only."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),

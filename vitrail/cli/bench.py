@@ -1,14 +1,12 @@
-"""`vitrail bench`: how fast is this machine, and how much of what it can do do we use?"""
+"""`vitrail bench`: measure training and inference speed on this machine, against its own limits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 
 from vitrail.bench.compare import compare
@@ -16,10 +14,10 @@ from vitrail.bench.loading import measure_loading
 from vitrail.bench.memory import largest_batch
 from vitrail.bench.scaling import Axis, scaling
 from vitrail.bench.workload import Workload
-from vitrail.cli import bench_data
 from vitrail.cli import bench_tables as tables
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional
 from vitrail.cli.models import OWN_SIZES
-from vitrail.cli.options import parse
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
@@ -29,77 +27,90 @@ from vitrail.plain import byte_count
 
 __all__ = ["main"]
 
-TASKS = ("train", "infer", "load", "data")
+TASKS = ("train", "infer", "load")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure a network on this machine, against the machine's own limits and against other libraries.
+    """Options of `vitrail bench`."""
 
-    vitrail bench train: steps of training. vitrail bench infer: batches of logits. vitrail bench load: reading a model,
-    importing, the first prediction. vitrail bench data: reading images (it has options of its own). Contenders are
-    timed in turns, round by round; "products alone" are the matrix products of our own step, replayed without the rest.
-    """
-
-    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="{train,infer,load}")]
-    """What is measured."""
-    variant: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[VARIANT]")] = "ViT-S/16"
-    """Size and patch, as `vitrail models` lists them."""
+    task: Annotated[str, Positional("train|infer|load")]
+    """Measurement: training steps, batches of inference, or the time to load a model and predict."""
+    variant: Annotated[str, Positional("[VARIANT]")] = "ViT-S/16"
+    """Network size and patch, as `vitrail models` lists them."""
     image_size: tuple[int, int] | None = None
-    """Height and width in pixels; by default 224 x 224, or 28 x 28, 64 x 64 and 32 x 32 for the smallest."""
+    """Image height and width in pixels. By default 224 x 224, or less for the three smallest networks (28, 64, 32)."""
     channels: int = 3
-    """Image channels: 3 for RGB, 1 for grey."""
+    """Number of image channels: 3 for RGB, 1 for grey."""
     num_classes: int = 1000
-    """Outputs of the head."""
+    """Number of outputs of the head."""
     width: int | None = None
-    """Length of a token; by default the variant's, like depth, heads and mlp-width. For a BiT: its first channels."""
+    """Token width, by default the variant's. For a BiT network, the channels of its stem."""
     depth: int | None = None
-    """Number of blocks."""
+    """Number of blocks. By default the variant's."""
     heads: int | None = None
-    """Attention heads; they divide the width."""
+    """Number of attention heads, which must divide the width. By default the variant's."""
     mlp_width: int | None = None
-    """Hidden units of each block's MLP."""
+    """Number of hidden units in each block's MLP. By default the variant's."""
     patch_dropout: float | None = None
-    """Share of the patches that a training step leaves out."""
+    """Fraction of the patches that a training step drops."""
     batch_size: int = 32
-    """Images a step."""
+    """Images per step."""
     precision: TrainingPrecision = "auto"
-    """auto: bf16 where the processor has bf16 matrix units, else float32. float8: the dense layers of our blocks in 8
-    bits, in bench train."""
+    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32; float8 runs
+    the dense layers of the blocks in 8 bits, in bench train."""
     compile: Compile = "auto"
-    """Also run ours compiled, block by block: on, or graphs for CUDA graphs as well. auto: on for CUDA, off
-    elsewhere."""
+    """Also measure vitrail compiled block by block; graphs adds CUDA graphs. auto is on for CUDA, else off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is the GPU where there is one."""
+    """Device to measure. auto is the GPU if there is one."""
     threads: int | None = None
-    """Threads that compute; by default torch's choice."""
+    """Number of threads that compute. By default torch's choice."""
     repetitions: int = 7
-    """Timed rounds; each runs every contender once."""
+    """Number of timed rounds. Each round runs every contender once."""
     warmup: int = 2
-    """Rounds before, which are not timed."""
+    """Number of rounds before these, which are not timed."""
     against: str = ""
-    """Other libraries, with commas between: timm, transformers, vit-pytorch, torchvision. One that is not
-    installed is left out. Each runs in float32, as its users build it, and in the same precision as ours."""
+    """Other libraries to compare with, separated by commas: timm, transformers, vit-pytorch, torchvision. Libraries
+    that are not installed are skipped."""
     best: bool = False
-    """Also run every library compiled: ours block by block, others as a whole."""
+    """Also measure every library compiled: vitrail block by block, others as a whole."""
     profile: bool = True
-    """Say where the time of our step goes."""
+    """Show how the time of vitrail's step is divided among its operations."""
     memory: bool = False
-    """Measure the memory of every contender that is not compiled, each in a process of its own."""
+    """Measure the memory of every contender that is not compiled, each in its own process."""
     scaling: Axis | None = None
-    """Instead, how time and memory grow with one of these, beside the closed form."""
+    """Measure instead how time and memory grow with this dimension."""
     largest_batch: bool = False
-    """Instead, the largest batch whose training step fits into memory."""
+    """Find instead the largest batch whose training step fits into memory."""
     memory_limit: str | None = None
-    """With --largest-batch: bytes that the process may hold, like 4GB; by default what is free."""
+    """Memory that --largest-batch may use, such as 4GB. By default the memory that is free."""
     json: bool = False
     """Print JSON instead of tables, with the time of every round."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    if words[:1] == ["data"]:
-        return bench_data.main(words[1:], started)
-    options = parse(Bench, words, usage="vitrail bench", description=Bench.__doc__ or "")
+COMMAND = Command(
+    name="bench",
+    summary="""Measure a network on this machine, against the machine's own limits and against other libraries.
+
+    train measures training steps, infer measures batches of inference, and load measures reading a model, importing
+    the library and the first prediction; vitrail bench data measures reading images. The contenders take turns, round
+    by round. "products alone" are the matrix products of vitrail's step, replayed without the rest.""",
+    examples=(
+        Example("vitrail bench train ViT-S/16", "Measure training steps of ViT-S/16."),
+        Example("vitrail bench infer ViT-B/16 --against timm,torchvision", "Compare inference with two libraries."),
+        Example("vitrail bench train ViT-B/16 --largest-batch", "Find the largest batch that fits into memory."),
+    ),
+    options=(Bench,),
+    essential={
+        "Workload": ("image_size", "batch_size", "precision", "compile", "device"),
+        "Comparison": ("against", "best", "memory", "scaling", "largest_batch"),
+        "Measurement and output": ("repetitions", "threads", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = Bench(**call.options)
     _check(options)
     device = pick_device(options.device)
     config = _config(options)
@@ -122,7 +133,7 @@ def main(words: Sequence[str], started: float) -> int:
 
 
 def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
-    """A title, what was measured as JSON values, and the same as tables."""
+    """Return a title, the measurements as JSON values, and the same as tables."""
     machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
     if options.task == "load":
         loading = measure_loading(config, device=device, **rounds)
@@ -167,9 +178,9 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
 
 
 def _check(options: Bench) -> None:
-    """Raises `ConfigError` for what can be said before anything is built."""
+    """Raise `ConfigError` for options that exclude each other or are out of range."""
     if options.task not in TASKS:
-        raise ConfigError(f"unknown measurement {options.task!r}; {nearest(options.task, TASKS)}")
+        raise ConfigError(f"{options.task!r} is not a measurement; {nearest(options.task, TASKS)}")
     for name, value, low in (
         ("batch_size", options.batch_size, 1), ("repetitions", options.repetitions, 1), ("warmup", options.warmup, 0),
         ("threads", options.threads, 1),
@@ -186,13 +197,13 @@ def _check(options: Bench) -> None:
     }
     given = [name for name, is_given in modes.items() if is_given]
     if options.task == "load" and given:
-        raise ConfigError(f"{given[0]} does not go with bench load; it goes with bench train and bench infer")
+        raise ConfigError(f"{given[0]}: bench load has no such measurement; use bench train or bench infer")
     if len(given) > 1 and given[0] in ("--scaling", "--largest-batch"):
-        raise ConfigError(f"{given[0]} and {given[1]} do not go together: {given[0]} has a table of its own")
+        raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give only one of them")
     if options.largest_batch and options.task != "train":
-        raise ConfigError("--largest-batch is of a training step; use bench train")
+        raise ConfigError("--largest-batch: only a training step is measured so; use bench train")
     if options.memory_limit is not None and not options.largest_batch:
-        raise ConfigError(f"memory_limit={options.memory_limit!r} goes with --largest-batch alone")
+        raise ConfigError(f"memory_limit={options.memory_limit!r} needs --largest-batch")
 
 
 def _peers(options: Bench) -> list[str]:

@@ -1,18 +1,17 @@
-"""`vitrail bench data`: how fast do images come from the disk into batches?"""
+"""`vitrail bench data`: measure how fast images are read from the disk into batches."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import tyro
 from rich.console import Console
 
 from vitrail.bench.measure import Spread
@@ -27,7 +26,8 @@ from vitrail.bench.reading import (
     write_photographs,
 )
 from vitrail.cli.bench_tables import header, plain_table
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional
 from vitrail.data.packing.pack import pack
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
@@ -41,36 +41,53 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchData:
-    """Measure how fast images come from the disk into batches, beside decoding alone and a plain loop with Pillow."""
+    """Options of `vitrail bench data`."""
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[SPEC]")] = ""
-    """A data set. By default photographs of 500 x 375 pixels are made, as a folder, as shards and as Parquet."""
+    data: Annotated[str, Positional("[SPEC]")] = ""
+    """Data set to read. By default photographs of 500 x 375 pixels are made, as a folder, shards and Parquet."""
     images: int = 512
-    """Images a round."""
+    """Images per round."""
     image_size: tuple[int, int] = (224, 224)
-    """Height and width of what batches hold."""
+    """Height and width in pixels to which images are scaled."""
     channels: int = 3
-    """Image channels: 3 for RGB, 1 for grey."""
+    """Number of image channels: 3 for RGB, 1 for grey."""
     scaled_decode: bool = False
-    """Shrink JPEG files while they are decoded, where that leaves twice the pixels that are needed."""
+    """Decode JPEG files at a reduced size if at least twice the pixels that are needed remain."""
     batch_size: int = 32
-    """Images a batch."""
+    """Images per batch."""
     threads: int | None = None
-    """Threads that read and decode; by default one a core."""
+    """Number of threads that read and decode. By default one per core."""
     processes: int = 0
-    """Further processes that do, each with so many threads."""
+    """Number of worker processes, with --threads threads each. 0 reads in the main process."""
     repetitions: int = 5
-    """Timed rounds; each reads every data set once."""
+    """Number of timed rounds. Each round reads every data set once."""
     warmup: int = 1
-    """Rounds before, which are not timed."""
+    """Number of rounds before these, which are not timed."""
     entries: int | None = None
-    """Instead, open a folder of so many images, and say how long it takes and how much memory."""
+    """Measure instead the time and memory of opening a folder with this many images."""
     json: bool = False
     """Print JSON instead of a table, with the time of every round."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(BenchData, words, usage="vitrail bench data", description=BenchData.__doc__ or "")
+COMMAND = Command(
+    name="bench data",
+    summary="""Measure how fast images are read from the disk into batches, beside decoding alone and a plain loop
+    with Pillow.""",
+    examples=(
+        Example("vitrail bench data", "Read photographs that are made for the measurement."),
+        Example("vitrail bench data flowers --batch-size 128", "Read your own data set."),
+        Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
+    ),
+    options=(BenchData,),
+    essential={
+        "Workload": ("images", "image_size", "channels", "scaled_decode", "batch_size", "threads", "processes"),
+        "Measurement and output": ("repetitions", "warmup", "entries", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = BenchData(**call.options)
     for name, low in (
         ("images", 1), ("batch_size", 1), ("threads", 0), ("processes", 0), ("repetitions", 1), ("warmup", 0),
         ("entries", 1),
@@ -111,7 +128,7 @@ def main(words: Sequence[str], started: float) -> int:
 
 @contextmanager
 def _sources(options: BenchData) -> Iterator[dict[str, Source]]:
-    """What is read, by name; photographs that were made for it are deleted afterwards."""
+    """Yield the data sets to read, by name. Photographs that were made for the measurement are deleted afterwards."""
     if options.data:
         yield {options.data: open_data(options.data, validation_share=0.0).train}
         return
@@ -152,7 +169,8 @@ def _read(reading: Reading) -> Any:
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> str:
-    """How many times as fast as theirs ours is, by the median over rounds; nothing where theirs was not measured."""
+    """Return how many times as fast as theirs ours is: the median over rounds, or nothing if theirs was not
+    measured."""
     ratios = [other / mine for other, mine in zip(theirs, ours, strict=False)]
     return f"{Spread.of(ratios).median:.2f}x" if ratios else ""
 

@@ -1,17 +1,16 @@
-"""`vitrail convert`: a model in another library's layout, or another's in ours."""
+"""`vitrail convert`: write a model in another library's format, or read one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.console import Console
 
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional
 from vitrail.weights.load import convert
 
 __all__ = ["main"]
@@ -19,36 +18,53 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a model in another layout.
+    """Options of `vitrail convert`."""
 
-    Layouts: vitrail (a folder), google and big-vision (.npz), bit (.npz), bit-torch (.pth), timm (a folder, or
-    .safetensors), huggingface (a folder), torchvision (.pth). The source's layout is recognised.
-    """
-
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """Folder or file of a model, or its name on the hub: google/vit-base-patch16-224."""
-    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
+    source: Annotated[str, Positional("SRC")]
+    """Folder or file of a model, or its name on the Hugging Face hub."""
+    destination: Annotated[Path, Positional("DST")]
     """File or folder to write: a new path or an empty folder."""
     to: str
-    """The layout to write."""
+    """Layout to write, one of those named above."""
     layout: str | None = None
-    """The layout of the source, where it is not to be found out."""
+    """Layout of the source. By default it is recognised from the file."""
     heads: int | None = None
-    """Attention heads, where the source does not say."""
+    """Number of attention heads, for files that do not state it."""
     image_size: tuple[int, int] | None = None
-    """Height and width in pixels that the source was made for; of another grid, positions are resized to it."""
+    """Image height and width in pixels that the source was trained for. If its grid of patches differs, the position
+    embeddings are resized."""
     num_classes: int | None = None
-    """Outputs of a new head of zeros; 0 for a model without one."""
+    """Replace the head by a new one with this many outputs, all zero. 0 removes the head."""
     drop_head_hidden: bool = False
-    """Leave out the hidden layer before the head, and the head with it."""
-    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Replace an earlier output at DST. A folder with other files in it is never replaced."""
+    """Drop the hidden layer before the head, together with the head."""
+    overwrite: bool = False
+    """Replace an earlier output at DST. A folder that holds other files is never replaced."""
     json: bool = False
     """Print JSON instead of text."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(Convert, words, usage="vitrail convert", description=Convert.__doc__ or "")
+COMMAND = Command(
+    name="convert",
+    summary="""Write a model in another layout. The layout of the source is recognised.
+
+    Layouts: vitrail (folder), google and big-vision (.npz), bit (.npz), bit-torch (.pth), timm (folder or
+    .safetensors), huggingface (folder), torchvision (.pth).""",
+    examples=(
+        Example("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
+        Example("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),
+        Example("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Read a checkpoint of the paper."),
+    ),
+    options=(Convert,),
+    essential={
+        "Output": ("to", "overwrite", "json"),
+        "Source": ("layout", "heads", "image_size"),
+        "Head": ("num_classes", "drop_head_hidden"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = Convert(**call.options)
     notes = convert(
         options.source,
         options.destination,

@@ -1,15 +1,14 @@
-"""`vitrail data check`: what is wrong with a data set, before training."""
+"""`vitrail data check`: find problems in a data set before training."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -17,7 +16,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional
 from vitrail.data.check import Finding, Report, check_data
 from vitrail.data.check.look import Progress
 from vitrail.data.check.page import page
@@ -33,38 +33,55 @@ __all__ = ["main"]
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 MOST_CLASSES = 20
-"""Rows of the table; the page has more."""
+"""Largest number of rows of the table; the page has more."""
 
 MOST_SHOWN = 3
-"""Images that are named under a finding."""
+"""Largest number of images that are named under a finding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Look at a data set before training: images that cannot be decoded, copies (also between training and test
-    images), classes that are missing or rare, images unlike the rest; and what training will do about each.
+    """Options of `vitrail data check`."""
 
-    Exit code 2 when training on it would fail.
-    """
-
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
-    """What vitrail train --data takes: a folder, or the name of a data set."""
+    data: Annotated[str, Positional("SPEC")]
+    """Data set: any that `vitrail train --data` takes."""
     sample: int | None = None
-    """Look at so many images only, every class with its share; by default at all."""
+    """Number of images to inspect, drawn evenly from all classes. By default all images."""
     validation_share: float = 0.1
-    """Share of the training images that training would hold out where the data has no validation split; 0 for none."""
+    """Fraction of the training images that training holds out if the data has no validation split. 0 holds out
+    none."""
     max_skipped: float = 0.01
-    """Share of the training images that may be undecodable before training fails."""
+    """Fraction of the training images that may fail to decode before training stops."""
     threads: int | None = None
-    """Threads that read and decode images; by default one a core."""
+    """Number of threads that read and decode images. By default one per core."""
     page: Path | None = Path("data-check.html")
-    """Where to write a page with pictures of what was found; None for nowhere."""
+    """HTML page to write, with pictures of the problems. None writes no page."""
     json: bool = False
     """Print the report as JSON instead of tables."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(Check, words, usage="vitrail data check", description=Check.__doc__ or "")
+COMMAND = Command(
+    name="data check",
+    summary="""Find problems in a data set before training: images that cannot be decoded, duplicates (also between
+    training and test images), classes that are missing or rare, and images unlike the rest. For each problem, the
+    report says what training does about it.
+
+    The exit code is 2 if training on the data would fail.""",
+    examples=(
+        Example("vitrail data check flowers", "Inspect every image, and write data-check.html."),
+        Example("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
+        Example("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
+    ),
+    options=(Check,),
+    essential={
+        "Settings": ("sample", "validation_share", "max_skipped", "threads"),
+        "Output": ("page", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = Check(**call.options)
     if not 0 <= options.validation_share < 1:
         raise ConfigError(f"validation_share={options.validation_share} is not in [0, 1)")
     if options.page is not None and not options.page.absolute().parent.is_dir():
@@ -104,7 +121,7 @@ def _check_page(path: Path) -> None:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Progress | None]:
-    """A line that moves, on a terminal."""
+    """Show the progress if the output is a terminal."""
     if not console.is_terminal:
         yield None
         return

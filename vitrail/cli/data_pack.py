@@ -1,4 +1,4 @@
-"""`vitrail data pack`: any data set as tar shards."""
+"""`vitrail data pack`: write a data set as tar shards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.console import Console
 
 from vitrail.cli.bars import images_bar
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional
 from vitrail.data.packing.manifest import Manifest
 from vitrail.data.packing.pack import pack
 from vitrail.data.sources import open_data
@@ -25,40 +25,53 @@ from vitrail.training.monitoring.stop import StopRequest
 __all__ = ["Pack", "main"]
 
 SHOWN = 10
-"""Names of unreadable images on the screen; dataset.json has all."""
+"""Largest number of unreadable images that are printed; dataset.json lists all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Write a data set as tar shards in the WebDataset convention: few large files instead of many small ones. A pack
-    that was stopped goes on when the same command is given again."""
+    """Options of `vitrail data pack`."""
 
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPEC")]
-    """Whatever can be trained on: a folder, a table, fashion-mnist, ..."""
-    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
-    """Folder for the shards: new, empty, or begun by the same command."""
+    data: Annotated[str, Positional("SPEC")]
+    """Data set: any that `vitrail train --data` takes."""
+    destination: Annotated[Path, Positional("DST")]
+    """Folder for the shards: a new or empty folder, or one that the same command began to write."""
     shard_size: str = "256MB"
-    """The largest shard, like 256MB, 1GiB or 250000000."""
+    """Largest size of a shard, such as 256MB, 1GiB or 250000000."""
     max_side: int | None = None
-    """Scale images with a longer side, in pixels, down to this one, and encode them as JPEG of quality 95. Others, and
-    all without this option, are copied byte for byte."""
+    """Largest side in pixels: larger images are scaled down and encoded as JPEG of quality 95. All other images are
+    copied byte for byte."""
     workers: int = min(16, os.cpu_count() or 1)
-    """Threads that read and encode. The shards are the same with any number."""
+    """Number of threads that read and encode. The shards do not depend on it."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(Pack, words, usage="vitrail data pack", description=Pack.__doc__ or "")
+COMMAND = Command(
+    name="data pack",
+    summary="""Write a data set as tar shards in the WebDataset convention: few large files instead of many small
+    ones. If the command is stopped, give it again to continue.""",
+    examples=(
+        Example("vitrail data pack photos shards", "Copy a folder of images into shards."),
+        Example("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),
+        Example("vitrail train --data shards", "Train on the shards."),
+    ),
+    options=(Pack,),
+    essential={"Settings": ("shard_size", "max_side", "workers")},
+)
+
+
+def main(call: Call) -> int:
+    options = Pack(**call.options)
     shard_size = byte_count(options.shard_size, "shard_size")
     console = Console()
     splits = open_data(options.data, validation_share=0.0)
     for note in splits.notes:
         console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    manifest = _pack(splits, options, shard_size, console, words)
+    manifest = _pack(splits, options, shard_size, console, call.arguments)
     _report(manifest, options, console)
     return 0
 
 
-def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, words: Sequence[str]) -> Manifest:
+def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, arguments: Sequence[str]) -> Manifest:
     total = sum(len(source) for source in (splits.train, splits.validation, splits.test) if source is not None)
     bar = images_bar(console)
     with StopRequest() as request, bar:
@@ -74,7 +87,7 @@ def _pack(splits: Splits, options: Pack, shard_size: int, console: Console, word
                 stop=lambda: request.requested,
             )
         except Stopped as stop:
-            raise Stopped(f"{stop}\nGo on with: vitrail data pack {shlex.join(words)}", stop.run) from None
+            raise Stopped(f"{stop}\nContinue with: vitrail data pack {shlex.join(arguments)}", stop.run) from None
 
 
 def _report(manifest: Manifest, options: Pack, console: Console) -> None:

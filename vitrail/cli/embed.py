@@ -1,18 +1,17 @@
-"""`vitrail embed`: what a model's head would see of every image of a data set, as a file."""
+"""`vitrail embed`: save the features of every image of a data set."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from rich.console import Console
 
 from vitrail.cli.bars import images_bar
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError
@@ -29,42 +28,62 @@ __all__ = ["Embed", "main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Embed:
-    """Write the features of every image of a data set: the vectors that the model's head would see. Stopped, it goes
-    on when the same command is given again."""
+    """Options of `vitrail embed`."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
+    model: Annotated[str, Positional("MODEL")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     data: str
-    """A data set, as for vitrail train."""
+    """Data set: any that `vitrail train` takes."""
     out: Path
-    """Folder for the features: a folder in it for each split (npy), or a file (parquet)."""
+    """Folder for the features. It receives one folder per split (npy) or one file per split (parquet)."""
     split: Literal["all", "train", "validation", "test"] = "all"
-    """Which images; all are those of every split that the data has. None is cut."""
+    """Split to embed. all embeds every split that the data has; no validation split is cut."""
     format: Literal["npy", "parquet"] = "npy"
-    """npy: features.npy, keys.jsonl and features.json; parquet: the columns key, label and feature."""
+    """npy writes features.npy, keys.jsonl and features.json. parquet writes the columns key, label and feature."""
     image_size: tuple[int, int] | None = None
-    """Height and width in pixels, where they are to be others than the model's; its positions are resized."""
+    """Image height and width in pixels. By default the model's; for another size, the position embeddings are
+    resized."""
     batch_size: int = 256
-    """Images at a time."""
+    """Images per forward pass."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1."""
+    """auto, cpu, cuda or cuda:1. auto is the GPU if there is one."""
     precision: Precision = "float32"
-    """Of matrix products: float32; bf16, which is faster; or auto: bf16 where the processor has units for it."""
+    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32."""
     cache: Path | None = None
-    """Folder in which features are kept and found again; by default $VITRAIL_DATA/features, or
+    """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
-    no_cache: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Keep and find none: an extraction that is stopped begins anew."""
-    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Replace features of the same splits."""
+    no_cache: bool = False
+    """Neither read nor write the cache. An extraction that is stopped then starts again from the beginning."""
+    overwrite: bool = False
+    """Replace earlier features of the same splits."""
     json: bool = False
     """Print JSON instead of text."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(Embed, words, usage="vitrail embed", description=Embed.__doc__ or "")
+COMMAND = Command(
+    name="embed",
+    summary="""Save the features of every image of a data set: the vectors that the model's head receives. If the
+    command is stopped, give it again to continue.""",
+    examples=(
+        Example("vitrail embed runs/flowers --data flowers --out features", "Write NumPy files for every split."),
+        Example(
+            "vitrail embed runs/flowers --data flowers --out features --format parquet", "Write a table per split."
+        ),
+        Example("vitrail embed facebook/dino-vits16 --data photos --out features", "Use a model from the hub."),
+    ),
+    options=(Embed,),
+    essential={
+        "Data": ("data", "split", "image_size"),
+        "Output": ("out", "format", "overwrite", "json"),
+        "Speed": ("batch_size", "device", "precision", "cache", "no_cache"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = Embed(**call.options)
     if options.no_cache and options.cache is not None:
-        raise ConfigError("--cache names a folder to keep features in, and --no-cache keeps none; choose one")
+        raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
     if options.format == "parquet":
         parquet_library()
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
@@ -96,7 +115,7 @@ def main(words: Sequence[str], started: float) -> int:
 
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
-    """The splits by name, and what to say of them."""
+    """Return the splits by name, and notes about them."""
     splits = open_data(options.data, validation_share=0.0)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     there = {name: source for name, source in named.items() if source is not None}
@@ -135,7 +154,7 @@ def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console
 
 
 def _about(bundle: Bundle, split: str, options: Embed) -> dict[str, Any]:
-    """What the features are of, for whoever finds them."""
+    """Return a description of the features, which is written beside them."""
     return {
         "model": options.model, "data": options.data, "split": split, "precision": options.precision,
         "image_size": list(bundle.preprocess.image_size),

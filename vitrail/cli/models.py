@@ -1,4 +1,4 @@
-"""`vitrail models`: the sizes of networks, and which of them fit on this machine."""
+"""`vitrail models`: list network sizes, and which of them can be trained on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
 from vitrail.models.cost import layer_costs, macs, parameters, training_flops
@@ -26,21 +26,16 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """List the sizes of networks with their parameters, the cost of one image in multiply-accumulates (GMAC; twice as
-    many FLOPs), and the memory that training takes.
-
-    Any size takes any patch that divides the image: ViT-S/8, or ViT-S/16x8 for patches of 16 rows and 8 columns. A
-    ResNet below makes a hybrid: R101x3+ViT-L/32.
-    """
+    """Options of `vitrail models`."""
 
     image_size: tuple[int, int] | None = None
-    """Height and width in pixels; by default 224 x 224, or 28 x 28, 64 x 64 and 32 x 32 for the smallest."""
+    """Image height and width in pixels. By default 224 x 224, or less for the three smallest networks (28, 64, 32)."""
     num_classes: int = 1000
-    """Outputs of the head."""
+    """Number of outputs of the head."""
     batch_size: int = 32
-    """Images of the training step whose memory is told (AdamW, bf16 products)."""
+    """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
-    """Instead, compare the layers that mix a sequence's tokens: attention, recurrence, convolution."""
+    """Compare the costs of self-attention, recurrence and convolution instead."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -48,8 +43,25 @@ class Models:
 OWN_SIZES = {"ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": (32, 32)}
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(Models, words, usage="vitrail models", description=Models.__doc__ or "")
+COMMAND = Command(
+    name="models",
+    summary="""List network sizes with their parameters, the cost of one image in billions of multiply-accumulates
+    (GMAC; one is two FLOPs), and the memory of a training step.
+
+    Every size can have any patch that divides the image: ViT-S/8, or ViT-S/16x8 for patches of 16 rows and 8
+    columns. A ResNet before the transformer makes a hybrid: R101x3+ViT-L/32.""",
+    examples=(
+        Example("vitrail models", "List every published size at 224 x 224 pixels."),
+        Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
+        Example("vitrail models --layers", "Compare attention with recurrence and convolution."),
+    ),
+    options=(Models,),
+    essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "json")},
+)
+
+
+def main(call: Call) -> int:
+    options = Models(**call.options)
     if options.batch_size < 1:
         raise ConfigError(f"batch_size={options.batch_size} is less than 1")
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
@@ -88,7 +100,7 @@ def _table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
 
 
 def _short(value: float, places: int = 1) -> str:
-    """Fewer decimals for larger numbers, so that columns stay narrow."""
+    """Return a number with fewer decimals the larger it is, so that columns stay narrow."""
     if value < 100:
         return f"{value:.{places}f}"
     return f"{value:.{places - 1}f}" if value < 1000 else f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
@@ -118,7 +130,7 @@ def _row(name: str, options: Models) -> dict[str, Any]:
 
 
 def _size(name: str, options: Models) -> tuple[int, int]:
-    """The size asked for, or the nearest one that the variant's patches divide."""
+    """Return the wanted size, or the nearest one that the variant's patches divide."""
     wanted = options.image_size or OWN_SIZES.get(name, (224, 224))
     config = variant_config(name, image_size=32 * int(name.rpartition("/")[2] if "/" in name else 1))
     return wanted if isinstance(config, ResNetConfig) else config.nearest_size(*wanted)

@@ -1,4 +1,4 @@
-"""`vitrail predict`: what is on these images?"""
+"""`vitrail predict`: classify images with a model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.machine import Precision
@@ -28,24 +28,37 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Predict:
-    """Name what is on images, with probabilities."""
+    """Options of `vitrail predict`."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE...")]
-    """Image files, or folders of them."""
+    model: Annotated[str, Positional("MODEL")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+    images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
+    """Image files, or folders that are searched for images."""
     top: int = 3
-    """How many classes to show of each image."""
+    """Number of classes to show for each image, the most probable first."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1."""
+    """auto, cpu, cuda or cuda:1. auto is the GPU if there is one."""
     precision: Precision = "float32"
-    """Of matrix products: float32; bf16, which is faster; or auto: bf16 where the processor has units for it."""
+    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32."""
     json: bool = False
-    """Print a line of JSON for each image, with all classes."""
+    """Print one line of JSON per image, with the probabilities of all classes."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(Predict, words, usage="vitrail predict", description=Predict.__doc__ or "")
+COMMAND = Command(
+    name="predict",
+    summary="Classify images with a model, and print the most probable classes of each image.",
+    examples=(
+        Example("vitrail predict runs/flowers rose.jpg", "Classify one image with the model of a run."),
+        Example("vitrail predict runs/flowers photos/ --top 5", "Show five classes for every image in a folder."),
+        Example("vitrail predict google/vit-base-patch16-224 cat.jpg --json", "Use a model from the hub; print JSON."),
+    ),
+    options=(Predict,),
+    essential={"Output": ("top", "json"), "Speed": ("device", "precision")},
+)
+
+
+def main(call: Call) -> int:
+    options = Predict(**call.options)
     paths = _image_paths(options.images)
     bundle = load(options.model, device=options.device)
     for note in bundle.notes:
@@ -80,12 +93,10 @@ def _plain(path: Path, result: Prediction | UndecodableImage) -> dict[str, objec
     return {"image": str(path), "label": result.label, "probability": result.probability, "probabilities": ranking}
 
 
-def _image_paths(given: Sequence[Path]) -> list[Path]:
-    """Files as they are; of folders, all images in and below them, sorted. Raises `DataError`."""
-    if not given:
-        raise DataError("no image was given: vitrail predict MODEL IMAGE...")
+def _image_paths(places: Sequence[Path]) -> list[Path]:
+    """Return files as they are, and all images in and below folders, sorted. Raise `DataError` if there are none."""
     paths: list[Path] = []
-    for path in given:
+    for path in places:
         if not path.exists():
             raise DataError(f"image {str(path)!r} does not exist")
         if not path.is_dir():

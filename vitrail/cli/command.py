@@ -1,0 +1,179 @@
+"""What the verbs of the command line share: reading the options that were given, and naming options in messages."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import cached_property
+from typing import Any
+
+from vitrail.cli.fields import Option, convert, flag, options_of, unknown_option
+from vitrail.errors import ConfigError, UserError
+
+__all__ = ["Call", "Command", "Example"]
+
+Options = Mapping[str, Any]
+"""Values of the options that were given, by the names of their fields."""
+
+SMALL_NEGATIVE = re.compile(r"-\d*\.?\d+[eE][+-]?\d+")
+"""Negative numbers that argparse takes for options."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a verb."""
+
+    arguments: tuple[str, ...]
+    """The words after the verb, as they were typed."""
+    options: Options
+    """Only what was given: an option that is missing here has its default or is chosen by a rule."""
+    started: float
+    """When the process began, by `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command that the help shows, and what it does."""
+
+    command: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A verb: the options that it takes, and its help."""
+
+    name: str
+    """The verb, without `vitrail`: "predict" or "data check"."""
+    summary: str
+    """One or two paragraphs about what the verb does."""
+    examples: tuple[Example, ...]
+    options: tuple[type, ...]
+    """Dataclasses whose fields are the options."""
+    essential: Mapping[str, tuple[str, ...]]
+    """Options that `--help` shows, by the heading of their group."""
+    defaults: Callable[[Options], Mapping[str, str]] = lambda given: {}
+    """Texts for defaults that differ from those of the fields, for the options that were given."""
+    hidden: tuple[str, ...] = ()
+    """Options that the help does not show."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """Names of fields that a user of this verb gives in another way, such as `init`, which is `MODEL`."""
+
+    @cached_property
+    def known(self) -> dict[str, Option]:
+        """Every option by the name of its field."""
+        return {option.name: option for cls in self.options for option in options_of(cls)}
+
+    @property
+    def positionals(self) -> list[Option]:
+        return [option for option in self.known.values() if option.positional]
+
+    @property
+    def usage(self) -> str:
+        required = (option for option in self.known.values() if option.default is dataclasses.MISSING)
+        parts = [option.label for option in self.positionals]
+        parts += [f"{option.label} {option.metavar}" for option in required if not option.positional]
+        return " ".join(["vitrail", self.name, *parts, "[options]"])
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the options that were given. Raise `ConfigError` for one that is unknown or wrong."""
+        typed = list(arguments)
+        end = typed.index("--") if "--" in typed else len(typed)
+        parser, by_name = self._parser(), self.known
+        try:
+            found, rest = parser.parse_known_args([_plain(word) for word in typed[:end]])
+        except argparse.ArgumentError as error:
+            option = by_name[str(error.argument_name).split("/")[0].lstrip("-").replace("-", "_")]
+            needs = f"needs {option.metavar}" if option.metavar else "takes no value"
+            raise ConfigError(f"{option.label}: {needs}") from None
+        if unknown := [word.partition("=")[0] for word in rest if word.startswith("-") and not _is_number(word)]:
+            names = [name for name, option in by_name.items() if not option.positional and name not in self.hidden]
+            raise ConfigError("\n".join(unknown_option(word, self.name, names) for word in unknown))
+        given = self._places([*rest, *typed[end + 1 :]])
+        for name, values in vars(found).items():
+            given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
+        return given
+
+    def check_required(self, given: Options) -> None:
+        """Raise `ConfigError` if an option that has no default is not given."""
+        missing = [
+            option.label
+            for option in self.known.values()
+            if option.default is dataclasses.MISSING and option.name not in given
+        ]
+        if missing:
+            are = "is" if len(missing) == 1 else "are"
+            raise ConfigError(f"{' and '.join(missing)} {are} missing; usage: {self.usage}")
+
+    def message(self, error: UserError) -> str:
+        """Return an error's message with the fields that it names spelled as options: `--batch-size: 0 is less than 1`
+        for `batch_size=0 is less than 1`. Only the first words of a line are changed if the error is not about
+        settings, since its message can name files and fields of files."""
+        return "\n".join(self._line(line, isinstance(error, ConfigError)) for line in str(error).split("\n"))
+
+    def _line(self, line: str, is_about_settings: bool) -> str:
+        names = "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True))
+        value = r"\([^()]*\)|'[^']*'|\"[^\"]*\"|[^\s,;:()]+"
+        line = re.sub(rf"^({names})=({value}):? ", lambda found: f"{self._label(found[1])}: {_typed(found[2])} ", line)
+        if not is_about_settings:
+            return line
+        before, after = r"(?<![\w/.'-])", r"(?![\w=('/])"
+        line = re.sub(
+            rf"{before}({names})=({value})", lambda found: f"{self._label(found[1])} {_typed(found[2])}", line
+        )
+        return re.sub(rf"{before}([a-z0-9]+(?:_[a-z0-9]+)+){after}", lambda found: self._label(found[1]), line)
+
+    def _label(self, name: str) -> str:
+        return self.spelled.get(name) or (self.known[name].label if name in self.known else name)
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+        )
+        for option in self.known.values():
+            if option.positional:
+                continue
+            if option.is_flag:
+                negative = not option.name.startswith("no_")
+                action: Any = argparse.BooleanOptionalAction if negative else "store_true"
+                parser.add_argument(flag(option.name), dest=option.name, action=action)
+            else:
+                nargs: Any = "*" if option.arity is None else option.arity
+                parser.add_argument(flag(option.name), dest=option.name, nargs=nargs)
+        return parser
+
+    def _places(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the positional arguments; the last of them takes all words that are left if it takes several."""
+        given, rest = {}, list(words)
+        for option in self.positionals:
+            taken, rest = (rest, []) if option.arity is None else (rest[:1], rest[1:])
+            if taken:
+                given[option.name] = convert(option, taken)
+        if rest:
+            raise ConfigError(f"{rest[0]!r} is one argument too many; usage: {self.usage}")
+        return given
+
+
+def _plain(word: str) -> str:
+    """Return a word with dashes in its option's name, or with a negative number written out for argparse."""
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        return name.replace("_", "-") + equals + value
+    return f"{Decimal(word):f}" if SMALL_NEGATIVE.fullmatch(word) else word
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _typed(value: str) -> str:
+    """Return a value as a user types it: the values of a tuple with spaces between them."""
+    return " ".join(value[1:-1].replace(",", " ").split()) if value.startswith("(") else value

@@ -1,0 +1,218 @@
+"""Options of the command line, read from the fields of frozen dataclasses: their names, types, defaults and texts."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from vitrail.errors import ConfigError, nearest
+
+__all__ = ["Option", "Positional", "convert", "flag", "options_of"]
+
+METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+"""Placeholders for values, by type."""
+
+NAMED_METAVARS = {
+    "data": "SPEC",
+    "device": "DEVICE",
+    "image_size": "H W",
+    "init": "MODEL",
+    "layout": "LAYOUT",
+    "memory_limit": "SIZE",
+    "name": "NAME",
+    "run": "RUN",
+    "shard_size": "SIZE",
+    "to": "LAYOUT",
+}
+"""Placeholders for the values of some options, by name."""
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Marks a field, by `Annotated`, that is given by its place on the command line and not by `--name`."""
+
+    metavar: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option or positional argument of a verb."""
+
+    name: str
+    """The name that users know, with underscores: the field's own, or the bare name that its metadata gives."""
+    field: str
+    """The field's name."""
+    kind: Any
+    """The type of a value, without None."""
+    accepts_none: bool
+    default: Any
+    """The field's default; `dataclasses.MISSING` if the option is required."""
+    owner: type
+    """The dataclass that has the field."""
+    section: str
+    """Name of the section of the config that the dataclass is; "" for the verb's own options."""
+    positional: Positional | None
+
+    @property
+    def label(self) -> str:
+        """The option as a user types it: `--batch-size`, or the name of a positional argument."""
+        return self.positional.metavar if self.positional else flag(self.name)
+
+    @property
+    def is_flag(self) -> bool:
+        return self.kind is bool
+
+    @property
+    def arity(self) -> int | None:
+        """Number of values; None for any number."""
+        if get_origin(self.kind) is not tuple:
+            return 1
+        kinds = get_args(self.kind)
+        return None if kinds[-1] is ... else len(kinds)
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder for the values in help and messages."""
+        if self.is_flag:
+            return ""
+        if self.name in NAMED_METAVARS:
+            return NAMED_METAVARS[self.name]
+        kinds = get_args(self.kind) if get_origin(self.kind) is tuple else (self.kind,)
+        texts = [_metavar(kind) if kind is not ... else "..." for kind in kinds]
+        return " ".join(texts)
+
+    @property
+    def help(self) -> str:
+        """The docstring under the field."""
+        return field_texts(self.owner).get(self.field, "")
+
+
+def flag(name: str) -> str:
+    """Return the option for a field's name."""
+    return "--" + name.replace("_", "-")
+
+
+def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
+    """Yield an option for each field of a dataclass, and for each field of the dataclasses that it contains."""
+    kinds = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        kind, positional = kinds[field.name], None
+        if get_origin(kind) is Annotated:
+            kind, *marks = get_args(kind)
+            positional = next((mark for mark in marks if isinstance(mark, Positional)), None)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from options_of(kind, section=field.name)
+            continue
+        kind, accepts_none = _without_none(kind)
+        name = field.metadata.get("bare_name", field.name)
+        yield Option(name, field.name, kind, accepts_none, field.default, cls, section, positional)
+
+
+@cache
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass, read from its source."""
+    texts: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(owner):
+            texts |= _own_texts(owner)
+    return texts
+
+
+def _own_texts(cls: type) -> dict[str, str]:
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    texts = {}
+    for statement, following in zip(node.body, node.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            match following:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[statement.target.id] = _for_users(text)
+    return texts
+
+
+def _for_users(text: str) -> str:
+    """Return a docstring as one line, without what only readers of Python need."""
+    line = " ".join(text.split())
+    line = re.sub(r"\s*Raises? `\w+`[^.]*\.", "", line)
+    return re.sub(r"`([^`]*)`", lambda found: found[0] if " " in found[1] else found[1], line).strip()
+
+
+def convert(option: Option, values: Sequence[str]) -> Any:
+    """Return the value of an option that was given by these words. Raise `ConfigError` if they do not fit its type."""
+    if option.accepts_none and list(values) in (["None"], ["none"]):
+        return None
+    try:
+        if get_origin(option.kind) is not tuple:
+            (value,) = values
+            return _value(option.kind, value)
+        kinds = get_args(option.kind)
+        if kinds[-1] is ...:
+            return tuple(_value(kinds[0], value) for value in values)
+        return tuple(_value(kind, value) for kind, value in zip(kinds, values, strict=True))
+    except ValueError as error:
+        raise ConfigError(f"{option.label}: {error}") from None
+
+
+def _value(kind: Any, text: str) -> Any:
+    """Return one word as a value of a type. Raise `ValueError` with the rule that it breaks."""
+    if get_origin(kind) is Literal:
+        choices = {str(choice): choice for choice in get_args(kind)}
+        if text not in choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
+        return choices[text]
+    if get_origin(kind) in (Union, UnionType):
+        return _first_that_fits(get_args(kind), text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a {'whole number' if kind is int else 'number'}") from None
+    assert kind in (str, Path), f"the command line has no values of type {kind}"
+    return kind(text)
+
+
+def _first_that_fits(kinds: Sequence[Any], text: str) -> Any:
+    problems = []
+    for kind in kinds:
+        try:
+            return _value(kind, text)
+        except ValueError as error:
+            problems.append(str(error).removeprefix(f"{text!r} is "))
+    raise ValueError(f"{text!r} is {' and '.join(problems)}")
+
+
+def _without_none(kind: Any) -> tuple[Any, bool]:
+    """Return a type without None, and True if None was one of its alternatives."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind, False
+    kinds = [each for each in get_args(kind) if each is not NoneType]
+    return (kinds[0] if len(kinds) == 1 else Union[tuple(kinds)]), len(kinds) < len(get_args(kind))  # noqa: UP007
+
+
+def _metavar(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        return "|".join(_metavar(each) for each in get_args(kind))
+    return METAVARS[kind]
+
+
+def unknown_option(typed: str, verb: str, names: Sequence[str]) -> str:
+    """Return the message about an option that a verb does not have, with the nearest ones that it has."""
+    name = typed.lstrip("-").replace("_", "-")
+    labels = [each.replace("_", "-") for each in names]
+    initials = [each for each in labels if "".join(part[0] for part in each.split("-")) == name]
+    likely = initials or [each for each in labels if each.startswith(f"{name}-") or each.endswith(f"-{name}")]
+    close = nearest(name, labels)
+    found = likely or (close.removeprefix("nearest: ").split(", ") if close.startswith("nearest: ") else [])
+    advice = f"nearest: {', '.join(f'--{each}' for each in found[:3])}" if found else f"see vitrail {verb} --help-all"
+    return f"{typed}: vitrail {verb} has no such option; {advice}"

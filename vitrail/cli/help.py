@@ -1,0 +1,111 @@
+"""The help of a verb: `--help` on about a screen, `--help-all` with every option."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vitrail.cli.command import Command
+from vitrail.cli.fields import Option
+
+__all__ = ["help_page"]
+
+TEXT_AT = 26
+"""Column at which the texts of options begin."""
+
+WIDEST = 120
+"""Longest line; wider terminals leave the rest empty."""
+
+
+def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, width: int | None = None) -> str:
+    """Return the help of a verb, for the options that were given beside `--help`.
+
+    `width` is by default the terminal's.
+    """
+    width = min(width or shutil.get_terminal_size().columns, WIDEST)
+    defaults = command.defaults(given)
+    lines = [*_wrapped(f"usage: {command.usage}", width, "       "), ""]
+    for paragraph in command.summary.split("\n\n"):
+        lines += [*_wrapped(paragraph, width), ""]
+    lines.append("Examples:")
+    for example in command.examples:
+        lines += [*_wrapped(example.command, width, "      ", "  "), *_wrapped(example.text, width, "      ", "      ")]
+    for heading, options in _groups(command, everything=everything):
+        lines += ["", f"{heading}:"]
+        for option in options:
+            lines += _entry(option, defaults, width, everything=everything)
+    if not everything:
+        lines += ["", f"vitrail {command.name} --help-all shows every option with its whole text."]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(command: Command, *, everything: bool) -> Iterator[tuple[str, Sequence[Option]]]:
+    """Yield headings and the options below them: the essential ones, then the rest by section."""
+    if command.positionals:
+        yield "Arguments", command.positionals
+    essential = {name for names in command.essential.values() for name in names}
+    for heading, names in command.essential.items():
+        if options := [command.known[name] for name in names if name in command.known]:
+            yield heading, options
+    if not everything:
+        return
+    rest: dict[str, list[Option]] = {}
+    for option in command.known.values():
+        if not option.positional and option.name not in essential and option.name not in command.hidden:
+            rest.setdefault(option.section, []).append(option)
+    for section, options in rest.items():
+        yield f"More of {section}" if section else "More options", options
+
+
+def _entry(option: Option, defaults: Mapping[str, str], width: int, *, everything: bool) -> Iterator[str]:
+    """Yield the lines about an option: its name and values, and its text with the default."""
+    text = option.help if everything else _short(option.help)
+    default = defaults[option.name] if option.name in defaults else shown(option.default)
+    if default and "efault" not in text:
+        text += f" Default: {default}."
+    indent = " " * TEXT_AT
+    head = f"  {_head(option, default)}"
+    lines = list(_wrapped(text, width, indent, indent))
+    if len(head) <= TEXT_AT - 2 and lines:
+        lines[0] = head.ljust(TEXT_AT) + lines[0][TEXT_AT:]
+        yield from lines
+    else:
+        yield from _wrapped(head.strip(), width, "      ", "  ")
+        yield from lines
+
+
+def _head(option: Option, default: str) -> str:
+    if option.positional:
+        return option.label
+    if option.is_flag:
+        is_off = option.default is False and not default
+        return option.label if is_off else f"{option.label}, --no-{option.label[2:]}"
+    return f"{option.label} {option.metavar}"
+
+
+def shown(value: object) -> str:
+    """Return a default as a user would type it; nothing for one that means "not given"."""
+    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
+        return ""
+    if value is True:
+        return "on"
+    if isinstance(value, tuple):
+        return " ".join(shown(each) or str(each) for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _short(text: str) -> str:
+    """Return the first sentence, and the one that says what the default is."""
+    first, *rest = re.split(r"(?<=[.])\s+(?=[A-Za-z0-9\"-])", text)
+    return " ".join([first, *(sentence for sentence in rest if sentence.startswith("By default"))])
+
+
+def _wrapped(text: str, width: int, indent: str = "", first: str = "") -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()), width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
