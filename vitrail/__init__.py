@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vitrail.training.run import resume as resume
     from vitrail.training.run import train as train
     from vitrail.weights.bundle import Bundle as Bundle
+    from vitrail.weights.bundle import NumberPrediction as NumberPrediction
     from vitrail.weights.bundle import Prediction as Prediction
     from vitrail.weights.load import convert as convert
     from vitrail.weights.load import load as load
@@ -22,6 +23,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "RECIPES",
     "Bundle",
+    "NumberPrediction",
     "Prediction",
     "RunResult",
     "TrainConfig",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "RECIPES": "vitrail.recipes",
     "Bundle": "vitrail.weights.bundle",
+    "NumberPrediction": "vitrail.weights.bundle",
     "Prediction": "vitrail.weights.bundle",
     "RunResult": "vitrail.training.run",
     "TrainConfig": "vitrail.training.config",

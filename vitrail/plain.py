@@ -1,10 +1,11 @@
-"""Frozen dataclasses to plain JSON values and back, strictly; and sizes in words, like 4GB, to bytes."""
+"""Conversion of frozen dataclasses to plain JSON values and back, and of sizes such as 4GB to bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, TypeVar, get_type_hints
+import types
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import dacite
 
@@ -14,14 +15,26 @@ __all__ = ["byte_count", "from_plain", "to_plain"]
 
 T = TypeVar("T")
 
+NOUNS: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "values that are true or false"),
+    str: ("a text", "texts"),
+}
+"""Names of JSON's types in messages, one and several."""
+
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, nested ones included; tuples become lists when written as JSON."""
+    """Return the fields of a dataclass, nested ones included. Tuples become lists when they are written as JSON."""
     return dataclasses.asdict(value)
 
 
 def from_plain(cls: type[T], values: Any) -> T:
-    """The dataclass that `to_plain` took apart. Raises `ConfigError` naming the first field that does not fit."""
+    """Return the dataclass that `to_plain` took apart. A missing field takes its default.
+
+    Raise `ConfigError` that names the first field with a wrong value, without a value, or that does not exist.
+    Errors that the dataclass itself raises pass through.
+    """
     if not isinstance(values, dict):
         raise ConfigError(f"{cls.__name__} must be an object of named fields, not {type(values).__name__}")
     try:
@@ -29,12 +42,16 @@ def from_plain(cls: type[T], values: Any) -> T:
     except dacite.UnexpectedDataError as error:
         unknown = str(min(error.keys, key=str))
         raise ConfigError(f"unknown field {unknown!r}; {nearest(unknown, _field_names(cls))}") from None
+    except dacite.MissingValueError as error:
+        raise ConfigError(f"{error.field_path} is missing, and {cls.__name__} has no default for it") from None
+    except dacite.WrongTypeError as error:
+        raise ConfigError(f"{error.field_path}={error.value!r} is not {_noun(error.field_type)}") from None
     except (dacite.DaciteError, AttributeError, TypeError) as error:
         raise ConfigError(f"{cls.__name__}: {error}") from None
 
 
 def byte_count(text: str, field: str) -> int:
-    """The number of bytes that "1500000000", "1.5GB" or "2GiB" stands for. Raises `ConfigError`, naming the field."""
+    """Return the number of bytes that "1500000000", "1.5GB" or "2GiB" means. Raise `ConfigError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
     if match is None:
         raise ConfigError(f"{field}={text!r} is not a number of bytes, like 4GB, 1.5GiB, 800MB or 1500000000")
@@ -43,14 +60,14 @@ def byte_count(text: str, field: str) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists where frozen dataclasses have tuples."""
+    """Return JSON values with tuples for lists, because the fields of frozen dataclasses are tuples."""
     if isinstance(value, dict):
         return {name: _tuples(item) for name, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _field_names(cls: Any) -> list[str]:
-    """Names of the fields of a dataclass and of those inside it."""
+    """Return the names of the fields of a dataclass and of those inside it."""
     hints = get_type_hints(cls)
     names = []
     for field in dataclasses.fields(cls):
@@ -59,13 +76,35 @@ def _field_names(cls: Any) -> list[str]:
     return names
 
 
+class _Boolean:
+    """True or False in the place of a number. Python takes them for 1 and 0; a type of their own is refused."""
+
+    def __init__(self, value: bool) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 def _int(value: Any) -> Any:
-    """Python takes True for a 1; we do not."""
-    if isinstance(value, bool):
-        raise TypeError(f"{value} is not a number")
-    return value
+    return _Boolean(value) if isinstance(value, bool) else value
 
 
 def _float(value: Any) -> Any:
-    """JSON writes 1.0 as 1 in other hands than ours."""
-    return float(_int(value)) if isinstance(value, int) else value
+    """Return whole numbers as floats, because JSON writers other than ours may write 1.0 as 1."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else _int(value)
+
+
+def _noun(kind: Any) -> str:
+    """Return the name of a field's type for a message."""
+    if kind in NOUNS:
+        return NOUNS[kind][0]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, inner))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if one is type(None) else _noun(one) for one in inner)
+    if origin is tuple:
+        count = "" if inner[-1] is Ellipsis else f"{len(inner)} "
+        return f"a list of {count}{NOUNS[inner[0]][1] if inner[0] in NOUNS else f'items, each {_noun(inner[0])}'}"
+    return f"an object with the fields of {kind.__name__}" if isinstance(kind, type) else str(kind)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from vitrail.cli import main
 from vitrail.training.run import RunResult
@@ -38,6 +40,20 @@ def test_a_run_folder_stands_for_its_model(trained: RunResult, capsys: pytest.Ca
     assert trained.examples[0].prediction.label in capsys.readouterr().out
 
 
+def test_numbers_have_names_instead_of_ranks(
+    trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = replace(load(trained.folder, classes=("height", "mass")), output="numbers")
+    bundle.network.head.bias.data.copy_(torch.tensor([1.25, -300.5]))
+    model, image = bundle.save(tmp_path / "model"), trained.examples[0].path
+    assert main(["predict", str(model), str(image), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row == {"image": str(image), "numbers": {"height": 1.25, "mass": -300.5}}
+    assert main(["predict", str(model), str(image)]) == 0
+    shown = capsys.readouterr().out
+    assert "height" in shown and "mass" in shown and "1.25" in shown and "-300.5" in shown
+
+
 def test_a_broken_image_fails_alone(
     model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +76,7 @@ def test_a_broken_image_fails_alone(
         (["{folder}", "{image}"], "is not a model: it has no model.json"),
         (["{model}", "{image}", "--top", "many"], "--top: 'many' is not a whole number"),
         (["{model}", "{image}", "--device", "tpu"], "--device: 'tpu' cannot be used here"),
+        (["{model}", "{image}", "--top", "0"], "top"),
     ],
 )
 def test_mistakes_are_named(

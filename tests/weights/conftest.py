@@ -23,7 +23,7 @@ CLASSES = ("rose", "tulip", "黒い花 / black")
 def make_bundle() -> Callable[..., Bundle]:
     """Makes models for images of 12 x 10 with weights drawn from a seed; fields can be replaced."""
 
-    def make(*, seed: int = 5, scores: Any = "softmax", channels: int = 3, **fields: Any) -> Bundle:
+    def make(*, seed: int = 5, output: Any = "softmax", channels: int = 3, **fields: Any) -> Bundle:
         defaults = {
             "image_size": (12, 10), "patch_size": (4, 5), "width": 12, "depth": 2, "heads": 3, "mlp_width": 20,
             "num_classes": 3,
@@ -37,7 +37,7 @@ def make_bundle() -> Callable[..., Bundle]:
             network=network,
             classes=CLASSES[: network.config.num_classes],
             preprocess=Preprocess(image_size=network.config.image_size, channels=channels, mean=(0.4,), std=(0.25,)),
-            scores=scores,
+            output=output,
             metrics={"test_accuracy": 0.1 + 0.2},
             provenance={"recipe": "demo", "seed": 3, "notes": ["ü", None, {"deep": 1.5}]},
         )

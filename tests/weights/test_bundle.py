@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from vitrail.errors import BundleError, ConfigError, DataError, DestinationError
 from vitrail.files import recover_folder
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.weights.bundle import Bundle, Prediction, load_bundle, read_image, write_bundle
+from vitrail.weights.bundle import Bundle, NumberPrediction, Prediction, load_bundle, write_bundle
+from vitrail.weights.prediction import rank, read_image
 
 Make = Callable[..., Bundle]
 
@@ -81,7 +83,7 @@ def saved(bundle: Bundle, tmp_path: Path) -> Path:
     "fields",
     [
         {},
-        {"pool": "gap", "head_hidden": 5, "activation": "gelu-tanh", "norm_eps": 1e-5, "scores": "sigmoid"},
+        {"pool": "gap", "head_hidden": 5, "activation": "gelu-tanh", "norm_eps": 1e-5, "output": "sigmoid"},
         {"num_classes": 0},
         {"channels": 1, "dropout": 0.1, "stochastic_depth": 0.2, "position_std": 0.3},
     ],
@@ -96,7 +98,7 @@ def test_what_is_saved_is_what_is_loaded(make_bundle: Make, tmp_path: Path, fiel
     for name in before:
         assert torch.equal(before[name], after[name]) and after[name].dtype == torch.float32, name
     assert loaded.network.config == bundle.network.config
-    for name in ("classes", "preprocess", "scores", "metrics", "provenance"):
+    for name in ("classes", "preprocess", "output", "metrics", "provenance"):
         assert getattr(loaded, name) == getattr(bundle, name), name
     assert not loaded.network.training and loaded.device == torch.device("cpu")
     assert all(isinstance(parameter, torch.nn.Parameter) for parameter in loaded.network.parameters())
@@ -176,6 +178,49 @@ def test_preprocessing_must_match_the_network(bundle: Bundle, preprocess: Prepro
         Bundle(bundle.network, bundle.classes, preprocess)
 
 
+def test_the_output_must_be_known(bundle: Bundle, types_unchecked: None) -> None:
+    with pytest.raises(BundleError, match="output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"):
+        Bundle(bundle.network, bundle.classes, bundle.preprocess, output="odds")  # type: ignore[arg-type]
+
+
+# --- versions of the format
+
+
+def test_the_format_is_2(saved: Path) -> None:
+    description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
+    assert description["format"] == 2 and description["output"] == "softmax" and "scores" not in description
+
+
+def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundle) -> None:
+    description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
+    for name in ("output", "metrics", "provenance"):
+        del description[name]
+    for name in ("position_resize", "norm_eps", "patch_dropout", "attention", "root"):
+        description["config"].pop(name, None)
+    del description["preprocess"]["pad_value"]
+    (saved / "model.json").write_text(json.dumps(description), encoding="utf-8")
+    loaded = load_bundle(saved, device="cpu")
+    assert (loaded.output, loaded.metrics, loaded.provenance, loaded.notes) == ("softmax", {}, {}, ())
+    assert loaded.network.config == bundle.network.config and loaded.preprocess == bundle.preprocess
+
+
+def test_unknown_fields_at_the_top_are_ignored_with_a_note(saved: Path) -> None:
+    rewrite(saved, extra=1, another={"deep": None})
+    assert load_bundle(saved, device="cpu").notes == (
+        f"{saved / 'model.json'}: unknown fields are ignored: another, extra",
+    )
+
+
+@pytest.mark.parametrize("output", ["softmax", "sigmoid"])
+def test_format_1_calls_the_output_scores(make_bundle: Make, tmp_path: Path, output: str) -> None:
+    folder = make_bundle(output="numbers").save(tmp_path / "model")
+    description = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+    del description["output"]
+    (folder / "model.json").write_text(json.dumps({**description, "format": 1, "scores": output}), encoding="utf-8")
+    loaded = load_bundle(folder, device="cpu")
+    assert loaded.output == output and loaded.notes == ()
+
+
 # --- predictions
 
 
@@ -198,7 +243,7 @@ def test_predictions_are_the_networks(bundle: Bundle) -> None:
 
 
 def test_sigmoid_scores_are_for_each_class_by_itself(make_bundle: Make) -> None:
-    bundle, arrays = make_bundle(scores="sigmoid"), images(4)
+    bundle, arrays = make_bundle(output="sigmoid"), images(4)
     expected = logits(bundle, arrays).sigmoid()
     assert (expected.sum(1) - 1).abs().max() > 0.05
     for prediction, row in zip(bundle.predict(arrays), expected, strict=True):
@@ -210,6 +255,73 @@ def test_probabilities_take_preprocessed_pixels(bundle: Bundle) -> None:
     arrays = images(3)
     result = bundle.probabilities([bundle.preprocess.pixels(array) for array in arrays])
     torch.testing.assert_close(result, logits(bundle, arrays).softmax(1), atol=1e-6, rtol=0)
+
+
+# --- the likeliest classes
+
+
+def test_a_prediction_ranks_as_many_classes_as_asked_for(bundle: Bundle) -> None:
+    arrays = images(5)
+    all_classes = bundle.predict(arrays)
+    for top in (1, 2, 3):
+        for whole, prediction in zip(all_classes, bundle.predict(arrays, top=top), strict=True):
+            assert prediction.ranking == whole.ranking[:top]
+            assert (prediction.label, prediction.probability) == (whole.label, whole.probability)
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]), min_size=7, max_size=7), min_size=1, max_size=4
+    ),
+    count=st.integers(1, 7),
+)
+def test_equally_likely_classes_keep_their_order(rows: list[list[float]], count: int) -> None:
+    classes = tuple("abcdefg")
+    for row, prediction in zip(rows, rank(torch.tensor(rows), classes, count), strict=True):
+        order = sorted(range(7), key=lambda index: (-row[index], index))[:count]
+        assert [name for name, _ in prediction.ranking] == [classes[index] for index in order]
+        assert [value for _, value in prediction.ranking] == pytest.approx([row[index] for index in order])
+
+
+def test_a_ranking_of_few_classes_makes_no_list_of_all() -> None:
+    probabilities = torch.rand(2, 200_000, generator=torch.Generator().manual_seed(0))
+    classes = tuple(map(str, range(200_000)))
+    tracemalloc.start()
+    predictions = rank(probabilities, classes, 3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+    assert [prediction.label for prediction in predictions] == [str(int(row.argmax())) for row in probabilities]
+
+
+@pytest.mark.parametrize("top", [0, 4, -1])
+def test_a_ranking_out_of_range(bundle: Bundle, top: int) -> None:
+    with pytest.raises(ConfigError, match=f"^top={top} is out of range: this model has 3 classes$"):
+        bundle.predict(images(1), top=top)
+
+
+# --- numbers
+
+
+def test_numbers_are_the_networks_outputs(make_bundle: Make, tmp_path: Path) -> None:
+    bundle, arrays = make_bundle(output="numbers"), images(5)
+    assert load_bundle(bundle.save(tmp_path / "model"), device="cpu").output == "numbers"
+    for prediction, row in zip(bundle.predict(arrays, batch_size=2), logits(bundle, arrays), strict=True):
+        assert isinstance(prediction, NumberPrediction)
+        assert prediction.names == bundle.classes and prediction.values == pytest.approx(row.tolist(), abs=1e-5)
+        assert prediction["tulip"] == prediction.values[1]
+        with pytest.raises(KeyError, match="lily"):
+            prediction["lily"]
+    broken = bundle.predict([b"nothing", arrays[0]], undecodable="return")
+    assert isinstance(broken[0], UndecodableImage) and isinstance(broken[1], NumberPrediction)
+
+
+def test_numbers_have_no_probabilities_and_no_ranking(make_bundle: Make) -> None:
+    bundle = make_bundle(output="numbers")
+    with pytest.raises(ConfigError, match="this model predicts numbers, which have no probabilities; use predict"):
+        bundle.probabilities([np.zeros((3, 12, 10), np.uint8)])
+    with pytest.raises(ConfigError, match="top=2 ranks classes, and this model predicts numbers; leave it out"):
+        bundle.predict(images(1), top=2)
 
 
 def test_every_form_of_an_image_gives_the_same(bundle: Bundle, tmp_path: Path) -> None:
@@ -340,22 +452,43 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable:
         ),
         (lambda folder: (folder / "model.json").write_bytes(b""), r"model\.json is damaged: "),
         (lambda folder: (folder / "model.json").write_bytes(b"\xff\xfe{}"), r"model\.json is damaged: "),
-        (lambda folder: (folder / "model.json").write_text("[]"), r"must have the fields .*it has list"),
-        (lambda folder: (folder / "model.json").write_text("{}"), r"must have the fields architecture, .*it has \[\]"),
-        (lambda folder: rewrite(folder, extra=1), r"must have the fields .*it has .*'extra'"),
+        (
+            lambda folder: (folder / "model.json").write_text("[]"),
+            r"model\.json must be an object of named fields, not list",
+        ),
+        (lambda folder: (folder / "model.json").write_text("{}"), r"format=None is not the number of a format"),
+        (
+            lambda folder: (folder / "model.json").write_text('{"format": 2}'),
+            r"model\.json lacks the field architecture; a model has the fields format, architecture, config, classes, ",
+        ),
         (lambda folder: rewrite(folder, classes="abc"), r"classes must be a list, not 'abc'"),
-        (lambda folder: rewrite(folder, classes=["a", 1, "c"]), r"classes must be names"),
+        (lambda folder: rewrite(folder, classes=["a", 1, "c"]), r"classes must be a list of names"),
         (lambda folder: rewrite(folder, classes=["a", "b"]), r"2 class names for a network with 3 outputs"),
         (lambda folder: rewrite(folder, classes=list("abcd")), r"4 class names for a network with 3 outputs"),
-        (lambda folder: rewrite(folder, format=2), r"format=2 is not one of 1"),
-        (lambda folder: rewrite(folder, format="1"), r"format must be a int, not '1'"),
-        (lambda folder: rewrite(folder, architecture="CNN"), r"architecture='CNN' is not one of 'ViT'"),
-        (lambda folder: rewrite(folder, scores="odds"), r"scores='odds' is not one of 'softmax', 'sigmoid'"),
-        (lambda folder: rewrite(folder, config={"widht": 12}), r"unknown field 'widht'; nearest: width"),
-        (lambda folder: rewrite(folder, config={"width": "12"}), r'wrong value type for field "width"'),
+        (
+            lambda folder: rewrite(folder, format=3),
+            r"model\.json has format 3, written by a newer version of Vitrail; this version reads formats up to 2\. "
+            r"Update Vitrail to load this model",
+        ),
+        (lambda folder: rewrite(folder, format="1"), r"format='1' is not the number of a format, which is 1 or higher"),
+        (lambda folder: rewrite(folder, format=True), r"format=True is not the number of a format"),
+        (lambda folder: rewrite(folder, format=0), r"format=0 is not the number of a format"),
+        (lambda folder: rewrite(folder, architecture="CNN"), r"architecture='CNN' is not one of 'ViT', 'BiT'"),
+        (lambda folder: rewrite(folder, output="odds"), r"output='odds' is not one of 'softmax', 'sigmoid', 'numbers'"),
+        (lambda folder: rewrite(folder, metrics=[]), r"metrics must be a dict, not \[\]"),
+        (
+            lambda folder: rewrite(folder, config={"widht": 12}),
+            r"config has the field 'widht', which this version of Vitrail does not know; nearest: width.*\. If a newer "
+            r"version wrote the file, update Vitrail",
+        ),
+        (lambda folder: rewrite(folder, config={"width": "12"}), r"config: width='12' is not a whole number"),
+        (lambda folder: rewrite(folder, config={"root": {"deep": 1}}), r"config: unknown field 'deep'"),
         (lambda folder: rewrite(folder, config={"width": 10, "heads": 3}), r"width=10 is not divisible by heads=3"),
-        (lambda folder: rewrite(folder, preprocess={"size": 3}), r"unknown field 'size'; nearest: resize, image_size"),
-        (lambda folder: rewrite(folder, preprocess={}), r'missing value for field "image_size"'),
+        (
+            lambda folder: rewrite(folder, preprocess={"size": 3}),
+            r"preprocess has the field 'size', .* nearest: resize",
+        ),
+        (lambda folder: rewrite(folder, preprocess={}), r"preprocess: image_size is missing"),
         (
             lambda folder: rewrite(folder, preprocess={"image_size": [10, 12]}),
             r"preprocessing makes images of \(3, 10, 12\) for a network that takes \(3, 12, 10\)",

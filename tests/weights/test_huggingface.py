@@ -307,7 +307,7 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
 
 def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
     bundle = load(reference_folder(tmp_path / "vit", "hf_vit", problem_type="multi_label_classification"), device="cpu")
-    assert bundle.scores == "sigmoid"
+    assert bundle.output == "sigmoid"
 
 
 # --- preprocessing
@@ -468,9 +468,9 @@ def test_a_mask_token_is_written_as_zeros(tmp_path: Path, make_bundle: Make) -> 
 
 
 def test_scores_are_a_problem_type(tmp_path: Path, make_bundle: Make) -> None:
-    HUGGINGFACE.write(make_bundle(**VIT, scores="sigmoid"), tmp_path / "model")
+    HUGGINGFACE.write(make_bundle(**VIT, output="sigmoid"), tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["problem_type"] == "multi_label_classification"
-    assert load(tmp_path / "model", device="cpu").scores == "sigmoid"
+    assert load(tmp_path / "model", device="cpu").output == "sigmoid"
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_differing_values_are_named_with_the_librarys_own() -> None:
 
 def test_what_bare_tensors_never_carry(make_bundle: Callable[..., Bundle]) -> None:
     assert bare_loss(make_bundle(image_size=(12, 15))) == ["class names", "preprocessing"]
-    assert bare_loss(make_bundle(scores="sigmoid")) == [
-        "class names", "preprocessing", "scores='sigmoid'", "image_size=(12, 10)",
+    assert bare_loss(make_bundle(output="sigmoid")) == [
+        "class names", "preprocessing", "output='sigmoid'", "image_size=(12, 10)",
     ]  # fmt: skip
     assert bare_loss(make_bundle(image_size=(12, 15), positions="none"))[2:] == ["image_size=(12, 15)"]

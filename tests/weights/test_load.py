@@ -333,9 +333,9 @@ def test_what_is_not_carried_is_said(
         fields = {**fields, "image_size": (12, 12), "patch_size": (1, 1)}
     defaults: dict[str, Any] = {"image_size": (12, 12), "patch_size": (4, 4)}
     config = ViTConfig(**{**defaults, **fields}, width=12, depth=1, heads=3, mlp_width=20, num_classes=2)
-    bundle = random_bundle(config, scores="sigmoid")
+    bundle = random_bundle(config, output="sigmoid")
     lost = LAYOUTS[layout].write(bundle, place_of(layout, tmp_path))
-    assert message in lost and "scores='sigmoid'" in lost
+    assert message in lost and "output='sigmoid'" in lost
     if layout != "timm":
         assert "class names" in lost and "preprocessing" in lost
 

@@ -20,7 +20,7 @@ from vitrail.cli.fields import Positional
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.machine import Precision
-from vitrail.weights.bundle import Prediction
+from vitrail.weights.bundle import AnyPrediction, NumberPrediction, Prediction
 from vitrail.weights.load import load
 
 __all__ = ["main"]
@@ -63,21 +63,24 @@ def main(call: Call) -> int:
     bundle = load(options.model, device=options.device)
     for note in bundle.notes:
         print(f"vitrail: {note}", file=sys.stderr)
-    results = bundle.predict(paths, precision=options.precision, undecodable="return")
+    whole = options.json or bundle.output == "numbers"
+    top = None if whole else min(options.top, max(len(bundle.classes), 1))
+    results = bundle.predict(paths, top=top, precision=options.precision, undecodable="return")
     named = list(zip(paths, results, strict=True))
     if options.json:
         for path, result in named:
             print(json.dumps(_plain(path, result), ensure_ascii=False))
     else:
         table = Table("image", box=SIMPLE_HEAD, pad_edge=False)
-        for place in range(1, min(options.top, len(bundle.classes)) + 1):
-            table.add_column(f"{place}.", no_wrap=True)
+        columns = bundle.classes if top is None else [f"{place}." for place in range(1, top + 1)]
+        for column in columns:
+            table.add_column(escape(column), no_wrap=True)
         for path, result in named:
             if isinstance(result, Prediction):
-                ranked = result.ranking[: options.top]
-                table.add_row(
-                    escape(path.name), *(f"{escape(label)} {probability:.1%}" for label, probability in ranked)
-                )
+                cells = [f"{escape(label)} {probability:.1%}" for label, probability in result.ranking]
+                table.add_row(escape(path.name), *cells)
+            elif isinstance(result, NumberPrediction):
+                table.add_row(escape(path.name), *(f"{value:.6g}" for value in result.values))
         if table.row_count:
             Console().print(table)
     broken = [result for result in results if isinstance(result, UndecodableImage)]
@@ -86,9 +89,11 @@ def main(call: Call) -> int:
     return UndecodableImage.exit_code if broken else 0
 
 
-def _plain(path: Path, result: Prediction | UndecodableImage) -> dict[str, object]:
+def _plain(path: Path, result: AnyPrediction | UndecodableImage) -> dict[str, object]:
     if isinstance(result, UndecodableImage):
         return {"image": str(path), "error": str(result)}
+    if isinstance(result, NumberPrediction):
+        return {"image": str(path), "numbers": dict(zip(result.names, result.values, strict=True))}
     ranking = dict(result.ranking)
     return {"image": str(path), "label": result.label, "probability": result.probability, "probabilities": ranking}
 

@@ -16,7 +16,7 @@ from vitrail.recipes import RECIPES
 from vitrail.training.config import ModelConfig, TrainConfig
 from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import load
 
 __all__ = ["main"]
@@ -73,6 +73,10 @@ def _report(console: Console, result: RunResult) -> None:
     table.add_column("")
     for example in result.examples:
         guess = example.prediction
+        if not isinstance(guess, Prediction):
+            numbers = (f"{name} {value:.6g}" for name, value in zip(guess.names, guess.values, strict=True))
+            table.add_row(escape(example.path.name), escape(example.label), escape(", ".join(numbers)), "", "")
+            continue
         mark = "[green]right[/]" if example.right else "[red]wrong[/]"
         table.add_row(
             escape(example.path.name), escape(example.label), escape(guess.label), f"{guess.probability:.1%}", mark

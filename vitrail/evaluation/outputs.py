@@ -81,7 +81,7 @@ class Outputs:
                 self.bundle.network,
                 source,
                 self.bundle.preprocess,
-                scores=self.bundle.scores,
+                scores=self.bundle.output,
                 batch_size=self.batch_size,
                 readers=self.readers,
                 precision=self.precision,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,11 @@ from vitrail.data.pipeline import Batch
 from vitrail.data.source import Mixture, Source, class_indices
 from vitrail.errors import ConfigError
 from vitrail.tasks import LossOutput
-from vitrail.weights.bundle import Scores
 
-__all__ = ["Classification", "balanced_weights"]
+__all__ = ["Classification", "Loss", "balanced_weights"]
+
+Loss = Literal["softmax", "sigmoid"]
+"""Loss of classification: classes that exclude each other, or one yes-or-no question per class."""
 
 
 class Classification(nn.Module):
@@ -37,13 +39,13 @@ class Classification(nn.Module):
         self,
         network: nn.Module,
         *,
-        loss: Scores = "softmax",
+        loss: Loss = "softmax",
         label_smoothing: float = 0.0,
         class_weights: Float[Tensor, " classes"] | None = None,
     ) -> None:
         super().__init__()
-        if loss not in get_args(Scores):
-            raise ConfigError(f"loss={loss!r} is not one of {', '.join(map(repr, get_args(Scores)))}")
+        if loss not in get_args(Loss):
+            raise ConfigError(f"loss={loss!r} is not one of {', '.join(map(repr, get_args(Loss)))}")
         if not 0 <= label_smoothing < 1:
             raise ConfigError(f"label_smoothing={label_smoothing} is not in [0, 1)")
         self.network = network

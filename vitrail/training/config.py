@@ -18,7 +18,7 @@ from vitrail.models.lora import Projection
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import PositionKind, Where
 from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.weights.bundle import Scores
+from vitrail.tasks.classification import Loss
 
 __all__ = ["ModelConfig", "OptimizerConfig", "StartConfig", "TrainConfig"]
 
@@ -165,7 +165,7 @@ class TrainConfig:
     """Images a step."""
     accumulation: int = 1
     """Parts that a batch is cut into, to save memory; the result is the same."""
-    loss: Scores = "softmax"
+    loss: Loss = "softmax"
     """Classes exclude each other (softmax), or each is a question of its own (sigmoid)."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
@@ -272,7 +272,7 @@ class TrainConfig:
         for name, choice, choices in (
             ("optimizer", optimization.optimizer, OptimizerName), ("schedule", optimization.schedule, ScheduleName),
             ("precision", self.precision, TrainingPrecision), ("compile", self.compile, Compile),
-            ("keep", self.keep, Keep), ("loss", self.loss, Scores), ("class_weights", self.class_weights, ClassWeights),
+            ("keep", self.keep, Keep), ("loss", self.loss, Loss), ("class_weights", self.class_weights, ClassWeights),
         ):  # fmt: skip
             if choice not in get_args(choices):
                 found.append(f"{name}={choice!r} is not one of {', '.join(map(repr, get_args(choices)))}")

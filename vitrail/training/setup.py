@@ -144,7 +144,7 @@ class Parts:
         }
         if self.origin is not None:
             provenance |= {"init": config.start.init, "init_sha256": self.origin.sha256}
-        return Bundle(network, self.splits.classes, self.preprocess, scores=config.loss, provenance=provenance)
+        return Bundle(network, self.splits.classes, self.preprocess, output=config.loss, provenance=provenance)
 
     def record(self) -> dict[str, Any]:
         """What `run.json` says: enough to do the run again, and to know what it was done on."""

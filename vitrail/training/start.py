@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from vitrail.errors import BundleError, ConfigError, RunError
-from vitrail.models.variants import AnyConfig, AnyNetwork, build
+from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.plain import from_plain, to_plain
 from vitrail.training.config import TrainConfig
 from vitrail.weights.adapt import adapted
-from vitrail.weights.bundle import ARCHITECTURES, Bundle, weights_sha256
+from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 
 __all__ = ["Origin", "fitted", "network_from", "open_again", "open_initial"]
@@ -28,15 +28,18 @@ class Origin:
     """Of the run's network."""
 
     def to_plain(self) -> dict[str, Any]:
-        kind = next(name for name, cls in ARCHITECTURES.items() if isinstance(self.network, cls))
-        return {"sha256": self.sha256, "architecture": kind, "network": to_plain(self.network)}
+        return {
+            "sha256": self.sha256,
+            "architecture": self.network.architecture,
+            "network": to_plain(self.network),
+        }
 
     @classmethod
     def from_plain(cls, values: Any) -> Origin | None:
         """What `to_plain` wrote. Raises `ConfigError`, `KeyError` or `TypeError` for other things."""
         if values is None:
             return None
-        return cls(str(values["sha256"]), from_plain(ARCHITECTURES[values["architecture"]], values["network"]))
+        return cls(str(values["sha256"]), from_plain(ARCHITECTURES[values["architecture"]][0], values["network"]))
 
 
 def open_initial(config: TrainConfig) -> Bundle | None:

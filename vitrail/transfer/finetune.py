@@ -144,4 +144,4 @@ def _labelled(splits: Splits) -> dict[str, Source]:
 
 
 def _predictions(bundle: Bundle, source: Source, config: TrainConfig) -> Predictions:
-    return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.scores, readers=config.readers)
+    return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.output, readers=config.readers)

@@ -23,8 +23,8 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.models.footprint import training_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
+from vitrail.tasks.classification import Loss
 from vitrail.training.config import OptimizerConfig, TrainConfig
-from vitrail.weights.bundle import Scores
 
 __all__ = ["DataFacts", "Given", "Rule", "accumulation", "facts_of", "rule", "scaled_size"]
 
@@ -71,7 +71,7 @@ class Given(NamedTuple):
     train_blocks: int | None = None
     lora_rank: int | None = None
     learning_rate: float | None = None
-    loss: Scores | None = None
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True)

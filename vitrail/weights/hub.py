@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vitrail.errors import BundleError
 from vitrail.hub import Repository, cached_folder, fetch, keep_branch, listing, parse
-from vitrail.weights.bundle import DESCRIPTION, WEIGHTS
+from vitrail.weights.saved import DESCRIPTION, WEIGHTS
 from vitrail.weights.tensors import SUFFIXES
 
 __all__ = ["download", "looks_like_hub_name"]

@@ -103,7 +103,7 @@ class HuggingFace:
             preprocess=images.preprocess,
             pairs=tuple(pairs(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors)),
             classes=classes,
-            scores="sigmoid" if settings.get("problem_type", str, "") == "multi_label_classification" else "softmax",
+            output="sigmoid" if settings.get("problem_type", str, "") == "multi_label_classification" else "softmax",
             ignored=ignored,
             notes=(*notes, *images.notes),
         )

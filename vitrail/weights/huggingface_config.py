@@ -211,7 +211,7 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
     if config.num_classes:
         content["id2label"] = {str(number): name for number, name in enumerate(bundle.classes)}
         content["label2id"] = {name: number for number, name in enumerate(bundle.classes)}
-        multiple = bundle.scores == "sigmoid"
+        multiple = bundle.output == "sigmoid"
         content["problem_type"] = "multi_label_classification" if multiple else "single_label_classification"
     return content
 

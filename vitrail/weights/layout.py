@@ -20,7 +20,7 @@ from vitrail.errors import BundleError
 from vitrail.models.positions import Covered
 from vitrail.models.variants import VARIANTS, AnyConfig, AnyNetwork, Variant, build
 from vitrail.models.vit import ViTConfig
-from vitrail.weights.bundle import Bundle, Scores
+from vitrail.weights.bundle import Bundle, OutputKind
 from vitrail.weights.tensors import TensorFile
 
 __all__ = [
@@ -106,8 +106,8 @@ class Description:
     pairs: tuple[Pair, ...]
     classes: tuple[str, ...] | None = None
     """None: the file has no names, so they are numbers."""
-    scores: Scores = "softmax"
-    """How its logits become probabilities."""
+    output: OutputKind = "softmax"
+    """Meaning of the outputs."""
     ignored: tuple[str, ...] = ()
     """Their tensors that have no place here, like a mask token."""
     notes: tuple[str, ...] = ()
@@ -208,8 +208,8 @@ def bare_loss(bundle: Bundle) -> list[str]:
     """What is left out wherever a file holds tensors and nothing else."""
     config = bundle.network.config
     lost = ["class names", "preprocessing"]
-    if bundle.scores != "softmax":
-        lost.append(f"scores={bundle.scores!r}")
+    if bundle.output != "softmax":
+        lost.append(f"output={bundle.output!r}")
     if isinstance(config, ViTConfig) and (config.positions != "learned" or config.grid[0] != config.grid[1]):
         lost.append(f"image_size={config.image_size}")
     return lost

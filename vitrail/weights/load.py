@@ -14,11 +14,12 @@ from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bit import BIT, BIT_TORCH
-from vitrail.weights.bundle import Bundle, check_model_folder, is_bundle, load_bundle, write_bundle
+from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.google import BIG_VISION, GOOGLE
 from vitrail.weights.hub import download, looks_like_hub_name
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
+from vitrail.weights.saved import check_model_folder, is_bundle
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.timm import TIMM
 from vitrail.weights.torchvision import TORCHVISION
@@ -130,7 +131,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
         network,
         classes,
         description.preprocess,
-        scores=description.scores,
+        output=description.output,
         provenance={"layout": layout.name, "file": checkpoint.tensors.path.name},
         notes=notes,
     )

@@ -96,7 +96,7 @@ class Timm:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
         lost = (*lost, *untold_preprocess(bundle.preprocess))
-        return lost if bundle.scores == "softmax" else (*lost, f"scores={bundle.scores!r}")
+        return lost if bundle.output == "softmax" else (*lost, f"output={bundle.output!r}")
 
 
 def pairs(config: AnyConfig) -> Iterator[Pair]:

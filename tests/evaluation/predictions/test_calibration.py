@@ -23,13 +23,13 @@ from vitrail.evaluation.predictions.calibration import (
     fit_temperature,
     per_sample,
 )
-from vitrail.weights.bundle import Scores
+from vitrail.weights.bundle import OutputKind
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("temperature", "block"), [(1.0, 1 << 18), (0.3, 13), (4.0, 2)])
 def test_each_sample_equals_a_direct_computation(
-    scores: Scores, temperature: float, block: int, monkeypatch: pytest.MonkeyPatch
+    scores: OutputKind, temperature: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "BLOCK", block)
     random = np.random.default_rng(1)
@@ -105,7 +105,7 @@ def test_bins_and_error_equal_a_loop(samples: list[tuple[float, bool]], bins: in
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @given(size=st.floats(0.01, 30), right=st.integers(11, 19))
-def test_temperature_of_two_classes_is_a_closed_form(scores: Scores, size: float, right: int) -> None:
+def test_temperature_of_two_classes_is_a_closed_form(scores: OutputKind, size: float, right: int) -> None:
     """All logits are (a, -a): the probability is sigmoid(2a / T) with softmax, sigmoid(a / T) with sigmoid, and is best
     where it equals the share that is right."""
     size = float(np.float32(size))
@@ -118,7 +118,7 @@ def test_temperature_of_two_classes_is_a_closed_form(scores: Scores, size: float
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 50.0])
-def test_temperature_is_where_a_minimiser_finds_it(scores: Scores, scale: float) -> None:
+def test_temperature_is_where_a_minimiser_finds_it(scores: OutputKind, scale: float) -> None:
     random = np.random.default_rng(3)
     labels = random.integers(0, 7, 301)
     logits = ((random.standard_normal((301, 7)) + 2 * np.eye(7)[labels]) * scale).astype(np.float32)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Float64, Int64, UInt8
 
 from vitrail.errors import ConfigError
 from vitrail.evaluation.predictions.metrics import check_labels
-from vitrail.weights.bundle import Scores
+from vitrail.weights.bundle import OutputKind
 
 __all__ = [
     "BINS",
@@ -69,7 +69,7 @@ def per_sample(
     logits: Float[np.ndarray, "n classes"],
     labels: Int64[np.ndarray, " n"],
     *,
-    scores: Scores = "softmax",
+    scores: OutputKind = "softmax",
     temperature: float = 1.0,
 ) -> PerSample:
     """Likeliest class, confidence and losses of each sample, whose probabilities are of logits / temperature.
@@ -135,7 +135,7 @@ def calibration_bins(
 
 
 def fit_temperature(
-    logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], *, scores: Scores = "softmax"
+    logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], *, scores: OutputKind = "softmax"
 ) -> float:
     """The temperature to divide logits by for which their mean cross-entropy is least (Guo et al. 1706.04599, 4.2).
 
@@ -163,7 +163,7 @@ def fit_temperature(
 
 
 def _slope(
-    logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], inverse: float, scores: Scores
+    logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], inverse: float, scores: OutputKind
 ) -> tuple[float, float]:
     """First and second derivative of the mean cross-entropy by 1 / temperature."""
     slope = curvature = 0.0
@@ -181,7 +181,7 @@ def _slope(
 
 
 def _probabilities(
-    block: Float64[np.ndarray, "b classes"], scores: Scores
+    block: Float64[np.ndarray, "b classes"], scores: OutputKind
 ) -> tuple[Float64[np.ndarray, "b classes"], Float64[np.ndarray, " b"]]:
     """Probabilities, and the cross-entropy but for the label's own logit."""
     if scores == "sigmoid":

@@ -15,7 +15,7 @@ from vitrail.data.source import Source
 from vitrail.errors import BundleError, ConfigError
 from vitrail.machine import Precision
 from vitrail.models.fused import predicting
-from vitrail.weights.bundle import Scores
+from vitrail.weights.bundle import OutputKind
 
 __all__ = ["Predictions", "each_batch", "predict_all"]
 
@@ -35,7 +35,7 @@ class Predictions:
     """The samples' numbers in the source."""
     classes: tuple[str, ...]
     """Names of the columns."""
-    scores: Scores = "softmax"
+    scores: OutputKind = "softmax"
     """How logits become probabilities."""
     skipped: tuple[Skipped, ...] = ()
     """What could not be decoded. It has no row here."""
@@ -83,7 +83,7 @@ def predict_all(
     source: Source,
     preprocess: Preprocess,
     *,
-    scores: Scores = "softmax",
+    scores: OutputKind = "softmax",
     batch_size: int = 256,
     readers: Readers = Readers(),
     precision: Precision = "float32",

@@ -10,7 +10,7 @@ from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, class_indices
 from vitrail.errors import UndecodableImage
 from vitrail.files import replacing_folder
-from vitrail.weights.bundle import Bundle, Prediction
+from vitrail.weights.bundle import AnyPrediction, Bundle, Prediction
 
 __all__ = ["Example", "write_examples"]
 
@@ -29,7 +29,7 @@ class Example:
     path: Path
     labels: tuple[str, ...]
     """One, but where an image can have several."""
-    prediction: Prediction
+    prediction: AnyPrediction
 
     @property
     def label(self) -> str:
@@ -37,8 +37,8 @@ class Example:
 
     @property
     def right(self) -> bool:
-        """Whether the prediction is one of the labels."""
-        return self.prediction.label in self.labels
+        """True if the predicted class is one of the labels."""
+        return isinstance(self.prediction, Prediction) and self.prediction.label in self.labels
 
 
 def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[Example, ...]:

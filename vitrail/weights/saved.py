@@ -1,0 +1,202 @@
+"""The folder of a saved model: `model.safetensors` with the weights, and `model.json` with everything else.
+
+`model.json` holds the architecture, the class names, the preprocessing, the meaning of the outputs, the origin of the
+weights and the metrics measured with them, and the size and SHA-256 of the weights. Reading runs no code from a file.
+
+Format versions. A field that a file does not have takes its default, so a field can be added without a new format. A
+field at the top that this version does not know is ignored, and a note names it. An unknown field inside `config` or
+`preprocess` is refused, because it could change what the model computes. The format rises when an older version would
+misread a new file, and a version refuses formats above its own.
+
+1. The first format. The meaning of the outputs is called "scores".
+2. The meaning of the outputs is called "output", and can be "numbers".
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import BundleError, ConfigError, nearest
+from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
+from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
+from vitrail.plain import from_plain, to_plain
+from vitrail.weights.prediction import OutputKind
+
+__all__ = ["DESCRIPTION", "WEIGHTS", "SavedModel", "check_model_folder", "is_bundle", "read_model", "write_model"]
+
+FORMAT = 2
+WEIGHTS = "model.safetensors"
+DESCRIPTION = "model.json"
+NAMES = (WEIGHTS, DESCRIPTION)
+
+REQUIRED: dict[str, type] = {
+    "format": int, "architecture": str, "config": dict, "classes": list, "preprocess": dict, "weights": dict,
+}  # fmt: skip
+OPTIONAL: dict[str, type] = {"output": str, "metrics": dict, "provenance": dict}
+"""Fields of `model.json` at the top, with their types in JSON."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The content of `model.json`, apart from the size and hash of the weights."""
+
+    config: AnyConfig
+    classes: tuple[str, ...]
+    preprocess: Preprocess
+    output: OutputKind = "softmax"
+    metrics: dict[str, float] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Remarks of the reader, which are not saved."""
+
+
+def is_bundle(path: Path) -> bool:
+    """Return True for a folder of a saved model, and for the folder of a run with one in it."""
+    return (path / DESCRIPTION).is_file() or (path / "model" / DESCRIPTION).is_file()
+
+
+def check_model_folder(path: Path, *, overwrite: bool) -> None:
+    """Raise `DestinationError` unless a model may be saved at `path`: see `vitrail.files.check_new_folder`."""
+    check_new_folder(path, NAMES, overwrite=overwrite)
+
+
+def write_model(saved: SavedModel, network: AnyNetwork, path: Path) -> None:
+    """Write the folder over its own earlier version; other files in it stay. Raise `SaveError`."""
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    with replacing_folder("the model", path, NAMES) as partial:
+        try:
+            save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # safetensors reports a full disk with this exception
+            raise OSError(None, str(error)) from error
+        description = {
+            "format": FORMAT,
+            "architecture": saved.config.architecture,
+            "config": to_plain(saved.config),
+            "classes": list(saved.classes),
+            "preprocess": to_plain(saved.preprocess),
+            "output": saved.output,
+            "metrics": saved.metrics,
+            "provenance": saved.provenance,
+            "weights": {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)},
+        }
+        write_json(partial / DESCRIPTION, description)
+
+
+def read_model(path: str | Path) -> tuple[SavedModel, AnyNetwork]:
+    """Read a model from its folder or from the folder of a run, with its network on the CPU.
+
+    Raise `BundleError` for a folder of another kind, a newer format, a missing or altered file, and weights that do not
+    fit the architecture.
+    """
+    folder = Path(path)
+    if not (folder / DESCRIPTION).exists() and (folder / "model" / DESCRIPTION).exists():
+        folder = folder / "model"
+    description = _read_description(folder)
+    saved = _saved_model(description, folder / DESCRIPTION)
+    with torch.device("meta"):  # the weights come from the file, so drawing some would waste time
+        network = build(saved.config)
+    _fill(network, _read_weights(folder, description["weights"]), folder)
+    return saved, network.eval()
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    """Return the content of `model.json` in the newest format, with its types checked."""
+    path = folder / DESCRIPTION
+    if not folder.is_dir():
+        raise BundleError(f"model {str(folder)!r} does not exist: there is no such folder")
+    if not path.is_file():
+        raise BundleError(f"{folder} is not a model: it has no {DESCRIPTION}")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{path} is damaged: {error}") from error
+    if not isinstance(description, dict):
+        raise BundleError(f"{path} must be an object of named fields, not {type(description).__name__}")
+    _check_format(description.get("format"), path)
+    if description["format"] == 1 and "scores" in description:
+        description["output"] = description.pop("scores")
+    if missing := [name for name in REQUIRED if name not in description]:
+        raise BundleError(f"{path} lacks the field {missing[0]}; a model has the fields {', '.join(REQUIRED)}")
+    for name, kind in (REQUIRED | OPTIONAL).items():
+        if name in description and not isinstance(description[name], kind):
+            raise BundleError(f"{path}: {name} must be a {kind.__name__}, not {description[name]!r}")
+    return description
+
+
+def _check_format(version: Any, path: Path) -> None:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise BundleError(f"{path}: format={version!r} is not the number of a format, which is 1 or higher")
+    if version > FORMAT:
+        raise BundleError(
+            f"{path} has format {version}, written by a newer version of Vitrail; this version reads formats up to "
+            f"{FORMAT}. Update Vitrail to load this model"
+        )
+
+
+def _saved_model(description: dict[str, Any], path: Path) -> SavedModel:
+    for name, choices in (("architecture", tuple(ARCHITECTURES)), ("output", get_args(OutputKind))):
+        if name in description and description[name] not in choices:
+            raise BundleError(f"{path}: {name}={description[name]!r} is not one of {', '.join(map(repr, choices))}")
+    if not all(isinstance(name, str) for name in description["classes"]):
+        raise BundleError(f"{path}: classes must be a list of names")
+    parts: dict[str, Any] = {}
+    for name, cls in (("config", ARCHITECTURES[description["architecture"]][0]), ("preprocess", Preprocess)):
+        known = [item.name for item in fields(cls)]
+        if unknown := sorted(set(description[name]) - set(known)):
+            raise BundleError(
+                f"{path}: {name} has the field {unknown[0]!r}, which this version of Vitrail does not know; "
+                f"{nearest(unknown[0], known)}. If a newer version wrote the file, update Vitrail"
+            )
+        try:
+            parts[name] = from_plain(cls, description[name])
+        except ConfigError as error:
+            raise BundleError(f"{path}: {name}: {error}") from error
+    unknown = sorted(set(description) - set(REQUIRED) - set(OPTIONAL))
+    optional = {name: description[name] for name in OPTIONAL if name in description}
+    notes = (f"{path}: unknown fields are ignored: {', '.join(unknown)}",) if unknown else ()
+    return SavedModel(classes=tuple(description["classes"]), notes=notes, **parts, **optional)
+
+
+def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of `model.safetensors` if its size and hash are those recorded."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise BundleError(f"{folder} is incomplete: {WEIGHTS} is missing")
+    if path.stat().st_size != recorded.get("bytes") or sha256(path) != recorded.get("sha256"):
+        raise BundleError(
+            f"{path} was altered: its size or SHA-256 is not the one that {DESCRIPTION} records; copy the model again"
+        )
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise BundleError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _fill(network: AnyNetwork, weights: dict[str, Tensor], folder: Path) -> None:
+    """Put the weights into a network without storage. Raise `BundleError` that names every tensor that does not fit."""
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    problems = [f"missing: {name} {expected[name]}" for name in expected if name not in found]
+    problems += [f"unexpected: {name} {found[name]}" for name in found if name not in expected]
+    problems += [
+        f"misshaped: {name} is {found[name]}, the network has {expected[name]}"
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    problems += [
+        f"not float32: {name} is {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in weights.items()
+        if tensor.dtype != torch.float32
+    ]
+    if problems:
+        raise BundleError(f"the weights in {folder} do not fit its architecture:\n  " + "\n  ".join(problems))
+    network.load_state_dict(weights, assign=True)
