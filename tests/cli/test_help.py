@@ -55,14 +55,12 @@ Arguments:
 Settings:
   --rate X                Learning rate. By
                           default a small one.
-  --kind
-      a-rather-long-name|another-long-name
+  --kind a-rather-long-name|another-long-name
                           Kind of thing.
-                          Default: chosen
-                          from the data.
+                          Default: chosen from
+                          the data.
 
-vitrail try --help-all shows every option with
-its whole text.
+vitrail try --help-all shows every option with its whole text.
 """
 
 
