@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.pixels.decode import decode
-from vitrail.data.source import Source
+from vitrail.data.source import Source, target_kind
 from vitrail.errors import ConfigError
 from vitrail.models.network import Features
 
@@ -153,12 +153,19 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
     assert len(set(classes)) == len(classes), f"a class is there twice: {classes}"
     keys, labels = [source.key(index) for index in range(count)], [source.target(index) for index in range(count)]
     assert len(set(keys)) == count, "two samples have the same key"
+    kind = target_kind(source)
     for key, label in zip(keys, labels, strict=True):
-        _check_label(key, label, len(classes))
-    assert len({type(label) is tuple for label in labels}) == 1, "some samples have one label and others several"
+        if kind == "numbers":
+            _check_numbers(key, label, len(classes))
+        else:
+            _check_label(key, label, len(classes))
+    if kind != "numbers":
+        assert len({type(label) is tuple for label in labels}) == 1, "some samples have one label and others several"
     first = [source[index] for index in range(count)]
     for sample, key, label in zip(first, keys, labels, strict=True):
-        assert (sample.key, sample.target) == (key, label), f"source[...] and key/target disagree on {key!r}"
+        assert (sample.key, repr(sample.target)) == (key, repr(label)), (
+            f"source[...] and key/target disagree on {key!r}"
+        )
         assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} is neither bytes nor an array"
         if decodes:
             decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
@@ -178,8 +185,20 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
         ("after pickling", [elsewhere[index] for index in range(count)]),
     ):  # fmt: skip
         for one, other in zip(first, again, strict=True):
-            assert one.key == other.key and one.target == other.target, f"{one.key!r} differs when read {how}"
+            assert one.key == other.key and repr(one.target) == repr(other.target), (
+                f"{one.key!r} differs when read {how}"
+            )
             assert np.array_equal(_comparable(one.image), _comparable(other.image)), f"{one.key!r} differs, read {how}"
+
+
+def _check_numbers(key: str, target: Any, count: int) -> None:
+    assert isinstance(key, str) and key, f"a key is a name, not {key!r}"
+    numbers = target if isinstance(target, tuple) else ()
+    fits = target is None or (len(numbers) == count and all(type(one) is float for one in numbers))
+    assert fits, (
+        f"the target of {key!r} is {target!r}: a tuple of {count} floats, one for each name in classes, or None"
+    )
+    assert not any(map(math.isinf, numbers)), f"the target of {key!r} is {target!r}: a number is finite, NaN if unknown"
 
 
 def _check_label(key: str, label: Any, classes: int) -> None:

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from vitrail.data.check import Report, check_data, quick_check
+from vitrail.data.check.page import page
 from vitrail.data.packing.pack import pack
-from vitrail.data.source import Sample, Source
+from vitrail.data.source import Sample, Source, Subset
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -330,3 +331,17 @@ def test_quick_check_reads_few_images(memory_source: Sources) -> None:
     source = Counting(labels=[0, 1] * 5000, classes=("x", "y"))
     quick_check(Splits(source, source, None))
     assert 1 <= len(read) <= 64 and read[0] == 0 and read == sorted(read)
+
+
+def test_numbers_and_unlabelled_images_are_checked_as_well(arrays: Callable[..., Source]) -> None:
+    numbers = Splits(arrays([(0.5, 1.0), None, (2.0, 3.0)]), None, None)
+    report = check_data(numbers)
+    assert report.splits[0].per_class == () and report.splits[0].unlabelled == 1 and report.balance is None
+    assert [finding.kind for finding in report.findings] == ["unlabelled"]
+    assert report == from_plain(Report, to_plain(report))
+    assert quick_check(numbers)[0].endswith("3 train; 2 numbers") and "x 0.5, y 1" in page(report, numbers, "x")
+    plain = Splits(Subset(arrays([None] * 3), range(3)), None, None)
+    plain.train.classes = ()
+    report = check_data(plain)
+    assert report.findings == () and quick_check(plain)[0].endswith("3 train; no labels")
+    assert "No labels" in page(report, plain, "x") and "A look at the images" in page(report, plain, "x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.data.source import Source, fingerprint, target_kind
-from vitrail.data.sources import parquet_columns
+from vitrail.data.sources import open_data, parquet_columns
 from vitrail.data.sources.parquet import looks_like_parquet, open_parquet
 from vitrail.errors import DataError, SaveError
 from vitrail.testing import check_source
@@ -625,3 +627,38 @@ print(peak() - before)
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert int(finished.stdout) < 160
+
+
+def test_columns_of_numbers_are_targets(tmp_path: Path, pictures: list[bytes]) -> None:
+    columns = {
+        "image": images(pictures[:9]),
+        "Age": pa.array([*range(7), None, 8], pa.int16()),
+        "size": pa.array([0.5] * 8 + [None], pa.float32()),
+        "price": pa.array([Decimal("1.25")] * 9),
+    }
+    write(tmp_path / "data" / "train-0.parquet", columns)
+    write(
+        tmp_path / "data" / "test-0.parquet",
+        {**columns, "Age": pa.nulls(9, pa.int16()), "size": pa.nulls(9, pa.float64())},
+    )
+    splits = open_data(str(tmp_path / "data"), validation_share=0.0, numbers=("age", "size"))
+    assert splits.classes == ("age", "size") and splits.target_kind == "numbers" and splits.test is None
+    assert splits.notes[0].endswith("the test split is skipped, because none of its images has a number")
+    assert [str(target) for target in labels_of(splits.train)[6:]] == ["(6.0, 0.5)", "(nan, 0.5)", "(8.0, nan)"]
+    assert splits.train[2].target == (2.0, 0.5)
+    price = open_data(str(tmp_path / "data"), validation_share=0.0, numbers=("price",))
+    assert labels_of(price.train) == labels_of(price.test) == [(1.25,)] * 9
+
+
+def test_columns_without_numbers_are_named(tmp_path: Path, pictures: list[bytes]) -> None:
+    words = pa.array([None, "old", "new"])
+    path = write(tmp_path / "x.parquet", {"image": images(pictures[:3]), "age": words, "size": [1.0, 2.0, math.inf]})
+
+    def fails(column: str) -> str:
+        with pytest.raises(DataError) as caught:
+            open_data(str(path), validation_share=0.0, numbers=(column,))
+        return str(caught.value)
+
+    assert "x.parquet: column 'age' is of type string, which holds no numbers, like 'old'; regression" in fails("age")
+    assert "x.parquet has no column 'sizes' of numbers; nearest: size" in fails("sizes")
+    assert "x.parquet, row 2: column 'size' holds inf, which is not a finite number" in fails("size")

@@ -407,3 +407,23 @@ def test_processes_have_no_say_in_the_order(colour_folder: Path, processes: int)
 )
 def test_a_few_broken_images_are_borne_in_small_folders(images: int, share: float, allowed: int) -> None:
     assert skips_allowed(images, share) == allowed
+
+
+def test_numbers_and_unknown_ones_are_batched(memory_source: Sources) -> None:
+    images = [np.zeros((2, 3, 1), np.uint8)] * 4
+    labels = [None, (1.5, -2.0), (float("nan"), 4.0), (7.0, 1e-3)]
+    source = memory_source(images, labels=labels, classes=("age", "size"))
+    (batch,) = evaluation_batches(source, SMALL, batch_size=4, readers=Readers(0))
+    assert batch.target_kind == "numbers" and batch.labels.tolist() == [-1] * 4 and batch.targets.dtype == torch.float32
+    expected = torch.tensor([[torch.nan] * 2, [1.5, -2.0], [torch.nan, 4.0], [7.0, 1e-3]])
+    assert torch.equal(batch.targets.nan_to_num(99), expected.nan_to_num(99))
+    assert batch.counted.tolist() == [False, True, True, True]
+    assert [part.target_kind for part in batch.chunks(2)] == ["numbers"] * 2
+    assert next(training(source)).target_kind == "numbers"
+
+
+def test_images_without_targets_are_batched(memory_source: Sources) -> None:
+    source = memory_source([np.zeros((2, 3, 1), np.uint8)] * 2, labels=[None, None], classes=())
+    (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
+    assert batch.target_kind == "none" and batch.targets is None and batch.labels.tolist() == [-1, -1]
+    assert batch.counted.tolist() == [False, False] and batch.valid.all()

@@ -16,6 +16,7 @@ from vitrail.data.source import (
     Sample,
     Source,
     Subset,
+    Widened,
     cut,
     fingerprint,
     take,
@@ -212,3 +213,52 @@ def test_a_mixture_joins_classes_and_keeps_the_numbers_of_the_first(memory_sourc
         [0.5, 0.5],
     )
     assert [several.target(index) for index in range(2)] == [(0, 1), (0, 1)]
+
+
+NAN = float("nan")
+
+
+def test_numbers_are_cut_and_taken_by_hash_alone(memory_source: Sources) -> None:
+    plain = memory_source(labels=[None] * 60)
+    numbers = memory_source(labels=[(float(index), 0.5) if index else None for index in range(60)], classes=("a", "b"))
+    assert target_kind(numbers) == target_kind(Subset(numbers, [0])) == "numbers"
+    for one, other in zip(cut(numbers, 0.3), cut(plain, 0.3), strict=True):
+        assert keys_of(one) == keys_of(other)
+    assert keys_of(take(numbers, 7)) == keys_of(take(plain, 7)) == keys_of(take_per_class(numbers, 7))
+    assert fingerprint(numbers) != fingerprint(memory_source(labels=[(1.0, 0.5)] * 60))
+
+
+def test_numbers_are_mixed_by_their_names(memory_source: Sources) -> None:
+    one = memory_source(labels=[(1.0, 2.0), None], classes=("age", "size"))
+    other = memory_source(labels=[(3.0, 4.0)], classes=("weight", "age"))
+    both = Mixture([one, other], [0.5, 0.5])
+    assert both.classes == ("age", "size", "weight") and target_kind(both) == "numbers"
+    assert [str(both.target(index)) for index in range(3)] == ["(1.0, 2.0, nan)", "None", "(4.0, nan, 3.0)"]
+    wider = Widened(one, both.classes)
+    assert [str(wider.target(index)) for index in range(2)] == ["(1.0, 2.0, nan)", "None"]
+    assert target_kind(wider) == "numbers"
+
+
+def test_a_source_says_its_own_kind(memory_source: Sources) -> None:
+    source = memory_source(labels=[(1, 2)])
+    source.target_kind = "numbers"
+    assert target_kind(source) == target_kind(Subset(source, [])) == "numbers"
+
+
+def test_sources_of_numbers_keep_the_contract(memory_source: Sources) -> None:
+    images = [np.full((1, 2, 1), number, np.uint8) for number in range(3)]
+
+    def source(*targets: object) -> Source:
+        made = memory_source(images[: len(targets)], labels=targets, classes=("age", "size"))
+        made.target_kind = "numbers"
+        return made
+
+    check_source(source((1.0, NAN), None, (2.0, -3.5)))
+    check_source(Mixture([source((1.0, 2.0)), source((3.0, 4.0))], [0.5, 0.5]))
+    for targets, message in (
+        ([(1.0,)], r"the target of '0' is \(1\.0,\): a tuple of 2 floats, one for each name in classes, or None"),
+        ([(1, 2)], r"the target of '0' is \(1, 2\): a tuple of 2 floats"),
+        ([(1.0, float("inf"))], r"the target of '0' is \(1\.0, inf\): a number is finite, NaN if unknown"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check_source(source(*targets))

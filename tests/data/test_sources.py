@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vitrail.data.source import Source, stamp_of
+from vitrail.data.source import Source, stamp_of, target_kind
 from vitrail.data.sources import fashion_mnist, mix_in, open_data
-from vitrail.data.splits import Splits
+from vitrail.data.splits import Splits, check_classes, check_numbers
 from vitrail.errors import DataError
 
 Trees = Callable[..., Path]
@@ -358,3 +358,75 @@ def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:
 def test_mixtures_that_make_no_sense_are_refused(tree: Trees, more: tuple[str, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         mix_in(open_data(str(tree(*many("a", "b"))), validation_share=0.0), more)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["b.png", "a.jpg", "notes.txt"],
+        ["trip/b.png", "trip/day/a.jpg", "trip/notes.txt"],
+        ["b.png", "one/a.jpg", "two/c.jpg", "two/notes.txt"],
+        ["train/b.png", "train/a.jpg", "train/notes.txt", "test/c.png"],
+    ],
+)
+def test_images_without_classes_open_when_none_are_needed(tree: Trees, paths: list[str]) -> None:
+    root = tree(*paths)
+    splits = open_data(str(root), validation_share=0.0, unlabelled=True)
+    images = [path for path in paths if not path.startswith("test") and not path.endswith("txt")]
+    wanted = sorted(path.removeprefix("train/") for path in images)
+    assert keys_of(splits.train) == wanted and splits.classes == () and splits.target_kind == "none"
+    assert [splits.train.target(index) for index in range(len(wanted))] == [None] * len(wanted)
+    assert splits.train[0].target is None and len(splits.notes) == 1 and "skipped 1 file without" in splits.notes[0]
+    assert splits.test is None or (keys_of(splits.test) == ["c.png"] and target_kind(splits.test) == "none")
+    with pytest.raises(DataError, match=r"has no labels, and classification needs classes; label the images, or"):
+        check_classes(splits)
+    with pytest.raises(DataError, match=r"has no targets and no numbers; regression needs columns of numbers"):
+        check_numbers(splits)
+
+
+def test_images_without_classes_are_cut_and_taken_by_hash(tree: Trees) -> None:
+    root = tree(*(f"{number:03}.png" for number in range(200)))
+    splits = open_data(f"{root}[:10%]", validation_share=0.25, unlabelled=True)
+    assert 30 < len(splits.validation) < 70 and len(splits.train) == round((200 - len(splits.validation)) / 10)
+    with pytest.raises(DataError, match=r"per_class=3: data .* has no classes; take a number of images instead, like"):
+        open_data(str(root), validation_share=0.0, unlabelled=True, per_class=3)
+    mixed = mix_in(splits, (f"0.5:{tree(*many('a', 'b', count=3), name='more')}",))
+    assert mixed.target_kind == "none" and mixed.classes == () and mixed.train.target(len(mixed.train) - 1) is None
+
+
+def test_class_folders_keep_their_classes_when_none_are_needed(tree: Trees) -> None:
+    splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0, unlabelled=True)
+    assert splits.classes == ("a", "b") and splits.target_kind == "class"
+    check_classes(splits)
+
+
+def test_a_folder_of_loose_images_says_why_it_is_refused(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has images but no class folders, so its images have no labels; put the"):
+        open_data(str(tree("a.png", "b.png")), validation_share=0.0)
+    with pytest.raises(DataError, match=r"pictures2 has no images \(.*\), neither in it nor in its folders"):
+        open_data(str(tree("one/a.txt", name="pictures2")), validation_share=0.0, unlabelled=True)
+
+
+def test_numbers_are_asked_of_data_that_can_have_them(tree: Trees) -> None:
+    with pytest.raises(DataError, match=r"has no columns of numbers, but numbers=age asks for some; tables \(\.csv"):
+        open_data(str(tree(*many("a", "b"))), validation_share=0.0, numbers=("age",))
+    splits = open_data(str(tree(*many("a", "b"))), validation_share=0.0)
+    with pytest.raises(DataError, match=r"has classes \(a, b\) and no numbers; regression needs columns of numbers"):
+        check_numbers(splits)
+
+
+def test_numbers_are_cut_taken_and_mixed(tree: Trees) -> None:
+    root = tree(*(f"{number}.png" for number in range(100)))
+    (root / "t.csv").write_text("path,age,size\n" + "".join(f"{n}.png,{n / 4},{-n}\n" for n in range(100)))
+    splits = open_data(f"{root}[:30]", validation_share=0.2, numbers=("age", "size"))
+    assert 10 < len(splits.validation) < 35 and len(splits.train) == 30
+    assert splits.train.target(0) == (float(splits.train.key(0)[:-4]) / 4, -float(splits.train.key(0)[:-4]))
+    check_numbers(splits)
+    with pytest.raises(DataError, match=r"has numbers \(age, size\) and no classes; classification needs classes"):
+        check_classes(splits)
+    with pytest.raises(DataError, match=r"per_class=3: data .* has no classes"):
+        open_data(str(root), validation_share=0.0, numbers=("age",), per_class=3)
+    mixed = mix_in(splits, (f"0.5:{root}",))
+    assert mixed.target_kind == "numbers" and mixed.train.target(30) == (0.0, 0.0) and len(mixed.train) == 130
+    with pytest.raises(DataError, match=r"mix 0\.5:bundled|has no columns of numbers"):
+        mix_in(splits, ("0.5:bundled",))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vitrail.data.source import Source
+from vitrail.data.source import Source, target_kind
 from vitrail.data.sources import open_data
-from vitrail.errors import DataError
+from vitrail.data.sources.table import open_table
+from vitrail.errors import ConfigError, DataError, UserError
 from vitrail.testing import check_source
 
 Trees = Callable[..., Path]
@@ -164,6 +167,67 @@ def test_mistakes_are_named(table: Callable[..., Path], lines: tuple[str, ...], 
 def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         opened(table(*lines, name="metadata.jsonl"))
+
+
+def numbers_of(source: Source | None) -> list[Any]:
+    """The targets, with a text for NaN, which is unequal to itself."""
+    assert source is not None
+    targets = [source.target(index) for index in range(len(source))]
+    return [
+        target if target is None else tuple("?" if math.isnan(one) else one for one in target) for target in targets
+    ]
+
+
+def test_columns_of_numbers_are_targets(table: Callable[..., Path]) -> None:
+    lines = ("path,Age,label,height,split", "a/1.jpg, 1.5 ,x,-2e3,train", "a/2.jpg,,y,7,train", "4.jpg,,x, ,train")
+    path = table(*lines, "b/3.PNG,nan,x,0.25,test")
+    splits = open_data(str(path), validation_share=0.0, numbers=("height", "age"))
+    assert splits.classes == ("height", "age") and splits.target_kind == target_kind(splits.test) == "numbers"
+    assert numbers_of(splits.train) == [(-2000.0, 1.5), (7.0, "?"), None] and numbers_of(splits.test) == [(0.25, "?")]
+    assert splits.train[0].target == (-2000.0, 1.5)
+    assert numbers_of(open_data(str(path), validation_share=0.0, numbers=("Age",)).train) == [(1.5,), None, None]
+    assert open_data(str(path), validation_share=0.0).target_kind == "class"  # without numbers, the labels are read
+
+
+def test_json_lines_have_numbers_too(table: Callable[..., Path]) -> None:
+    lines = ('{"path": "4.jpg", "age": 3}', '{"path": "a/1.jpg", "AGE": null}', '{"path": "a/2.jpg", "size": 0.5}')
+    path = table(*lines, name="metadata.jsonl")
+    assert numbers_of(open_table([path], None, numbers=("age", "size")).train) == [(3.0, "?"), None, ("?", 0.5)]
+    with pytest.raises(DataError, match=r"metadata\.jsonl has no column 'ages' of numbers; nearest: age"):
+        open_table([path], None, numbers=("ages",))
+
+
+@pytest.mark.parametrize("cell", ["old", "1 2", "inf", "1_0", "true"])
+def test_text_is_not_a_number(table: Callable[..., Path], cell: str) -> None:
+    path = table("path,age", "4.jpg,3", f"a/1.jpg,{cell}")
+    message = rf"labels\.csv, line 3: column 'age' holds '{cell}', which is not a finite number; regression needs"
+    with pytest.raises(DataError, match=message):
+        open_data(str(path), validation_share=0.0, numbers=("age",))
+    path = table('{"path": "4.jpg", "age": "old"}', name="metadata.jsonl")
+    with pytest.raises(DataError, match=r"metadata\.jsonl, line 1: column 'age' holds 'old', which is not a finite"):
+        open_table([path], None, numbers=("age",))
+
+
+def test_numbers_that_cannot_be_are_named(table: Callable[..., Path]) -> None:
+    path = table("path,age,height", "4.jpg,3,1")
+    for numbers, message in (
+        (("agee",), r"labels\.csv has no column 'agee' of numbers; nearest: age"),
+        (("age", "age"), r"numbers=\('age', 'age'\) names a column twice"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_data(str(path), validation_share=0.0, numbers=numbers)
+    with pytest.raises(ConfigError, match=r"numbers=\('age',\) cannot be combined with classes"):
+        open_data(str(path), validation_share=0.0, numbers=("age",), classes=("a", "b"))
+
+
+def test_a_table_without_labels_opens_when_none_are_needed(table: Callable[..., Path]) -> None:
+    rows = ("4.jpg,9,1", "a/1.jpg,2,3")
+    splits = open_data(str(table("path,size,weight", *rows)), validation_share=0.0, unlabelled=True)
+    assert splits.target_kind == "none" and splits.classes == () and numbers_of(splits.train) == [None, None]
+    path = table('{"path": "4.jpg"}', '{"path": "a/1.jpg"}', name="metadata.jsonl")
+    assert numbers_of(open_data(str(path), validation_share=0.0, unlabelled=True).train) == [None, None]
+    path = table("path,label", "4.jpg,", "a/1.jpg,", name="empty.csv")
+    assert open_data(str(path), validation_share=0.0, unlabelled=True).target_kind == "none"
 
 
 def test_labels_outside_the_classes_are_named(table: Callable[..., Path]) -> None:

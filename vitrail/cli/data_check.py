@@ -167,7 +167,7 @@ def _counts(report: Report) -> Table:
     table = Table("class", box=SIMPLE_HEAD, pad_edge=False)
     for split in report.splits:
         table.add_column(split.name, justify="right")
-    largest = sorted(range(len(report.classes)), key=lambda one: -report.splits[0].per_class[one])
+    largest = sorted(range(len(report.splits[0].per_class)), key=lambda one: -report.splits[0].per_class[one])
     for one in largest[:MOST_CLASSES]:
         table.add_row(Text(report.classes[one]), *(f"{split.per_class[one]:,}" for split in report.splits))
     if len(largest) > MOST_CLASSES:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Mixture, Source, Target, class_indices
+from vitrail.data.source import Mixture, Source, Target, TargetKind, class_indices, target_kind
 from vitrail.errors import ConfigError, UndecodableImage
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ class Batch:
     """Each image's index in its source. It stays on the CPU, as `epochs` does: what follows from it is drawn there."""
     epochs: Int64[Tensor, " b"]
     """The pass over the data that each image belongs to; a batch may end one and begin the next."""
-    targets: Float[Tensor, "b classes"] | None = None
-    """How much of each class, where an image can have several or is mixed of others; None: the labels say all."""
+    targets: Float[Tensor, "b k"] | None = None
+    """The amount of each class if an image can have several or is mixed from others, or the numbers of regression, NaN
+    for one that is unknown. None if `labels` hold everything that is known."""
+    target_kind: TargetKind = "class"
     skipped: tuple[Skipped, ...] = ()
 
     def __len__(self) -> int:
@@ -91,7 +93,9 @@ class Batch:
 
     @property
     def counted(self) -> Bool[Tensor, " b"]:
-        """Which samples have an image and a label."""
+        """True for each image that could be decoded and of which something is known."""
+        if self.target_kind == "numbers" and self.targets is not None:
+            return self.valid & ~self.targets.isnan().all(dim=1)
         return self.valid & (self.labels >= 0) if self.targets is None else self.valid
 
     def to(self, device: torch.device) -> Batch:
@@ -109,7 +113,7 @@ class Batch:
         """The batch in `count` parts of nearly equal size, in order (fewer when it has fewer samples)."""
         names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), Tensor)]
         parts = zip(*(getattr(self, name).tensor_split(min(count, len(self))) for name in names), strict=True)
-        return [Batch(**dict(zip(names, part, strict=True))) for part in parts]
+        return [Batch(**dict(zip(names, part, strict=True)), target_kind=self.target_kind) for part in parts]
 
 
 ON_DEVICE = ("images", "labels", "valid", "targets")
@@ -121,6 +125,7 @@ class _Loader:
 
     source: Source
     preprocess: Preprocess
+    kind: TargetKind
     crop: Crop | None = None
     first: int = 0
     """Of a mixture: where the part that the positions count begins, and its length."""
@@ -129,7 +134,7 @@ class _Loader:
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
         place = self.first + index
-        label = self.source.target(place)
+        target = self.source.target(place)
         skipped = None
         try:
             sample = self.source[place]
@@ -141,14 +146,17 @@ class _Loader:
         except UndecodableImage as error:
             pixels = np.zeros((self.preprocess.channels, *self.preprocess.image_size), np.uint8)
             skipped = Skipped(self.source.key(place), str(error))
-        one = label if isinstance(label, int) else -1
         return {
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch,
-            "labels": one, "targets": self._amounts(label) if isinstance(label, tuple) else None,
-            "skipped": skipped,
+            "labels": target if isinstance(target, int) else -1, "targets": self._values(target), "skipped": skipped,
         }  # fmt: skip
 
-    def _amounts(self, target: Target) -> np.ndarray:
+    def _values(self, target: Target) -> np.ndarray | None:
+        """Return the numbers of a target, or the amount of each class; None if its label holds everything."""
+        if self.kind == "numbers":
+            return np.array([math.nan] * len(self.source.classes) if target is None else target, np.float32)
+        if self.kind != "classes":
+            return None
         amounts = np.zeros(len(self.source.classes), np.float32)
         amounts[list(class_indices(target))] = 1
         return amounts
@@ -166,9 +174,9 @@ def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**columns, "skipped": tuple(part["skipped"] for part in parts if part["skipped"] is not None)}
 
 
-def _batch(columns: dict[str, Any]) -> Batch:
+def _batch(columns: dict[str, Any], kind: TargetKind) -> Batch:
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in columns.items() if name != "skipped"}
-    return Batch(**tensors, skipped=columns["skipped"])
+    return Batch(**tensors, target_kind=kind, skipped=columns["skipped"])
 
 
 def skips_allowed(images: int, share: float) -> int:
@@ -204,13 +212,14 @@ class TrainingBatches(Iterator[Batch]):
     ) -> None:
         if batch_size % ranks.world:
             raise ConfigError(f"batch_size={batch_size} cannot be shared evenly by {ranks.world} processes")
+        self._kind = target_kind(source)
         parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
         orders = [
             _grain()
             .MapDataset.range(length)
             .shuffle(seed=_order_seed(seed, number))
             .repeat()
-            .map_with_index(_Loader(source, preprocess, crop, first, length))
+            .map_with_index(_Loader(source, preprocess, self._kind, crop, first, length))
             for number, (first, length, _) in enumerate(parts)
         ]
         order = orders[0] if len(orders) == 1 else _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])
@@ -228,7 +237,7 @@ class TrainingBatches(Iterator[Batch]):
             weakref.finalize(self, self._iterator.close)  # at the latest before Python takes its modules apart
         columns = next(self._iterator)
         self._taken += 1
-        return _batch(columns)
+        return _batch(columns, self._kind)
 
     def state(self) -> dict[str, int]:
         """Where the iterator stands, as plain JSON values."""
@@ -258,12 +267,13 @@ def evaluation_batches(
 
     Of several ranks each gets its share of the samples and none is read twice: one may get a sample, or a batch, less.
     """
-    order = _grain().MapDataset.range(len(source)).map_with_index(_Loader(source, preprocess))
+    kind = target_kind(source)
+    order = _grain().MapDataset.range(len(source)).map_with_index(_Loader(source, preprocess, kind))
     mine = order[ranks.rank :: ranks.world] if ranks.world > 1 else order
     batches = _read(mine.batch(batch_size, batch_fn=_collate), readers)
     try:
         for columns in batches:
-            yield _batch(columns)
+            yield _batch(columns, kind)
     finally:
         batches.close()
 

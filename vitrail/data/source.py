@@ -1,8 +1,12 @@
-"""What every kind of data looks like from above: samples by number, and nothing of order, batches or devices."""
+"""The contract of a data source, and sources made of others: subsets, mixtures, cuts.
+
+A source gives samples by number. It knows nothing of order, batches or devices.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,11 +33,12 @@ __all__ = [
 ]
 
 Target = int | tuple[int, ...] | tuple[float, ...] | None
-"""What a network learns to say of an image. The index of its class; or the indices of all classes that hold, in rising
-order, if an image can have several; or numbers, NaN for one that is unknown; or None if nothing is known."""
+"""What a network learns to say about an image. An int is the index of its class. A tuple of ints holds the indices of
+all its classes, in rising order. A tuple of floats holds numbers, NaN for a number that is unknown. None means that
+nothing is known."""
 
 TargetKind = Literal["class", "classes", "numbers", "none"]
-"""What the targets of a source are: one class each, several classes each, numbers, or none."""
+"""The kind of a source's targets: one class per image, several classes, numbers, or no targets at all."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Sample:
     """One image as its source holds it."""
 
     key: str
-    """Names the sample within its source, the same on every machine: a relative path, or a number."""
+    """Name of the sample within its source, the same on every machine: a relative path or a number."""
     image: bytes | UInt8[np.ndarray, "h w c"]
     """An encoded file, or pixels with 1 (grey) or 3 (RGB) channels."""
     target: Target
@@ -49,10 +54,16 @@ class Sample:
 
 @runtime_checkable
 class Source(Protocol):
-    """Random access to samples. `key` and `target` read no image, so that splitting and counting are cheap."""
+    """Random access to samples. `key` and `target` read no image, so splitting and counting are cheap.
+
+    A source may also have an attribute `target_kind`, which saves `target_kind()` a search.
+    """
 
     @property
-    def classes(self) -> tuple[str, ...]: ...
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, or of the numbers if the targets are numbers; () if there are no targets."""
+        ...
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Sample: ...
     def key(self, index: int) -> str: ...
@@ -60,7 +71,7 @@ class Source(Protocol):
 
 
 class Subset:
-    """Some samples of another source, in the order given."""
+    """Some samples of another source, in the order of `indices`."""
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
         self.source = source
@@ -82,49 +93,63 @@ class Subset:
     def stamp(self, index: int) -> str | None:
         return stamp_of(self.source, int(self.indices[index]))
 
+    @property
+    def target_kind(self) -> TargetKind:
+        return target_kind(self.source)
+
 
 class Widened:
-    """Another source under more classes than it has; its own come first."""
+    """Another source with more classes, or more numbers, than it has. Its own come first."""
 
     def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
         assert classes[: len(source.classes)] == tuple(source.classes), "labels would change their meaning"
         self.source = source
         self.classes = classes
+        self.target_kind: TargetKind = target_kind(source)
+        self._places = list(range(len(source.classes)))
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Sample:
-        return self.source[index]
+        sample = self.source[index]
+        return Sample(sample.key, sample.image, self._target(sample.target))
 
     def key(self, index: int) -> str:
         return self.source.key(index)
 
     def target(self, index: int) -> Target:
-        return self.source.target(index)
+        return self._target(self.source.target(index))
 
     def stamp(self, index: int) -> str | None:
         return stamp_of(self.source, index)
 
+    def _target(self, target: Target) -> Target:
+        return _moved(target, self._places, len(self.classes), self.target_kind)
+
 
 class Mixture:
-    """Several sources, one after the other, of which training draws in given shares.
+    """Several sources, one after the other, from which training draws with the given weights.
 
-    Classes of the first keep their numbers; further names of the others follow. Keys say which source they are of.
+    The classes of the first source keep their indices, and new names of the other sources follow. Numbers are matched
+    by their names in the same way. A key begins with the number of its source. All sources need the
+    kind of targets that the first one has; if it has none, the targets of the others are dropped.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
         self.sources = tuple(sources)
         self.weights = tuple(weights)
-        names = [name for source in self.sources for name in source.classes]
+        self.target_kind: TargetKind = target_kind(self.sources[0])
+        labelled = self.sources if self.target_kind != "none" else ()
+        names = [name for source in labelled for name in source.classes]
         self.classes = tuple(dict.fromkeys(names))
         numbers = {name: number for number, name in enumerate(self.classes)}
-        self._renumbered = [[numbers[name] for name in source.classes] for source in self.sources]
+        self._renumbered = [[numbers[name] for name in source.classes] for source in labelled]
         self._firsts = np.cumsum([0, *(len(source) for source in self.sources)])
 
     @property
     def parts(self) -> tuple[tuple[int, int, float], ...]:
-        """Each source's first index, length and share of the samples that are drawn."""
+        """The first index and length of each source, and the fraction of all drawn samples that come from it."""
         return tuple(
             (int(first), len(source), weight)
             for first, source, weight in zip(self._firsts, self.sources, self.weights, strict=False)
@@ -160,22 +185,22 @@ class Mixture:
         return f"{number + 1}:{key}"
 
     def _target(self, number: int, target: Target) -> Target:
-        new = self._renumbered[number]
-        if isinstance(target, tuple):
-            return tuple(sorted(new[one] for one in class_indices(target)))
-        return None if target is None else new[target]
+        if self.target_kind == "none":
+            return None
+        return _moved(target, self._renumbered[number], len(self.classes), self.target_kind)
 
 
 def cut(source: Source, share: float) -> tuple[Subset, Subset]:
-    """Splits `source` into the rest and a held-out part of about `share`, decided by a hash of each sample's key.
+    """Split `source` into the rest and a held-out part of about the fraction `share`, by a hash of each sample's key.
 
-    A sample's side depends on its key alone, so adding or renaming other files moves nothing. A class of two or
-    more has at least one sample on either side; one of one is never held out.
+    The side of a sample depends on its key alone, so adding or renaming other files moves nothing. A class of two or
+    more samples has at least one on either side; the only sample of a class is never held out. If the targets are
+    numbers, or there are none, all samples count as one class.
     """
     held_out: list[int] = []
     for members in _by_class(source, b""):
         wanted = sum(place < share for place, _ in members)
-        count = min(max(wanted, 1), len(members) - 1)  # so the only image of a class is one to learn from
+        count = min(max(wanted, 1), len(members) - 1)  # the only image of a class is needed for training
         held_out += [index for _, index in members[:count]]
     chosen = set(held_out)
     rest = [index for index in range(len(source)) if index not in chosen]
@@ -183,9 +208,10 @@ def cut(source: Source, share: float) -> tuple[Subset, Subset]:
 
 
 def take(source: Source, count: int, *, seed: int = 0) -> Subset:
-    """`count` samples, every class with its share of them, chosen by a hash of seed and key.
+    """Return `count` samples in which every class keeps its fraction, chosen by a hash of seed and key.
 
-    What a smaller count takes, a larger one takes as well. A class whose share is less than half a sample has none.
+    The samples of a smaller count are among those of a larger one. A class that would get less than half a sample gets
+    none.
     """
     ranked = []
     for members in _by_class(source, _salt(seed)):
@@ -194,13 +220,16 @@ def take(source: Source, count: int, *, seed: int = 0) -> Subset:
 
 
 def take_per_class(source: Source, count: int, *, seed: int = 0) -> Subset:
-    """The first `count` samples of every class in an order by a hash of seed and key; all where it has fewer."""
+    """Return `count` samples of every class, chosen by a hash of seed and key, or all samples of a smaller class.
+
+    If the targets are numbers, or there are none, all samples count as one class.
+    """
     groups = _by_class(source, _salt(seed))
     return Subset(source, sorted(index for members in groups for _, index in members[:count]))
 
 
 def target_kind(source: Source) -> TargetKind:
-    """Return what the targets of a source are. All targets of one source are of one kind.
+    """Return the kind of a source's targets. All targets of one source are of one kind.
 
     The source's own attribute `target_kind` decides. Without one, the first target that is not None decides.
     """
@@ -214,16 +243,17 @@ def target_kind(source: Source) -> TargetKind:
 
 
 def class_indices(target: Target) -> tuple[int, ...]:
-    """Return the indices of the classes that hold: none, one or several. Only for targets that are classes."""
+    """Return the indices of a target's classes: none, one or several. The target must not hold numbers."""
     if isinstance(target, tuple):
         return cast(tuple[int, ...], target)
     return () if target is None else (target,)
 
 
 def stamp_of(source: Source, index: int) -> str | None:
-    """Text that changes when the image of a sample does, found without decoding it: a file's size and times, say.
+    """Return text that changes when the image of a sample changes, found without decoding it, or None.
 
-    A source whose samples can change has a method `stamp(index)` for it; None where a source cannot say.
+    A source whose images can change has a method `stamp(index)`, which may return a file's size and times. The result
+    is None if a source has neither that method nor an `identity`.
     """
     identity = getattr(source, "identity", None)
     if isinstance(identity, str):
@@ -232,24 +262,11 @@ def stamp_of(source: Source, index: int) -> str | None:
     return None if own is None else own(index)
 
 
-def _salt(seed: int) -> bytes:
-    return f"subset {seed} ".encode()
-
-
-def _by_class(source: Source, salt: bytes) -> list[list[tuple[float, int]]]:
-    """The samples of each label: a place in [0, 1) by a hash of the key, and the index, in rising order."""
-    groups: dict[Target, list[tuple[float, int]]] = {}
-    for index in range(len(source)):
-        digest = hashlib.blake2b(salt + os.fsencode(source.key(index)), digest_size=8).digest()
-        groups.setdefault(source.target(index), []).append((int.from_bytes(digest, "big") / 2**64, index))
-    return [sorted(members) for members in groups.values()]
-
-
 def fingerprint(*sources: Source | None) -> str:
-    """A hash of all keys and labels in order: sources that share it serve the same samples by the same numbers.
+    """Return a hash of all keys and targets in order. Sources with the same hash serve the same samples in one order.
 
-    It does not read the images, so it cannot tell a file from another of the same name. Where all samples follow from
-    a few numbers, the source's `identity` says which, and is hashed instead.
+    Images are not read, so a file that was replaced by another of the same name goes unnoticed. If a source has an
+    `identity`, because all its samples follow from a few numbers, that text is hashed instead.
     """
     digest = hashlib.sha256()
     for source in sources:
@@ -262,3 +279,32 @@ def fingerprint(*sources: Source | None) -> str:
         for index in range(len(source)):
             digest.update(os.fsencode(f"{source.key(index)}\0{source.target(index)}\n"))
     return digest.hexdigest()
+
+
+def _moved(target: Target, places: Sequence[int], width: int, kind: TargetKind) -> Target:
+    """Return a target under other classes or numbers: number i becomes number `places[i]` of `width`."""
+    if target is None:
+        return None
+    if kind == "numbers":
+        moved = [math.nan] * width
+        for place, number in zip(places, cast(tuple[float, ...], target), strict=True):
+            moved[place] = number
+        return tuple(moved)
+    if isinstance(target, tuple):
+        return tuple(sorted(places[one] for one in class_indices(target)))
+    return places[target]
+
+
+def _salt(seed: int) -> bytes:
+    return f"subset {seed} ".encode()
+
+
+def _by_class(source: Source, salt: bytes) -> list[list[tuple[float, int]]]:
+    """Return the samples of each class as pairs of a place in [0, 1), a hash of the key, and the index, sorted."""
+    groups: dict[Target, list[tuple[float, int]]] = {}
+    labelled = target_kind(source) != "numbers"
+    for index in range(len(source)):
+        digest = hashlib.blake2b(salt + os.fsencode(source.key(index)), digest_size=8).digest()
+        place = int.from_bytes(digest, "big") / 2**64
+        groups.setdefault(source.target(index) if labelled else None, []).append((place, index))
+    return [sorted(members) for members in groups.values()]

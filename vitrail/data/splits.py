@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from vitrail.data.source import Source, cut
+from vitrail.data.source import Source, TargetKind, cut, target_kind
 from vitrail.errors import DataError
 
-__all__ = ["SPLITS", "Split", "Splits", "by_split", "split_of", "with_validation"]
+__all__ = ["SPLITS", "Split", "Splits", "by_split", "check_classes", "check_numbers", "split_of", "with_validation"]
 
 Split = Literal["train", "validation", "test"]
 
@@ -34,11 +34,17 @@ class Splits:
     test: Source | None
     """Measured once, at the end. Nothing is ever trained or chosen on it."""
     notes: tuple[str, ...] = field(default=())
-    """What the user should know, a sentence each: what was cut, what was left out."""
+    """Remarks for the user, one sentence each, such as how many images were held out or which files were skipped."""
+    title: str = "the data"
+    """Names the data in messages."""
 
     @property
     def classes(self) -> tuple[str, ...]:
         return self.train.classes
+
+    @property
+    def target_kind(self) -> TargetKind:
+        return target_kind(self.train)
 
     @property
     def held_out(self) -> tuple[str, Source] | None:
@@ -82,6 +88,32 @@ def by_split(where: str, paths: Iterable[str]) -> dict[Split, list[str]]:
     if "train" not in named:
         raise DataError(f"{where} has {', '.join(named)} but no train to learn from")
     return named
+
+
+def check_classes(splits: Splits) -> None:
+    """Raise `DataError` unless the data can be classified: its targets are classes, and there are two or more."""
+    if splits.target_kind == "numbers":
+        raise DataError(
+            f"{splits.title} has numbers ({', '.join(splits.classes)}) and no classes; classification needs classes: "
+            "open it without columns of numbers, or train a regression"
+        )
+    if not splits.classes:
+        raise DataError(
+            f"{splits.title} has no labels; classification needs a label for each image: label them, or choose a task "
+            "that needs no labels"
+        )
+    if len(splits.classes) < 2:
+        raise DataError(f"{splits.title} has only one class, {splits.classes[0]!r}; classification needs at least two")
+
+
+def check_numbers(splits: Splits) -> None:
+    """Raise `DataError` unless the targets are numbers, as regression needs."""
+    if splits.target_kind != "numbers":
+        held = f"classes ({', '.join(splits.classes[:5])})" if splits.classes else "no targets"
+        raise DataError(
+            f"{splits.title} has {held} and no numbers; regression needs columns of numbers: name them with "
+            "numbers=COLUMN"
+        )
 
 
 def with_validation(splits: Splits, spec: str, share: float) -> Splits:

@@ -171,3 +171,23 @@ def test_the_batch_given_stays_as_it_is() -> None:
     images = batch.images.clone()
     mixed = mix(batch, draws_of(9), mixup=1.0, cutmix=1.0, classes=CLASSES)
     assert torch.equal(batch.images, images) and batch.targets is None and not torch.equal(mixed.images, images)
+
+
+def test_mixup_blends_numbers_and_spreads_nothing_unknown() -> None:
+    unknown = float("nan")
+    targets = torch.tensor([[1.0, 10.0], [3.0, unknown], [unknown, unknown], [5.0, 50.0]])
+    batch = make_batch(4, targets=targets, target_kind="numbers", labels=torch.full((4,), -1))
+    assert batch.counted.tolist() == [True, True, False, True]
+    draws = draws_of(4)
+    mixed = mix(batch, draws, mixup=0.4, cutmix=0.0, classes=0)
+    share = torch.from_numpy(mixup_shares(draws[:, 1:3], 0.4)).float() / 2**16
+    assert mixed.targets[0, 0] == 1.0 * share[0] + 3.0 * (1 - share[0]) and mixed.targets[0, 1].isnan()
+    assert mixed.targets[1, 0] == 3.0 and mixed.targets[1, 1].isnan(), "its partner has nothing to give"
+    assert torch.equal(mixed.targets[3], targets[3] * share[3] + targets[0] * (1 - share[3]))
+    assert mixed.valid.tolist() == [True, True, False, True] and torch.equal(mixed.images[1], batch.images[1])
+
+
+def test_cutmix_of_numbers_is_refused() -> None:
+    batch = make_batch(2, targets=torch.ones(2, 1), target_kind="numbers")
+    with pytest.raises(ConfigError, match=r"cutmix=1.0 pastes a part of another image, and no rule says how that"):
+        mix(batch, draws_of(2), mixup=0.0, cutmix=1.0, classes=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import resource
@@ -343,3 +344,44 @@ def test_a_description_that_cannot_be(folder: Path, tmp_path: Path, change: dict
     (out / FILE).write_text("{")
     with pytest.raises(DataError, match=r"dataset\.json is not the description of packed shards"):
         open_shards(str(out), None)
+
+
+def test_numbers_come_out_again(tmp_path: Path, encode: Callable[..., bytes], memory_source: Memory) -> None:
+    image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
+    labels = [(0.1, 2.0), None, (float("nan"), -1e300), (0.1, 2.0)]
+    source = memory_source([image] * 4, labels=labels, classes=("age", "size"))
+    pack(Splits(source, None, None), tmp_path / "out", shard_size=2_048)
+    for _ in range(2):  # scanned, and then by the index
+        again = open_data(str(tmp_path / "out"), validation_share=0.0)
+        assert again.classes == ("age", "size") and again.target_kind == "numbers"
+        assert [str(again.train.target(index)) for index in range(4)] == list(map(str, labels))
+    size = open_data(str(tmp_path / "out"), validation_share=0.0, numbers=("size",))
+    assert [size.train.target(index) for index in range(4)] == [(2.0,), None, (-1e300,), (2.0,)]
+    with pytest.raises(DataError, match=r"out' has no column 'sizes' of numbers; nearest: size"):
+        open_data(str(tmp_path / "out"), validation_share=0.0, numbers=("sizes",))
+    classes = memory_source([image] * 4, labels=[0, 1, 0, 1])
+    pack(Splits(classes, None, None), tmp_path / "classes")
+    with pytest.raises(DataError, match=r"has no numbers in its shards, but numbers=age asks for some"):
+        open_data(str(tmp_path / "classes"), validation_share=0.0, numbers=("age",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (['{"__numbers__": [1.5]}', '{"label": 1}'], "some samples have 1 numbers, and others have classes"),
+        (['{"__numbers__": [1.5]}', '{"__numbers__": [1, 2]}'], "others have classes or another count of numbers"),
+        (['{"__numbers__": ["x"]}'], "the label in '0.json' cannot be read \\(it is 'x', among numbers\\)"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_fit_together_are_named(
+    tmp_path: Path, encode: Callable[..., bytes], fields: list[str], message: str
+) -> None:
+    image = encode(np.zeros((3, 2, 3), np.uint8), "PNG")
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for number, text in enumerate(fields):
+            for suffix, data in (("png", image), ("json", text.encode())):
+                about = tarfile.TarInfo(f"{number}.{suffix}")
+                about.size = len(data)
+                tar.addfile(about, io.BytesIO(data))
+    with pytest.raises(DataError, match=message):
+        open_data(str(tmp_path / "x.tar"), validation_share=0.0)

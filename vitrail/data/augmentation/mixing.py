@@ -35,6 +35,11 @@ def mix(batch: Batch, draws: Float32[np.ndarray, "b 5"], *, mixup: float, cutmix
     that is not valid, or has neither label nor targets, is not mixed in. Raises `ConfigError` without targets and
     classes.
     """
+    if batch.target_kind == "numbers" and cutmix:
+        raise ConfigError(
+            f"cutmix={cutmix} pastes a part of another image, and no rule says how that changes a number; use mixup, "
+            "which blends images and numbers alike, or set cutmix to 0"
+        )
     if batch.targets is None and not classes:
         raise ConfigError("mixup and cutmix need the number of classes, or a batch with targets")
     cut = draws[:, 0] < (0.5 if mixup and cutmix else float(bool(cutmix)))
@@ -63,6 +68,8 @@ def mix(batch: Batch, draws: Float32[np.ndarray, "b 5"], *, mixup: float, cutmix
         shares[index] = 1 - on_device(area, device) / (height * width) * taken
     share = shares[:, None]
     mixed = targets * share + targets.roll(-1, 0) * (1 - share)
+    if batch.target_kind == "numbers":  # an unknown number of a partner that is not mixed in must not spread
+        mixed = torch.where(share == 1, targets, mixed)
     return replace(batch, images=images, targets=mixed, valid=batch.counted)
 
 

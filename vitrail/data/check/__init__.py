@@ -76,7 +76,8 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
     sources = named_sources(splits)
     counts = {name: count(name, source, 0) for name, source in sources.items()}
     images = ", ".join(f"{len(source):,} {name}" for name, source in sources.items())
-    line = f"images: {images}; {plural(len(splits.classes), 'class')}"
+    noun = "number" if splits.target_kind == "numbers" else "class"
+    line = f"images: {images}; {plural(len(splits.classes), noun) if splits.classes else 'no labels'}"
     if (balance := balance_of(counts["train"])) is not None:
         line += f" of {balance.smallest:,} to {balance.largest:,} training images each"
     looks = _glance(splits.train)

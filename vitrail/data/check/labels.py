@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from vitrail.data.check.report import Balance, Finding, SplitCounts
-from vitrail.data.source import Source, class_indices
+from vitrail.data.source import Source, class_indices, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import listed, plural
 
@@ -25,12 +25,15 @@ def named_sources(splits: Splits) -> dict[str, Source]:
 
 
 def count(name: str, source: Source, looked_at: int) -> SplitCounts:
-    per_class = [0] * len(source.classes)
+    """Count the samples of a split: those of each class, and those without a target."""
+    has_classes = target_kind(source) != "numbers"
+    per_class = [0] * len(source.classes) if has_classes else []
     unlabelled = 0
     for index in range(len(source)):
         label = source.target(index)
         if label is None:
             unlabelled += 1
+        if label is None or not has_classes:
             continue
         for one in class_indices(label):
             per_class[one] += 1
@@ -47,7 +50,11 @@ def balance_of(train: SplitCounts) -> Balance | None:
 
 def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
     train = splits["train"]
+    if not classes:  # unlabelled on purpose
+        return
     yield from _unlabelled(splits)
+    if not train.per_class:  # numbers
+        return
     yield from _missing(classes, splits)
     single = [name for name, number in zip(classes, train.per_class, strict=True) if number == 1]
     if single:

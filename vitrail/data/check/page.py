@@ -8,9 +8,9 @@ from dataclasses import replace
 from vitrail.data.check.labels import named_sources
 from vitrail.data.check.report import Example, Finding, Report, example
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source, take_per_class
+from vitrail.data.source import Source, take, take_per_class, target_kind
 from vitrail.data.splits import Splits
-from vitrail.errors import DataError, plural
+from vitrail.errors import DataError, listed, plural
 from vitrail.page import document, escape, figure, table, thumbnail
 
 __all__ = ["page"]
@@ -37,18 +37,22 @@ def page(report: Report, splits: Splits, title: str) -> str:
 
 
 def _figures(report: Report) -> Iterator[str]:
-    shown = sorted(range(len(report.classes)), key=lambda one: -report.splits[0].per_class[one])
+    counted = report.splits[0].per_class
+    shown = sorted(range(len(counted)), key=lambda one: -counted[one])
     rows = [("images", *(f"{split.images:,}" for split in report.splits))]
     if any(split.unlabelled for split in report.splits):
         rows.append(("no label", *(f"{split.unlabelled:,}" for split in report.splits)))
     rows += [(report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits)) for one in shown[:200]]
-    yield f"<h2>{plural(len(report.classes), 'class')}</h2>"
+    if counted:
+        yield f"<h2>{plural(len(report.classes), 'class')}</h2>"
+    else:
+        yield "<h2>No labels</h2>" if not report.classes else f"<h2>Numbers: {escape(listed(report.classes, 20))}</h2>"
     if report.balance is not None:
         yield (
             f'<p class="dim">Training images of a class: {report.balance.smallest:,} to {report.balance.largest:,}; as '
             f"uneven as {report.balance.effective:.1f} classes of one size.</p>"
         )
-    yield table(("class", *(split.name for split in report.splits)), rows)
+    yield table(("class" if counted else "", *(split.name for split in report.splits)), rows)
     if len(shown) > 200:
         yield f'<p class="dim">and {plural(len(shown) - 200, "smaller class")}</p>'
     if report.sizes is not None:
@@ -95,7 +99,12 @@ def _figure(one: Example, source: Source) -> str:
 
 
 def _classes(train: Source) -> Iterator[str]:
-    """A few training images of every class, by which one sees at once whether labels and images belong together."""
+    """Show a few training images of every class, or of all, so that wrong labels are seen at once."""
+    if target_kind(train) == "numbers" or not train.classes:
+        yield "<h2>A look at the images</h2>"
+        examples = [example("train", train, index) for index in take(train, MOST_CLASSES).indices.tolist()]
+        yield '<div class="strip">\n' + "\n".join(_figure(one, train) for one in examples) + "\n</div>"
+        return
     yield "<h2>A look at the classes</h2>"
     rows: dict[str, list[Example]] = {}
     for index in take_per_class(train, OF_EACH_CLASS).indices.tolist():

@@ -63,7 +63,8 @@ class SplitCounts:
     images: int
     looked_at: int
     per_class: tuple[int, ...]
-    """By the classes' order. An image of several labels counts for each."""
+    """Images of each class, in the order of the classes. An image of several classes counts for each. Empty if the data
+    has numbers or no targets."""
     unlabelled: int
 
 
@@ -126,8 +127,11 @@ def example(split: str, source: Source, index: int, detail: str = "") -> Example
 
 
 def names_of(label: Target, classes: Sequence[str]) -> str | None:
+    """Return the names of a target's classes, or its numbers with their names; None if nothing is known."""
     if label is None:
         return None
+    if isinstance(label, tuple) and any(isinstance(number, float) for number in label):
+        return ", ".join(f"{name} {number:g}" for name, number in zip(classes, label, strict=True))
     return ", ".join(classes[one] for one in class_indices(label))
 
 

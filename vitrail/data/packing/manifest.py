@@ -9,13 +9,16 @@ from vitrail.data.splits import SPLITS
 from vitrail.errors import ConfigError, DataError
 from vitrail.plain import from_plain
 
-__all__ = ["FILE", "FORMAT", "UNFINISHED", "Manifest", "Packing", "ShardRecord", "parse"]
+__all__ = ["FILE", "FORMAT", "NUMBERS", "UNFINISHED", "Manifest", "Packing", "ShardRecord", "parse"]
 
 FILE = "dataset.json"
 UNFINISHED = "dataset.unfinished.json"
 """The same while shards are missing; it becomes `FILE` with the last of them."""
 
 FORMAT = "vitrail shards 1"
+
+NUMBERS = "__numbers__"
+"""Field of a sample's JSON: a list of the numbers to learn, null for a number that is unknown."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import tarfile
 from collections import deque
@@ -18,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vitrail.data.packing.manifest import FILE, UNFINISHED, Manifest, Packing, ShardRecord, parse
+from vitrail.data.packing.manifest import FILE, NUMBERS, UNFINISHED, Manifest, Packing, ShardRecord, parse
 from vitrail.data.pixels.decode import FORMATS, SUFFIXES, to_pil
-from vitrail.data.source import Source, fingerprint
+from vitrail.data.source import Source, Target, fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, Stopped, UndecodableImage
 from vitrail.files import saving, write_json
@@ -250,8 +251,7 @@ def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: i
 
 def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
     sample = source[index]
-    fields = {"__key__": sample.key} if sample.target is None else {"__key__": sample.key, "label": sample.target}
-    text = json.dumps(fields).encode()
+    text = json.dumps({"__key__": sample.key, **_fields(sample.target)}).encode()
     if isinstance(sample.image, np.ndarray):
         picture = to_pil(sample.image, sample.image.shape[2])
         larger = max_side is not None and max(picture.size) > max_side
@@ -265,6 +265,15 @@ def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
     if rescaled is not None:
         return _Encoded(sample.key, rescaled, "jpg", text, True, None)
     return _Encoded(sample.key, sample.image, _suffix(sample.key, sample.image), text, False, reason)
+
+
+def _fields(target: Target) -> dict[str, object]:
+    """Return the JSON fields of a target. A float is always one of several numbers."""
+    if target is None:
+        return {}
+    if isinstance(target, tuple) and any(isinstance(number, float) for number in target):
+        return {NUMBERS: [None if math.isnan(number) else float(number) for number in target]}
+    return {"label": target}
 
 
 def _rescaled(image: bytes, max_side: int) -> bytes | None:

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from vitrail.data.source import Mixture, Source, Widened, take, take_per_class, target_kind
+from vitrail.data.source import Mixture, Source, TargetKind, Widened, take, take_per_class, target_kind
 from vitrail.data.sources import fashion_mnist
 from vitrail.data.sources.files import FileSource, refuse_shared
-from vitrail.data.sources.folder import FolderSource, class_folders
+from vitrail.data.sources.folder import FolderSource, class_folders, has_images
 from vitrail.data.sources.fractals import open_fractals
 from vitrail.data.sources.hub_data import open_hub_data
 from vitrail.data.sources.idx import IdxSource, find_idx
@@ -18,10 +18,18 @@ from vitrail.data.sources.shard_paths import looks_like_shards
 from vitrail.data.sources.shards import open_shards
 from vitrail.data.sources.table import SUFFIXES as TABLES
 from vitrail.data.sources.table import open_table, tables_in
-from vitrail.data.splits import SPLITS, Splits, with_validation
-from vitrail.errors import DataError, nearest, plural
+from vitrail.data.splits import SPLITS, Splits, check_classes, with_validation
+from vitrail.errors import ConfigError, DataError, nearest, plural
 
 __all__ = ["NAMES", "mix_in", "open_data"]
+
+KINDS: dict[TargetKind, str] = {
+    "class": "one class per image",
+    "classes": "several classes per image",
+    "numbers": "numbers",
+    "none": "no targets",
+}
+"""How messages name the kinds of targets."""
 
 NAMES = ("bundled", "fashion-mnist", "fractals:CLASSES:SAMPLES", "hf:ORG/NAME")
 
@@ -37,25 +45,37 @@ def open_data(
     classes: tuple[str, ...] | None = None,
     per_class: int | None = None,
     subset_seed: int = 0,
+    numbers: tuple[str, ...] = (),
+    unlabelled: bool = False,
 ) -> Splits:
     """Open the data that `spec` names: a path or a name, optionally followed by an amount in brackets.
 
     If there is no validation split, the fraction `validation_share` of the training images is cut off for it, chosen
-    by a hash of their keys; 0 leaves the split out. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects some
-    of the remaining training images. Every amount is therefore validated on the same images. `subset_seed` determines
-    which images are selected. If `classes` is given (those of a model), labels are indices into it. Raises `DataError`.
+    by a hash of their keys; 0 creates none. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects some of the
+    remaining training images. Every amount is therefore validated on the same images. `subset_seed` determines which
+    images are selected. If `classes` is given (those of a model), labels are indices into it. `numbers` names columns
+    whose numbers are the targets, instead of classes. With `unlabelled`, data of one class or without classes is opened
+    as well, such as a folder of photographs. Raises `DataError`, and `ConfigError` if both `classes` and `numbers` are
+    given.
     """
+    if classes is not None and numbers:
+        raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"numbers={numbers} names a column twice")
     location, amount = _amount_of(spec)
-    splits = _open(location, classes, validation_share)
-    if classes is not None and splits.classes != classes:
+    splits = replace(_open(location, classes, validation_share, numbers, unlabelled), title=f"data {spec!r}")
+    if classes is not None and splits.target_kind == "numbers":
+        raise DataError(
+            f"data {spec!r} has numbers ({', '.join(splits.classes)}) and no classes; the model has classes: "
+            f"{', '.join(classes[:5])}"
+        )
+    if classes is not None and splits.classes and splits.classes != classes:
         raise DataError(
             f"data {spec!r} has the classes {', '.join(splits.classes)}, but the model has {', '.join(classes)}; "
             "both must have the same classes in the same order"
         )
-    if not splits.classes:
-        raise DataError(f"data {spec!r} has no labels; classification needs a label for each image")
-    if len(splits.classes) < 2:
-        raise DataError(f"data {spec!r} has only one class, {splits.classes[0]!r}; classification needs at least two")
+    if not unlabelled and splits.target_kind != "numbers":
+        check_classes(splits)
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if isinstance(splits.train, FileSource) and isinstance(source, FileSource):
             refuse_shared(splits.train, source, split)
@@ -67,8 +87,10 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
     """Return the splits with further training data: each of `more` is "FRACTION:SPEC".
 
     The fraction says how many of the samples that training draws come from that data. Classes with the same name are
-    merged. New classes follow those of `splits`, in all of its splits. Raises `DataError`.
+    merged. New classes follow those of `splits`, in all of its splits. If the targets of `splits` are numbers, the
+    columns of the same names are opened. Raises `DataError`.
     """
+    numbers = splits.classes if splits.target_kind == "numbers" else ()
     sources, weights = [splits.train], [1.0]
     for text in more:
         fraction, _, spec = text.partition(":")
@@ -76,7 +98,8 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
             raise DataError(
                 f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
-        sources.append(open_data(spec, validation_share=0.0).train)
+        opened = open_data(spec, validation_share=0.0, numbers=numbers, unlabelled=splits.target_kind == "none")
+        sources.append(opened.train)
         weights.append(float(fraction))
     weights[0] = 1 - sum(weights[1:])
     if weights[0] <= 0:
@@ -84,10 +107,12 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
             f"mix {', '.join(more)}: the fractions add up to 1 or more, which leaves nothing for the data itself; keep "
             "their sum below 1"
         )
-    if len({target_kind(source) == "classes" for source in sources}) > 1:
+    kinds = [target_kind(source) for source in sources]
+    if len(set(kinds)) > 1 and kinds[0] != "none":
+        held = ", ".join(KINDS[kind] for kind in kinds)
         raise DataError(
-            f"mix {', '.join(more)}: some data sets have one label per image and others have several; mix only data "
-            "sets of the same kind"
+            f"mix {', '.join(more)}: the data sets have different kinds of targets ({held}); mix only data sets of the "
+            "same kind"
         )
     if not more:
         return splits
@@ -99,7 +124,36 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
     return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test))
 
 
-def _open(location: str, classes: tuple[str, ...] | None, validation_share: float) -> Splits:
+def _open(
+    location: str, classes: tuple[str, ...] | None, validation_share: float, numbers: tuple[str, ...], unlabelled: bool
+) -> Splits:
+    path = Path(location).expanduser()
+    is_name = location in ("bundled", "fashion-mnist") or location.startswith("fractals:")
+    if location.startswith("hf:"):
+        return open_hub_data(location, classes, numbers)
+    if is_name:
+        splits = _open_classes(location, path, classes, validation_share, unlabelled)
+    elif looks_like_shards(location if "://" in location else str(path)):
+        return open_shards(location if "://" in location else str(path), classes, numbers)
+    elif looks_like_parquet(path):
+        return open_parquet(path, classes, numbers)
+    elif path.is_file() and path.suffix.lower() in TABLES:
+        return open_table([path], classes, numbers=numbers, unlabelled=unlabelled)
+    elif path.is_dir() and not find_idx(path, "train") and (tables := tables_in(path)):
+        return open_table(tables, classes, numbers=numbers, unlabelled=unlabelled)
+    else:
+        splits = _open_classes(location, path, classes, validation_share, unlabelled)
+    if numbers:
+        raise DataError(
+            f"data {location!r} has no columns of numbers, but numbers={','.join(numbers)} asks for some; tables "
+            f"({', '.join(TABLES)}), Parquet files, data sets of the hub and shards packed from them can have columns"
+        )
+    return splits
+
+
+def _open_classes(
+    location: str, path: Path, classes: tuple[str, ...] | None, validation_share: float, unlabelled: bool
+) -> Splits:
     if location == "bundled":
         return _idx(fashion_mnist.BUNDLED, fashion_mnist.CLASSES)
     if location == "fashion-mnist":
@@ -107,19 +161,10 @@ def _open(location: str, classes: tuple[str, ...] | None, validation_share: floa
     if location.startswith("fractals:"):
         fractals = open_fractals(location)
         return Splits(fractals, fractals.held_out(validation_share) if validation_share else None, None)
-    if location.startswith("hf:"):
-        return open_hub_data(location, classes)
-    path = Path(location).expanduser()
-    if looks_like_shards(location if "://" in location else str(path)):
-        return open_shards(location if "://" in location else str(path), classes)
-    if looks_like_parquet(path):
-        return open_parquet(path, classes)
     if not path.exists():
         hint = "" if "/" in location else f", and no data set has this name ({nearest(location, NAMES)})"
         raise DataError(f"data {location!r} does not exist: there is no such file or folder{hint}")
     if path.is_file():
-        if path.suffix.lower() in TABLES:
-            return open_table([path], classes)
         kinds = ", ".join((*TABLES, ".tar", ".parquet"))
         raise DataError(
             f"data {location!r} has an unknown file format; supported are files of {kinds}, a folder of class folders, "
@@ -127,9 +172,7 @@ def _open(location: str, classes: tuple[str, ...] | None, validation_share: floa
         )
     if find_idx(path, "train"):
         return _idx(path, classes)
-    if tables := tables_in(path):
-        return open_table(tables, classes)
-    return _folders(path, classes)
+    return _folders(path, classes, unlabelled)
 
 
 def _amount_of(spec: str) -> tuple[str, str]:
@@ -160,6 +203,11 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
             )
         train = take(train, count, seed=seed)
     if per_class is not None:
+        if splits.target_kind == "numbers" or not splits.classes:
+            raise DataError(
+                f"per_class={per_class}: data {spec!r} has no classes; take a number of images instead, like "
+                f"{spec}[:{per_class}]"
+            )
         train = take_per_class(train, per_class, seed=seed)
     if train is splits.train:
         return splits
@@ -167,8 +215,10 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
         raise DataError(
             f"data {spec!r} selects none of {plural(len(splits.train), 'training image')}; select a larger amount"
         )
-    present = {train.target(index) for index in range(len(train))}
-    absent = 0 if target_kind(train) == "classes" else sum(label not in present for label in range(len(train.classes)))
+    absent = 0
+    if target_kind(train) == "class":
+        present = {train.target(index) for index in range(len(train))}
+        absent = sum(label not in present for label in range(len(train.classes)))
     note = (
         f"{len(train):,} of {len(splits.train):,} training images are used, the same ones in every run with this seed"
     )
@@ -187,16 +237,21 @@ def _idx(root: Path, classes: tuple[str, ...] | None) -> Splits:
     return Splits(opened["train"], opened["validation"], opened["test"])
 
 
-def _folders(root: Path, classes: tuple[str, ...] | None) -> Splits:
+def _folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool) -> Splits:
     found = class_folders(root)
-    if not found:
+    if not found and not (unlabelled and has_images(root)):
+        if has_images(root):
+            raise DataError(
+                f"{root} has images but no class folders, so its images have no labels; put the images of each class "
+                "into a folder of its own, or choose a task that needs no labels"
+            )
         raise DataError(
             f"{root} has no class folders, and no train/, val/ or test/ with class folders; put the images of each "
             "class into a folder of its own"
         )
     places = {split: [f for f in found if f.name.lower() in names] for split, names in SPLITS.items()}
     if not any(places.values()):
-        train = FolderSource(root, classes)
+        train = FolderSource(root, classes, unlabelled=unlabelled and not _has_classes(root))
         return Splits(train, None, None, _ignored(train))
     for split, folders in places.items():
         if len(folders) > 1:
@@ -206,13 +261,22 @@ def _folders(root: Path, classes: tuple[str, ...] | None) -> Splits:
             )
     if not places["train"]:
         raise DataError(f"{root} has {', '.join(folder.name for folder in found)} but no train/ with training images")
-    train = FolderSource(places["train"][0], classes)
-    rest = {s: FolderSource(places[s][0], train.classes) if places[s] else None for s in ("validation", "test")}
+    plain = unlabelled and not _has_classes(places["train"][0])
+    train = FolderSource(places["train"][0], classes, unlabelled=plain)
+    rest = {
+        split: FolderSource(places[split][0], train.classes, unlabelled=plain) if places[split] else None
+        for split in ("validation", "test")
+    }
     skipped = [folder.name for folder in found if not any(folder in folders for folders in places.values())]
     notes = [f"{root}: skipped {', '.join(skipped)}, because only train/, val/ and test/ are read"] if skipped else []
     for source in (train, *rest.values()):
         notes += _ignored(source) if source else ()
     return Splits(train, rest["validation"], rest["test"], tuple(notes))
+
+
+def _has_classes(root: Path) -> bool:
+    """Return True if the folders in `root` can be classes: there are several, and no images lie beside them."""
+    return len(class_folders(root)) > 1 and not has_images(root)
 
 
 def _ignored(source: FolderSource) -> tuple[str, ...]:

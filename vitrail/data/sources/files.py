@@ -8,26 +8,33 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample, Target, TargetKind
+from vitrail.data.sources.number_column import NumberColumns
 from vitrail.errors import DataError, UndecodableImage, plural
 
 __all__ = ["FileSource", "inode_of", "refuse_shared"]
 
 
 class FileSource:
-    """Image files below a folder, by their relative paths, each with a label.
+    """Image files below a folder, by their relative paths, each with a target.
 
-    A million files take about 150 MB of memory. `inodes` identifies the file on the disk behind each path. If a file
-    was removed since or cannot be read, its sample raises `UndecodableImage`, so only one image is lost.
+    `targets` holds one target per file; None if there are no targets. A million files with a class each take about
+    150 MB of memory. `inodes` identifies the file on the disk behind each path. If a file was removed since or cannot
+    be read, its sample raises `UndecodableImage`, so only one image is lost.
     """
 
     def __init__(
-        self, root: Path, keys: list[str], labels: Sequence[Target], inodes: Sequence[int], classes: tuple[str, ...]
+        self,
+        root: Path,
+        keys: list[str],
+        targets: Sequence[Target] | NumberColumns | None,
+        inodes: Sequence[int],
+        classes: tuple[str, ...],
     ) -> None:
         self.root = root
         self.classes = classes
         self._keys = keys
-        self._labels = labels
+        self._targets = targets
         self.inodes = np.asarray(inodes, dtype=np.uint64)
 
     def __len__(self) -> int:
@@ -46,8 +53,16 @@ class FileSource:
         return self._keys[index]
 
     def target(self, index: int) -> Target:
-        label = self._labels[index]
-        return label if label is None or isinstance(label, tuple) else int(label)
+        target = None if self._targets is None else self._targets[index]
+        return target if target is None or isinstance(target, tuple) else int(target)
+
+    @property
+    def target_kind(self) -> TargetKind:
+        if self._targets is None:
+            return "none"
+        if isinstance(self._targets, NumberColumns):
+            return "numbers"
+        return "classes" if any(isinstance(target, tuple) for target in self._targets[:1]) else "class"
 
     def stamp(self, index: int) -> str:
         """Return the file's size and times. The second time is the inode's, which copying and unpacking cannot set."""

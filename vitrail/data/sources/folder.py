@@ -1,4 +1,4 @@
-"""Folders of images per class, such as `daisy/1.jpg` and `rose/2.png`. The folder's name is the class."""
+"""Folders of images per class, such as `daisy/1.jpg` and `rose/2.png`, and folders of images without classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.errors import DataError
 
-__all__ = ["FolderSource", "class_folders"]
+__all__ = ["FolderSource", "class_folders", "has_images"]
 
 ENDINGS = tuple(SUFFIXES)
 """The suffixes as the tuple that `str.endswith` expects."""
@@ -20,11 +20,21 @@ class FolderSource(FileSource):
     """The images in class folders and their subfolders, in the order of their paths.
 
     `classes` are those of another split or of a model; a folder with another name is an error. By default the classes
-    are the sorted names of the folders. Hidden files and folders are skipped. Files without an image suffix are skipped
-    and counted in `ignored`. Links are followed, but no folder is entered twice. Raises `DataError`.
+    are the sorted names of the folders. With `unlabelled`, all images at or below `root` are samples without a target.
+    Hidden files and folders are skipped. Files without an image suffix are skipped and counted in `ignored`. Links are
+    followed, but no folder is entered twice. Raises `DataError`.
     """
 
-    def __init__(self, root: Path, classes: tuple[str, ...] | None = None) -> None:
+    def __init__(self, root: Path, classes: tuple[str, ...] | None = None, *, unlabelled: bool = False) -> None:
+        self.ignored = 0
+        if unlabelled:
+            images = sorted(self._images(root, "", set()))
+            if not images:
+                raise DataError(
+                    f"{root} has no images ({', '.join(sorted(SUFFIXES))}), neither in it nor in its folders"
+                )
+            super().__init__(root, [key for key, _ in images], None, [inode for _, inode in images], ())
+            return
         folders = [entry.name for entry in class_folders(root)]
         if not folders:
             raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
@@ -35,7 +45,6 @@ class FolderSource(FileSource):
             raise DataError(
                 f"{root} has unknown classes: {', '.join(unknown)}; the known classes are: {', '.join(classes)}"
             )
-        self.ignored = 0
         keys: list[str] = []
         labels, inodes = array("q"), array("Q")
         entered: set[tuple[int, int]] = set()
@@ -59,14 +68,15 @@ class FolderSource(FileSource):
             return found
         entered.add((status.st_dev, status.st_ino))
         folders = []
+        start = f"{folder}/" if folder else ""
         with os.scandir(root / folder) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    folders.append(f"{folder}/{entry.name}")
+                    folders.append(f"{start}{entry.name}")
                 elif entry.name.lower().endswith(ENDINGS):
-                    found.append((f"{folder}/{entry.name}", inode_of(entry)))
+                    found.append((f"{start}{entry.name}", inode_of(entry)))
                 else:
                     self.ignored += 1
         for inner in sorted(folders):  # sorted, so that the same one of two links is entered on every machine
@@ -77,3 +87,12 @@ class FolderSource(FileSource):
 def class_folders(root: Path) -> list[Path]:
     """Return the folders directly below `root` that are not hidden, sorted."""
     return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def has_images(root: Path) -> bool:
+    """Return True if at least one image lies directly in `root`."""
+    with os.scandir(root) as entries:
+        return any(
+            entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") and entry.is_file()
+            for entry in entries
+        )

@@ -47,7 +47,7 @@ class _Listing(NamedTuple):
     """Why the hub cannot be asked, so that all must come from the cache; "" where it can."""
 
 
-def open_hub_data(spec: str, classes: tuple[str, ...] | None) -> Splits:
+def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
     """Opens `hf:ORG/NAME[@REVISION][:CONFIG][?image=COLUMN&label=COLUMN]`, fetching what is not in the cache.
 
     Without a network, or in offline mode, what an earlier call fetched is used. Raises `DataError` where there is no
@@ -81,7 +81,7 @@ def open_hub_data(spec: str, classes: tuple[str, ...] | None) -> Splits:
         split: [ParquetFile(name, paths[name], _identity(paths[name])) for name in names]
         for split, names in splits.items()
     }
-    return open_files(f"data {spec!r}", files, choice, classes, notes)
+    return open_files(f"data {spec!r}", files, choice, classes, notes, numbers=numbers)
 
 
 # --- what there is

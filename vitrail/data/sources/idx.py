@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from vitrail.data.source import Sample
+from vitrail.data.source import Sample, TargetKind
 from vitrail.errors import DataError
 
 __all__ = ["IdxSource", "find_idx", "read_idx"]
@@ -34,6 +34,8 @@ class IdxSource:
         self.classes = classes or tuple(str(number) for number in range(highest + 1))
         if highest >= len(self.classes):
             raise DataError(f"{labels} has the label {highest}; the {len(self.classes)} classes are numbered from 0")
+
+    target_kind: TargetKind = "class"
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
+import numpy as np
+
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
 from vitrail.data.sources.label_column import LabelColumn, join, number
+from vitrail.data.sources.number_column import NumberColumns
 from vitrail.data.sources.parquet_columns import ParquetColumns
 from vitrail.data.splits import Split, Splits, by_split, split_of
 from vitrail.errors import DataError, SaveError
@@ -64,12 +67,16 @@ class ParquetSource:
     """
 
     def __init__(
-        self, names: Sequence[str], blobs: Sequence[Blob], labels: LabelColumn | None, classes: tuple[str, ...]
+        self,
+        names: Sequence[str],
+        blobs: Sequence[Blob],
+        targets: LabelColumn | NumberColumns | None,
+        classes: tuple[str, ...],
     ) -> None:
         self.classes = classes
         self._names = tuple(names)
         self._blobs = tuple(blobs)
-        self._labels = labels
+        self._targets = targets
         self._firsts = [0, *accumulate(len(blob) for blob in blobs)]
 
     def __len__(self) -> int:
@@ -86,7 +93,15 @@ class ParquetSource:
     def target(self, index: int) -> Target:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return None if self._labels is None else self._labels[index]
+        return None if self._targets is None else self._targets[index]
+
+    @property
+    def target_kind(self) -> TargetKind:
+        if self._targets is None:
+            return "none"
+        if isinstance(self._targets, NumberColumns):
+            return "numbers"
+        return "class" if self._targets.starts is None else "classes"
 
     def stamp(self, index: int) -> str:
         """The name of the file's laid-out images, which is a hash of its place, size and time, and the row."""
@@ -107,7 +122,7 @@ def looks_like_parquet(path: Path) -> bool:
     return place.suffix.lower() == SUFFIX or (place.is_dir() and _has_parquet(place, 2, is_root=True))
 
 
-def open_parquet(location: Path, classes: tuple[str, ...] | None) -> Splits:
+def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
     """Opens a Parquet file, or a folder of them whose names or folders say which split they are of.
 
     `?image=COLUMN&label=COLUMN` behind the path chooses columns. Where images are not laid out for random access yet,
@@ -137,7 +152,7 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None) -> Splits:
         split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
         for split, some in splits.items()
     }
-    return open_files(text, files, choice, classes)
+    return open_files(text, files, choice, classes, numbers=numbers)
 
 
 def split_choice(text: str) -> tuple[str, Choice]:
@@ -169,12 +184,19 @@ def open_files(
     choice: Choice,
     classes: tuple[str, ...] | None,
     notes: Iterable[str] = (),
+    *,
+    numbers: tuple[str, ...] = (),
 ) -> Splits:
-    """Makes the splits from their files. `title` names the data in messages. Raises as `open_parquet` does."""
+    """Make the splits from their files. `title` names the data in messages. Raise what `open_parquet` raises.
+
+    The targets are the numbers in the columns `numbers`, if there are any, else the labels.
+    """
     opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
     if not sum(file.rows for file in opened["train"]):
         raise DataError(f"{title} has no rows to learn from: its training split is empty")
     image, label = _columns(opened, choice)
+    if numbers:
+        return _open_numbers(title, files, opened, image, numbers, tuple(notes))
     notes = list(notes)
     kept = dict(opened)
     labels: dict[Split, LabelColumn] = {}
@@ -203,6 +225,33 @@ def open_files(
             [file.name for file in files[split]], [blobs[file] for file in files[split]], labels.get(split), names
         )
         for split in kept
+    }
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *said))
+
+
+def _open_numbers(
+    title: str,
+    files: Mapping[Split, Sequence[ParquetFile]],
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    image: str,
+    numbers: tuple[str, ...],
+    notes: tuple[str, ...],
+) -> Splits:
+    """Make the splits with numbers as targets. A split in which no number is known is skipped, with a note."""
+    values = {
+        split: NumberColumns(np.concatenate([file.numbers(numbers) for file in some])) for split, some in opened.items()
+    }
+    for split in list(values):
+        if split != "train" and np.isnan(values[split].values).all():
+            notes += (f"{title}: the {split} split is skipped, because none of its images has a number",)
+            del values[split]
+    pairs = [pair for split in values for pair in zip(files[split], opened[split], strict=True)]
+    blobs, said = _lay_out(title, pairs, image)
+    sources = {
+        split: ParquetSource(
+            [file.name for file in files[split]], [blobs[file] for file in files[split]], values[split], numbers
+        )
+        for split in values
     }
     return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *said))
 

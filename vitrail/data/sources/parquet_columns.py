@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
 from vitrail.data.sources.label_column import LabelColumn
+from vitrail.data.sources.number_column import places_of
 from vitrail.errors import DataError, nearest
 
 __all__ = ["ParquetColumns"]
@@ -114,6 +116,40 @@ class ParquetColumns:
             f"{self.path}: column {column!r} is of type {self.types[column]}, which is no label; labels are whole "
             "numbers, words, or lists of them"
         )
+
+    def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:
+        """Return the numbers in some columns, NaN for null. Raise `DataError` if one is missing or holds text."""
+        arrow = _pyarrow()
+        names = [list(self.types)[place] for place in places_of(str(self.path), columns, list(self.types))]
+        for name in names:
+            kind = self.types[name]
+            if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_decimal(kind)):
+                raise DataError(
+                    f"{self.path}: column {name!r} is of type {kind}, which holds no numbers{self._first_value(name)}; "
+                    "regression needs whole numbers, floats or decimals"
+                )
+        with self._file() as file:
+            table = file.read(columns=names, use_threads=False)
+            found = [
+                arrow.compute.fill_null(table.column(name).cast(arrow.float64()), math.nan).to_numpy() for name in names
+            ]
+        values = np.stack(found, axis=1).astype(np.float64)
+        if np.isinf(values).any():
+            row, place = np.argwhere(np.isinf(values))[0].tolist()
+            raise DataError(
+                f"{self.path}, row {row}: column {names[place]!r} holds {values[row, place]}, which is not a finite "
+                "number"
+            )
+        return values
+
+    def _first_value(self, column: str) -> str:
+        """Return an example of a column's values for messages."""
+        with self._file() as file:
+            for batch in file.iter_batches(64, columns=[column], use_threads=False):
+                for value in batch.column(0).to_pylist():
+                    if value is not None:
+                        return f", like {str(value)[:40]!r}"
+        return ""
 
     def image_bytes(self, column: str) -> int:
         """About how many bytes the images take; fewer than they do where some come several times."""

@@ -7,17 +7,19 @@ A sample's members share what comes before the first dot of the file's name. Its
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from vitrail.data import remote
-from vitrail.data.source import Sample, Target
+from vitrail.data.source import Sample, Target, TargetKind
+from vitrail.data.sources.number_column import places_of
 from vitrail.data.sources.shard_paths import Located, locate, looks_like_shards
-from vitrail.data.sources.tar_index import RawLabel, Shard, Version, open_shard, version_of
+from vitrail.data.sources.tar_index import RawLabel, Shard, Version, is_numbers, open_shard, version_of
 from vitrail.data.splits import SPLITS, Split, Splits
 from vitrail.errors import DataError, nearest
 
@@ -33,7 +35,7 @@ THREADS = 16
 """That open shards behind URLs: they wait for a server, at first once for each image that is not small."""
 
 
-def open_shards(location: str, classes: tuple[str, ...] | None) -> Splits:
+def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
     """Opens a .tar file, a folder of them (flat, or in train/, val/, test/), `name-{000..012}.tar` or a glob, or a URL
     of these that fsspec knows.
 
@@ -44,6 +46,12 @@ def open_shards(location: str, classes: tuple[str, ...] | None) -> Splits:
     opened = _open(located)
     named = classes or located.classes
     sources: dict[Split, ShardSource] = {}
+    if any(_has_numbers(shard) for shards in opened.values() for shard in shards):
+        return _with_numbers(location, located, opened, numbers)
+    if numbers:
+        raise DataError(
+            f"data {location!r} has no numbers in its shards, but numbers={','.join(numbers)} asks for some"
+        )
     for split in SPLITS:
         if split in opened:
             sources[split] = ShardSource(opened[split], named, numbered=located.classes)
@@ -56,11 +64,42 @@ def open_shards(location: str, classes: tuple[str, ...] | None) -> Splits:
     return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
 
 
+def _has_numbers(shard: Shard) -> bool:
+    return any(is_numbers(label) for label in shard.index.labels)
+
+
+def _with_numbers(
+    location: str, located: Located, opened: Mapping[Split, list[Shard]], numbers: tuple[str, ...]
+) -> Splits:
+    """Open shards whose samples have numbers: all of them, or those named by `numbers`."""
+    lengths = {
+        len(label) if is_numbers(label) else 0
+        for shards in opened.values()
+        for shard in shards
+        for label in shard.index.labels
+        if isinstance(label, tuple)
+    }
+    plain = any(not is_numbers(label) for shards in opened.values() for shard in shards for label in shard.index.labels)
+    names = located.classes or tuple(str(place) for place in range(max(lengths)))
+    if plain or lengths != {len(names)}:
+        raise DataError(
+            f"data {location!r}: some samples have {len(names)} numbers, and others have classes or another count of "
+            "numbers; give the same numbers to all samples, null for one that is unknown"
+        )
+    places = places_of(f"data {location!r}", numbers, names) if numbers else list(range(len(names)))
+    sources = {
+        split: ShardSource(opened[split], numbers or names, columns=places) for split in SPLITS if split in opened
+    }
+    notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
+
+
 class ShardSource:
     """The samples of tar shards, in the order of the shards and in each in that of the tar.
 
     `classes` are the names that labels index; without them, they are found in the labels. `numbered` are the names that
-    the shards' numbers stand for, where these are others. Raises `DataError` for labels that are not among them, and
+    the shards' numbers stand for, where these are others. If samples have numbers to learn, `columns` says which of
+    them are the targets, and `classes` names these. Raises `DataError` for labels that are not among them, and
     where two samples have one key. A million samples, with keys of 26 bytes, take 61 MB.
     """
 
@@ -70,12 +109,22 @@ class ShardSource:
         classes: tuple[str, ...] | None = None,
         *,
         numbered: tuple[str, ...] | None = None,
+        columns: Sequence[int] | None = None,
     ) -> None:
         self.shards = tuple((shard.path, shard.version) for shard in shards)
         self.ignored = sum(shard.index.ignored for shard in shards)
         distinct = _distinct(shards)
         self.classes = _found(distinct) if classes is None else classes
-        self._labels, self._codes = _codes(shards, _resolve(distinct, self.classes, numbered or self.classes))
+        self._labels, self._codes = _codes(
+            shards,
+            _resolve(distinct, self.classes, numbered or self.classes)
+            if columns is None
+            else {label: _picked(label, columns) for label in distinct},
+            numbers=columns is not None,
+        )
+        self.target_kind: TargetKind = "class" if self.classes else "none"
+        if any(isinstance(label, tuple) for label in self._labels):
+            self.target_kind = "classes" if columns is None else "numbers"
         lengths = np.concatenate([np.diff(shard.index.key_ends, prepend=0) for shard in shards])
         self._key_ends = np.cumsum(lengths, dtype=np.int64)
         self._keys = np.concatenate([shard.index.keys for shard in shards])
@@ -191,7 +240,14 @@ def _distinct(shards: Sequence[Shard]) -> dict[RawLabel, tuple[Shard, int]]:
 
 
 def _several(label: RawLabel) -> tuple[int | str, ...]:
-    return label if isinstance(label, tuple) else (label,)
+    return cast(tuple[int | str, ...], label) if isinstance(label, tuple) else (label,)
+
+
+def _picked(label: RawLabel, columns: Sequence[int]) -> Target:
+    """Return the numbers in some columns, NaN for one that is unknown, or None if none of them is known."""
+    numbers = cast(tuple[float | None, ...], label)
+    picked = tuple(math.nan if (number := numbers[column]) is None else number for column in columns)
+    return None if all(map(math.isnan, picked)) else picked
 
 
 def _example(shard: Shard, code: int) -> str:
@@ -237,7 +293,9 @@ def _resolve(
     return resolved
 
 
-def _codes(shards: Sequence[Shard], resolved: dict[RawLabel, Target]) -> tuple[list[Target], np.ndarray]:
+def _codes(
+    shards: Sequence[Shard], resolved: dict[RawLabel, Target], *, numbers: bool
+) -> tuple[list[Target], np.ndarray]:
     """The distinct labels, None at the end; and for each sample which of these it has (int32)."""
     labels: list[Target] = [*dict.fromkeys(resolved.values()), None]
     places = {label: place for place, label in enumerate(labels)}
@@ -248,7 +306,7 @@ def _codes(shards: Sequence[Shard], resolved: dict[RawLabel, Target]) -> tuple[l
         parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last is that of code -1
     codes = np.concatenate(parts)
     kinds = {isinstance(label, tuple) for label in resolved}
-    if len(kinds) > 1 or (kinds == {True} and bool((codes == none).any())):
+    if not numbers and (len(kinds) > 1 or (kinds == {True} and bool((codes == none).any()))):
         where = f"{shards[0].path}" + (" and the others" if len(shards) > 1 else "")
         raise DataError(
             f"{where}: some images have a list of labels and others one or none; give lists to all, empty where none "

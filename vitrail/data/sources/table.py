@@ -1,12 +1,13 @@
-"""Tables of image files: a CSV or TSV with a column of paths and one of labels (or several of 0 and 1), or JSON lines.
+"""Tables of image files: CSV, TSV or JSON lines with a column of paths and one of labels, or several of 0 and 1.
 
-Paths are relative to the table. The first row names the columns; which is which is found by name:
+Paths are relative to the table. The first row names the columns, and the names say which column is which:
 
     path,label          file,rose,daisy        {"file_name": "1.jpg", "label": "rose"}
     a/1.jpg,rose        1.jpg,1,0
     a/2.jpg,daisy       2.jpg,1,1
 
-A column called split, of train, val and test, divides the table; so do tables of these names in one folder.
+A column called split, with the values train, val and test, divides the table. So do tables of these names in one
+folder. For regression, the caller names the columns of numbers, and labels are not read.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vitrail.data.source import Target
 from vitrail.data.sources.files import FileSource, inode_of
+from vitrail.data.sources.number_column import NumberColumns, number_of, places_of
 from vitrail.data.splits import Split, Splits, by_split, split_of
 from vitrail.errors import DataError, nearest
 
@@ -34,9 +38,10 @@ SPLIT_COLUMN = "split"
 class _Row(NamedTuple):
     path: str
     label: str | tuple[str, ...] | None
-    """The name of a class, or of all that hold; none where the cell is empty."""
+    """The name of the class, or the names of all classes of the image; None if the cell is empty."""
     split: str
     line: int
+    numbers: tuple[float, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,19 +52,24 @@ class _Table(NamedTuple):
     path: Path
     rows: list[_Row]
     classes: tuple[str, ...] | None
-    """Names of the columns of 0 and 1, where there are such."""
+    """Names of the columns of 0 and 1, if there are any."""
 
 
 class TableSource(FileSource):
-    """The image files that rows of a table name, in their order.
+    """The image files that the rows of a table name, in the order of the rows.
 
-    Raises `DataError` for a path that is absolute, leads out of the folder, is not there or comes twice, and for labels
-    that are not among `classes`.
+    `classes` names the classes, or the numbers if the rows have numbers. Raise `DataError` for a path that is absolute,
+    leads out of the folder, does not exist or comes twice, and for a label that is not among `classes`.
     """
 
     def __init__(self, table: Path, rows: list[_Row], classes: tuple[str, ...]) -> None:
+        if rows[0].numbers:
+            keys = [_inside(table, row) for row in rows]
+            values = NumberColumns(np.array([row.numbers for row in rows], np.float64))
+            super().__init__(table.parent, keys, values, _inodes(table, rows, keys), classes)
+            return
         numbers = {name: number for number, name in enumerate(classes)}
-        keys: list[str] = []
+        keys = []
         labels: list[Target] = []
         for row in rows:
             keys.append(_inside(table, row))
@@ -70,7 +80,7 @@ class TableSource(FileSource):
                 )
             found = tuple(sorted({numbers[name] for name in row.names}))
             labels.append(found if isinstance(row.label, tuple) else found[0] if found else None)
-        super().__init__(table.parent, keys, labels, _inodes(table, rows, keys), classes)
+        super().__init__(table.parent, keys, labels if classes else None, _inodes(table, rows, keys), classes)
 
 
 def tables_in(folder: Path) -> list[Path]:
@@ -80,30 +90,43 @@ def tables_in(folder: Path) -> list[Path]:
     return named or [table for table in found if table.stem.lower() == "metadata"] or (found if len(found) == 1 else [])
 
 
-def open_table(tables: list[Path], classes: tuple[str, ...] | None) -> Splits:
-    """The splits of one table, or of one for each split. Raises `DataError`."""
+def open_table(
+    tables: list[Path],
+    classes: tuple[str, ...] | None,
+    *,
+    numbers: tuple[str, ...] = (),
+    unlabelled: bool = False,
+) -> Splits:
+    """Open the splits of one table, or of one table per split.
+
+    The targets are the numbers in the columns `numbers`, if there are any, else the labels. With `unlabelled`, a table
+    without a label is no error. Raise `DataError`.
+    """
     where = str(tables[0].parent if len(tables) > 1 else tables[0])
     if len(tables) == 1:
-        parts = _divided(_read(tables[0]))
+        parts = _divided(_read(tables[0], numbers, unlabelled))
     else:
         named = by_split(where, (table.name for table in tables))
         for split, names in named.items():
             if len(names) > 1:
                 raise DataError(f"{where} has {' and '.join(names)}: which is the {split} split?")
-        parts = {split: _read(tables[0].parent / names[0]) for split, names in named.items()}
+        parts = {split: _read(tables[0].parent / names[0], numbers, unlabelled) for split, names in named.items()}
     if len({isinstance(part.rows[0].label, tuple) for part in parts.values()}) > 1:
         raise DataError(f"{where}: one split has a label for each image, another has several")
-    if classes is None:
-        classes = _classes(parts["train"])
+    if numbers:
+        classes = numbers
+    elif classes is None:
+        classes = _classes(parts["train"], unlabelled)
     sources = {split: TableSource(part.path, part.rows, classes) for split, part in parts.items()}
     return Splits(sources["train"], sources.get("validation"), sources.get("test"))
 
 
-def _read(path: Path) -> _Table:
-    """The rows of a table, none of them checked against files or classes."""
+def _read(path: Path, numbers: Sequence[str], unlabelled: bool) -> _Table:
+    """Read the rows of a table. None of them is checked against files or classes."""
+    read = _read_json if path.suffix.lower() == ".jsonl" else _read_csv
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            table = _read_json(path, file) if path.suffix.lower() == ".jsonl" else _read_csv(path, file)
+            table = read(path, file, numbers, unlabelled)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -113,7 +136,7 @@ def _read(path: Path) -> _Table:
     return table
 
 
-def _read_csv(table: Path, file: Iterable[str]) -> _Table:
+def _read_csv(table: Path, file: Iterable[str], numbers: Sequence[str], unlabelled: bool) -> _Table:
     lines = csv.reader(file, delimiter="\t" if table.suffix.lower() == ".tsv" else ",", strict=True)
     header = [name.strip() for name in next(lines, [])]
     cells = [(lines.line_num, line) for line in lines if line]
@@ -123,6 +146,16 @@ def _read_csv(table: Path, file: Iterable[str]) -> _Table:
                 f"{table}, line {number}: {len(line)} cells where the first line names {len(header)} columns"
             )
     path, label, split = _columns(table, header)
+    if numbers:
+        pairs = list(zip(numbers, places_of(str(table), numbers, header), strict=True))
+        return _Table(
+            table,
+            [
+                _Row(line[path], None, _cell(line, split), n, _numbers(f"{table}, line {n}", pairs, line))
+                for n, line in cells
+            ],
+            None,
+        )
     others = [column for column in range(len(header)) if column not in (path, split)]
     if label is None and len(others) >= 2 and all(line[column] in ("0", "1") for _, line in cells for column in others):
         rows = [
@@ -132,6 +165,8 @@ def _read_csv(table: Path, file: Iterable[str]) -> _Table:
         return _Table(table, rows, tuple(header[column] for column in others))
     if label is None and len(others) == 1:
         (label,) = others
+    if label is None and unlabelled:
+        return _Table(table, [_Row(line[path], None, _cell(line, split), number) for number, line in cells], None)
     if label is None:
         raise DataError(
             f"{table} has no column of labels: its columns are {', '.join(header)}; name one of them "
@@ -140,8 +175,9 @@ def _read_csv(table: Path, file: Iterable[str]) -> _Table:
     return _Table(table, [_Row(line[path], line[label] or None, _cell(line, split), n) for n, line in cells], None)
 
 
-def _read_json(table: Path, file: Iterable[str]) -> _Table:
+def _read_json(table: Path, file: Iterable[str], numbers: Sequence[str], unlabelled: bool) -> _Table:
     rows = []
+    seen: dict[str, None] = {}
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -153,12 +189,24 @@ def _read_json(table: Path, file: Iterable[str]) -> _Table:
             raise DataError(f"{table}, line {number}: not an object of named fields but {type(fields).__name__}")
         names, values = list(fields), list(fields.values())
         path, label, split = _columns(table, names)
+        if numbers:
+            seen |= dict.fromkeys(names)
+            lower = {name.lower(): value for name, value in fields.items()}
+            values_of = [fields.get(column, lower.get(column.lower())) for column in numbers]
+            pairs = [(column, place) for place, column in enumerate(numbers)]
+            targets = _numbers(f"{table}, line {number}", pairs, values_of)
+            rows.append(_Row(str(values[path]), None, _cell(values, split), number, targets))
+            continue
+        if label is None and unlabelled:
+            rows.append(_Row(str(values[path]), None, _cell(values, split), number))
+            continue
         if label is None:
             raise DataError(
                 f"{table}, line {number} has no label: its fields are {', '.join(names)}; name one of them "
                 f"{' or '.join(LABELS[:3])}"
             )
         rows.append(_Row(str(values[path]), _json_label(values[label]), _cell(values, split), number))
+    places_of(str(table), numbers if rows else (), list(seen))
     if len({isinstance(row.label, tuple) for row in rows}) > 1:
         raise DataError(f"{table}: some lines have one label and others a list of them")
     return _Table(table, rows, None)
@@ -168,6 +216,11 @@ def _json_label(value: Any) -> str | tuple[str, ...] | None:
     if isinstance(value, list):
         return tuple(map(str, value))
     return None if value is None else str(value)
+
+
+def _numbers(where: str, columns: Sequence[tuple[str, int]], line: Sequence[Any]) -> tuple[float, ...]:
+    """Return the numbers in some columns of a row, given by their names and places."""
+    return tuple(number_of(where, column, line[place]) for column, place in columns)
 
 
 def _columns(table: Path, header: list[str]) -> tuple[int, int | None, int | None]:
@@ -208,12 +261,12 @@ def _divided(table: _Table) -> dict[Split, _Table]:
     return {split: table._replace(rows=rows) for split, rows in parts.items()}
 
 
-def _classes(table: _Table) -> tuple[str, ...]:
-    """The names of columns of 0 and 1; else all labels, sorted, numbers by their values."""
+def _classes(table: _Table, unlabelled: bool) -> tuple[str, ...]:
+    """Return the names of the columns of 0 and 1, or else all labels, sorted, those that are numbers by value."""
     if table.classes is not None:
         return table.classes
     names = {name for row in table.rows for name in row.names}
-    if not names:
+    if not names and not unlabelled:
         raise DataError(f"{table.path} has no labels to learn from: all of them are empty")
     return tuple(sorted(names, key=int if all(name.isdecimal() for name in names) else None))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -21,15 +22,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data import remote
+from vitrail.data.packing.manifest import NUMBERS
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.data.sources.tar_members import Member, Read, members
 from vitrail.errors import DataError
 from vitrail.files import cache_folder
 
-__all__ = ["RawLabel", "Shard", "ShardIndex", "Version", "open_shard", "version_of"]
+__all__ = ["RawLabel", "Shard", "ShardIndex", "Version", "is_numbers", "open_shard", "version_of"]
 
-RawLabel = int | str | tuple[int | str, ...]
-"""A label as a shard has it: a class's number or name, or all that hold."""
+RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
+"""A label as a shard holds it: the number or name of a class, those of several classes, or the numbers to learn, None
+for a number that is unknown."""
 
 FORMAT = 1
 WINDOW = 16 * 1024
@@ -89,6 +92,11 @@ class Shard:
     path: str
     version: Version
     index: ShardIndex
+
+
+def is_numbers(label: RawLabel) -> bool:
+    """Return True for numbers to learn, False for classes."""
+    return isinstance(label, tuple) and any(isinstance(one, float) for one in label)
 
 
 def open_shard(path: str) -> Shard:
@@ -214,7 +222,12 @@ def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | N
         if not isinstance(values, dict):
             return None, None
         found = next((values[field] for field in LABELS if values.get(field) is not None), None)
-        label = tuple(map(_one, found)) if isinstance(found, list) else None if found is None else _one(found)
+        label: RawLabel | None
+        if isinstance(values.get(NUMBERS), list) and values[NUMBERS]:
+            numbers = tuple(map(_number, values[NUMBERS]))
+            label = None if set(numbers) == {None} else numbers
+        else:
+            label = tuple(map(_one, found)) if isinstance(found, list) else None if found is None else _one(found)
         key = values.get(KEY)
         if not isinstance(key, str) or not key:
             return label, None
@@ -231,6 +244,14 @@ def _one(value: Any) -> int | str:
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise ValueError(f"it is {value!r}")
     return value
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"it is {value!r}, among numbers")
+    return float(value)
 
 
 def _places(shard: str) -> list[Path]:

@@ -1,0 +1,59 @@
+"""Numbers of many rows as one array: the targets of regression, from columns of a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from vitrail.errors import DataError, nearest
+
+__all__ = ["NumberColumns", "number_of", "places_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class NumberColumns:
+    """The numbers of some rows."""
+
+    values: Float64[np.ndarray, "n k"]
+    """NaN for a number that is unknown."""
+
+    def __getitem__(self, row: int) -> tuple[float, ...] | None:
+        """Return the numbers of a row, or None if none of them is known."""
+        values = self.values[row]
+        return None if np.isnan(values).all() else tuple(values.tolist())
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def number_of(where: str, column: str, value: Any) -> float:
+    """Return the number that a cell holds, NaN if it is empty. `where` names the file and the row in messages.
+
+    Raise `DataError` if the cell holds text or an infinite number.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return math.nan
+    try:
+        number = math.inf if isinstance(value, bool | list | dict) or "_" in str(value) else float(value)
+    except ValueError:
+        number = math.inf
+    if math.isinf(number):
+        raise DataError(
+            f"{where}: column {column!r} holds {value!r}, which is not a finite number; regression needs numbers, and "
+            "an empty cell for a number that is unknown"
+        )
+    return number
+
+
+def places_of(title: str, wanted: Sequence[str], columns: Sequence[str]) -> list[int]:
+    """Return the place of each wanted column among `columns`, in any case. Raise `DataError` if one is missing."""
+    lower = [column.lower() for column in columns]
+    for name in wanted:
+        if name not in columns and name.lower() not in lower:
+            raise DataError(f"{title} has no column {name!r} of numbers; {nearest(name, columns)}")
+    return [list(columns).index(name) if name in columns else lower.index(name.lower()) for name in wanted]
