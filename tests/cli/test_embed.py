@@ -70,7 +70,7 @@ def test_each_split_is_written_as_the_bundle_embeds_it(
         images = [data / split / key for key in features.keys]
         assert len(images) == count and features.classes == ("blue", "green", "red")
         assert np.array_equal(features.features, load(headless, device="cpu").embed(images).numpy())
-        assert [features.classes[label] for label in features.labels] == [image.parent.name for image in images]
+        assert [features.classes[label] for label in features.truth.values] == [image.parent.name for image in images]
     about = json.loads((tmp_path / "out" / "train" / "features.json").read_text())["about"]
     assert about == {
         "model": str(headless), "data": str(data), "split": "train", "precision": "float32", "image_size": [14, 21],
@@ -116,7 +116,9 @@ def test_parquet_is_a_file_for_each_split(embed: Embed, tmp_path: Path) -> None:
     assert embed()[0] == 0
     features = load_features(tmp_path / "out" / "train")
     assert np.array_equal(np.array(table["feature"].to_pylist(), np.float32), features.features)
-    assert table["key"].to_pylist() == list(features.keys) and table["label"].to_pylist() == features.labels.tolist()
+    assert (
+        table["key"].to_pylist() == list(features.keys) and table["label"].to_pylist() == features.truth.values.tolist()
+    )
     code, _, errors = embed("--format", "parquet")
     assert code == 2 and "train.parquet exists already; choose another file, or replace it with --overwrite" in errors
     assert embed("--format", "parquet", "--overwrite")[0] == 0

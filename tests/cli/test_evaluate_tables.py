@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from vitrail.cli.evaluate_tables import confusion_table, figures_table, per_class_table, suite_table
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult
 
 
@@ -25,7 +26,9 @@ def predictions(labels: list[int], likeliest: list[int], classes: int) -> Predic
     logits = np.eye(classes, dtype=np.float32)[likeliest]
     names = tuple(f"c{number}" for number in range(classes))
     keys = tuple(map(str, range(len(labels))))
-    return Predictions(logits, np.array(labels, np.int64), None, keys, np.arange(len(labels)), names)
+    return Predictions(
+        logits, SingleLabels(np.array(labels, np.int64), len(names)), keys, np.arange(len(labels)), names
+    )
 
 
 def of(labels: list[int], likeliest: list[int], classes: int) -> ClassificationReport:
@@ -56,7 +59,7 @@ def test_of_several_labels_accuracy_is_called_what_it_is() -> None:
         "likeliest class is a label 50.00%", "all labels right 25.00%", "F1 over all answers 75.00%",
     ]  # fmt: skip
     targets = np.array([[1, 1], [0, 1]], np.uint8)
-    several = replace(predictions([0, 1], [0, 1], 2), labels=np.array([-1, -1]), targets=targets, scores="sigmoid")
+    several = replace(predictions([0, 1], [0, 1], 2), truth=MultiLabels(targets), scores="sigmoid")
     heads = " ".join(shown(per_class_table("test", report(several, bootstrap=0)))[0])
     assert "recall precision F1 average precision" in heads and "accuracy" not in heads
 

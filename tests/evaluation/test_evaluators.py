@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,22 +13,19 @@ from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Subset, Target
 from vitrail.data.sources import open_data
-from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
 from vitrail.evaluation.classifiers.knn import knn
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.evaluators import (
-    ByAccuracy,
-    ByFewShot,
-    ByLinear,
-    ByNeighbours,
+    Together,
     evaluators_of,
     measure,
-    probe,
 )
+from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
+from vitrail.evaluation.head import Accuracy, ByAccuracy
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.accuracy import Accuracy
+from vitrail.evaluation.truth import truth_of
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.examiner import Probe
@@ -122,7 +118,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bundle], list[int]]:
 def test_accuracy_is_what_training_measures_with_intervals_around_it() -> None:
     source, bundle = Pictures(40, broken=(3, 17)), make_bundle()
     found = ByAccuracy(bootstrap=200)(make_outputs(bundle), source, source)
-    known = Accuracy(PREPROCESS, batch_size=40, readers=HERE)(bundle.network, source)
+    known = Accuracy()(make_outputs(bundle), source, source)
     assert found["accuracy"] == known["accuracy"] and 0 < known["accuracy"] < 1
     assert found["cross_entropy"] == pytest.approx(known["cross_entropy"], rel=1e-5)
     assert (found["images"], found["skipped"]) == (38, 2)
@@ -163,20 +159,17 @@ def test_a_model_without_a_head_has_no_accuracy() -> None:
 def test_evaluators_measure_the_features_that_the_bundle_embeds() -> None:
     bundle, train, test = make_bundle(), Pictures(45, 1), Pictures(21, 2)
     outputs = make_outputs(bundle)
-    known = (
-        embedded(bundle, train), np.array(train.labels, np.int64), embedded(bundle, test),
-        np.array(test.labels, np.int64),
-    )  # fmt: skip
-    linear = linear_probe(*known, num_classes=3, penalties=(1.0, 0.1), held_out=0.2)
+    known = embedded(bundle, train), truth_of(train), embedded(bundle, test), truth_of(test)
+    linear = linear_probe(*known, penalties=(1.0, 0.1), held_out=0.2)
     found = ByLinear((1.0, 0.1), 0.2)(outputs, train, test)
     assert found == {
-        "linear": linear.figures.accuracy, "linear_penalty": linear.penalty, "training_images": 45, "images": 21,
+        "linear": linear.metrics["accuracy"], "linear_penalty": linear.penalty, "training_images": 45, "images": 21,
         "skipped": 0,
     }  # fmt: skip
-    votes = knn(*known, num_classes=3, k=(1, 4), temperature=0.5)
+    votes = knn(*known, k=(1, 4), temperature=0.5)
     found = ByNeighbours((1, 4), 0.5)(outputs, train, test)
-    assert [found["knn_1"], found["knn_4"]] == [row.figures.accuracy for row in votes]
-    shots = few_shot(*known, num_classes=3, shots=(1, 6), seeds=2, l2="loo")
+    assert [found["knn_1"], found["knn_4"]] == [row.metrics["accuracy"] for row in votes]
+    shots = few_shot(*known, shots=(1, 6), seeds=2, l2="loo")
     found = ByFewShot((1, 6), 2, "loo")(outputs, train, test)
     for row in shots.rows:
         assert (found[f"fewshot_{row.shots}"], found[f"fewshot_{row.shots}_deviation"]) == (row.mean, row.std)
@@ -195,14 +188,11 @@ def test_few_shots_need_the_features_of_what_is_drawn_alone(counted: Callable[[B
     labels: list[Target] = [index % 3 if index % 11 else None for index in range(120)]
     bundle, train, test = make_bundle(), Pictures(120, 1, labels=labels), Pictures(9, 2)
     rows = [row for row in range(120) if labels[row] is not None]
-    known = (
-        embedded(bundle, train, rows), np.array([labels[row] for row in rows], np.int64), embedded(bundle, test),
-        np.array(test.labels, np.int64),
-    )  # fmt: skip
+    known = embedded(bundle, train, rows), truth_of(train, rows), embedded(bundle, test), truth_of(test)
     seen = counted(bundle)
     found = ByFewShot((2, 3), 3)(make_outputs(bundle), train, test)
     assert sum(seen) <= 3 * 3 * 3 + 9
-    for row in few_shot(*known, num_classes=3, shots=(2, 3), seeds=3).rows:
+    for row in few_shot(*known, shots=(2, 3), seeds=3).rows:
         assert (found[f"fewshot_{row.shots}"], found[f"fewshot_{row.shots}_deviation"]) == (row.mean, row.std)
 
 
@@ -294,41 +284,14 @@ def test_settings_are_taken_as_files_give_them() -> None:
 # --- probes
 
 
-def test_a_probe_measures_the_model_it_is_given_on_the_validation_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
-    train, validation = Pictures(45, 1), Pictures(21, 2)
-    splits = Splits(train, validation, Pictures(3, broken=(0, 1, 2)))
-    settings = {"knn": {"k": [3]}, "fewshot": {"shots": [2]}}
-    names = "knn,fewshot"
-    measured = probe(names, splits, settings, readers=HERE)
-    for seed in (3, 4):
-        bundle = make_bundle(seed=seed)
-        assert measured(bundle) == measure(evaluators_of(names, settings), make_outputs(bundle), train, validation)
-    bundle = make_bundle()
-    before = measured(bundle)
-    with torch.no_grad():
-        for parameter in bundle.network.parameters():
-            parameter.zero_()
-    assert measured(bundle) != before
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_run_is_probed_on_its_averaged_weights(tiny: Callable[..., TrainConfig]) -> None:
     config = tiny(average=0.5, keep="last")
     splits = open_data(config.data, validation_share=config.validation_share)
-    measured = probe("knn,fewshot", splits, {"knn": {"k": [5]}, "fewshot": {"shots": [2]}})
-    result = train(config, probes=[Probe("features", 6, measured)])
+    evaluator = Together(evaluators_of("knn,fewshot", {"knn": {"k": [5]}, "fewshot": {"shots": [2]}}))
+    result = train(config, probes=[Probe("features", 6, evaluator)])
     events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "probe"]
     assert [(event["step"], event["weights"]) for event in events] == [(6, "averaged"), (12, "averaged")]
-    known = measured(result.bundle)
+    assert splits.validation is not None
+    known = evaluator(Outputs(result.bundle), splits.train, splits.validation)
     assert {name: events[1][name] for name in known} == known
     assert {"knn_5", "fewshot_2", "fewshot_2_deviation"} <= set(known)
-
-
-def test_a_probe_needs_a_validation_split() -> None:
-    with pytest.raises(ConfigError, match="knn cannot be measured during the run: the data has no validation split"):
-        probe("knn", Splits(Pictures(3), None, Pictures(3)))
-    with pytest.raises(ConfigError, match=r"unknown evaluator 'kn'; nearest: knn"):
-        probe("kn", Splits(Pictures(3), Pictures(3), None))

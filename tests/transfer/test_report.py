@@ -20,6 +20,7 @@ from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.truth import SingleLabels
 from vitrail.models.variants import build
 from vitrail.plain import to_plain
 from vitrail.recipes import RECIPES
@@ -126,7 +127,9 @@ def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
 def measured() -> ClassificationReport:
     """Two images, one of which is right."""
     logits = np.asarray([[2, 0], [1, 0]], np.float32)
-    return report(Predictions(logits, np.asarray([0, 1]), None, ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20)
+    return report(
+        Predictions(logits, SingleLabels(np.asarray([0, 1]), 2), ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20
+    )
 
 
 def step(number: int, loss: float, rate: float = 1e-3) -> tuple[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from vitrail.data.source import Sample
 from vitrail.errors import UndecodableImage
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.transfer import sections
 from vitrail.transfer.sections import (
     calibration_section,
@@ -32,13 +33,13 @@ def made(guesses: Sequence[tuple[int, int]], classes: int = 4, sure: float = 3.0
         logits[row, guess] = sure + row / 100
     keys = tuple(f"{number}.png" for number in range(len(guesses)))
     names = tuple(f"class {number}" for number in range(classes))
-    return Predictions(logits, labels, None, keys, np.arange(len(guesses)), names)
+    return Predictions(logits, SingleLabels(labels, len(names)), keys, np.arange(len(guesses)), names)
 
 
 def several() -> Predictions:
     targets = np.asarray([[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 0, 0]], np.uint8)
     logits = np.asarray([[2, 3, -1], [1, -2, -3], [-1, -2, -4], [2, -1, -5]], np.float32)
-    return replace(made([(0, 0)] * 4, 3), logits=logits, labels=np.full(4, -1), targets=targets, scores="sigmoid")
+    return replace(made([(0, 0)] * 4, 3), logits=logits, truth=MultiLabels(targets), scores="sigmoid")
 
 
 def rows(page: Any) -> list[list[str]]:
@@ -90,7 +91,7 @@ def test_the_summary_of_several_labels(table_of: Callable[..., list[list[str]]])
     assert shown["mean average precision"] == f"{found.multi_label.mean_average_precision:.2%}"
     assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
     assert "micro F1" in shown and "accuracy" not in shown
-    nothing = replace(several(), targets=np.zeros((4, 3), np.uint8))
+    nothing = replace(several(), truth=MultiLabels(np.zeros((4, 3), np.uint8)))
     assert "mean average precision" not in {row[0] for row in table_of(summary_section(report(nothing), "test"))}
 
 

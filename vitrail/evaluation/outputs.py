@@ -1,14 +1,16 @@
-"""What a model makes of sources, computed once for all evaluators."""
+"""Features and predictions of a model, each computed once for all evaluators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from vitrail.data.pipeline import Readers
+from torch import Tensor
+
+from vitrail.data.pipeline import Batch, Readers, Skipped
 from vitrail.data.source import Source
 from vitrail.evaluation.features.extract import FeatureSet, extract
-from vitrail.evaluation.predictions.predict import Predictions, predict_all
+from vitrail.evaluation.predictions.predict import Predictions, each_batch, predict_all
 from vitrail.machine import Precision
 from vitrail.weights.bundle import Bundle
 
@@ -16,11 +18,11 @@ __all__ = ["Outputs"]
 
 
 class Outputs:
-    """Features and predictions of every sample of the sources that are asked for.
+    """A model, and its features and predictions of every sample of a source, which are computed at first use.
 
-    `cache` is the folder in which features are kept and found again; None keeps none. `on_progress` is told how many
-    samples are done, of how many; `on_note` what the user should know. `skipped` collects why samples could not be
-    decoded, by their keys.
+    `cache` is the folder in which features are kept between runs; None keeps none. `on_progress` is called with the
+    number of samples that are done and the number of all, `on_note` with sentences for the user, and `on_skip` with
+    each sample that cannot be decoded. `skipped` collects the reasons by the samples' keys.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Outputs:
         cache: Path | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
+        on_skip: Callable[[Skipped], None] | None = None,
     ) -> None:
         self.bundle = bundle
         self.batch_size = batch_size
@@ -41,23 +44,24 @@ class Outputs:
         self.cache = cache
         self.on_progress = on_progress or (lambda done, total: None)
         self.note = on_note or (lambda text: None)
+        self.on_skip = on_skip or (lambda item: None)
         self.skipped: dict[str, str] = {}
-        # Sources are kept beside what was computed of them, so that none can take the identity of another.
+        # Each result is stored with its source, because a source that is freed could leave its id to another one.
         self._features: dict[int, tuple[Source, FeatureSet]] = {}
         self._predictions: dict[int, tuple[Source, Predictions]] = {}
 
     def has_features(self, source: Source) -> bool:
-        """Whether the features of a source are computed already."""
+        """Return True if the features of a source are computed already."""
         return id(source) in self._features
 
     def forget(self) -> None:
-        """Lets go of what was computed, before other data are measured."""
+        """Free all features and predictions, before other data is measured."""
         self.skipped = {}
         self._features.clear()
         self._predictions.clear()
 
     def features(self, source: Source) -> FeatureSet:
-        """What the head would see. Raises as `extract` does."""
+        """Return the features: the inputs of the model's head. Raise the errors of `extract`."""
         if id(source) not in self._features:
             found = extract(
                 self.bundle.network,
@@ -70,12 +74,13 @@ class Outputs:
                 on_progress=lambda done: self.on_progress(done, len(source)),
                 on_note=self.note,
             )
-            self.skipped |= {item.key: item.reason for item in found.skipped}
+            for item in found.skipped:
+                self._skip(item)
             self._features[id(source)] = source, found
         return self._features[id(source)][1]
 
     def predictions(self, source: Source) -> Predictions:
-        """What the head says, of a source with the model's classes. Raises as `predict_all` does."""
+        """Return the outputs of the head, for a source with the model's classes. Raise the errors of `predict_all`."""
         if id(source) not in self._predictions:
             found = predict_all(
                 self.bundle.network,
@@ -85,7 +90,27 @@ class Outputs:
                 batch_size=self.batch_size,
                 readers=self.readers,
                 precision=self.precision,
+                on_skip=self._skip,
             )
-            self.skipped |= {item.key: item.reason for item in found.skipped}
             self._predictions[id(source)] = source, found
         return self._predictions[id(source)][1]
+
+    def each_batch(self, source: Source, take: Callable[[Batch, Tensor], None]) -> tuple[Skipped, ...]:
+        """Call `take` with every batch of a source and the head's outputs, and keep neither.
+
+        Return the samples that could not be decoded. Raise the errors of `predictions.predict.each_batch`.
+        """
+        return each_batch(
+            self.bundle.network,
+            source,
+            self.bundle.preprocess,
+            take,
+            batch_size=self.batch_size,
+            readers=self.readers,
+            precision=self.precision,
+            on_skip=self._skip,
+        )
+
+    def _skip(self, item: Skipped) -> None:
+        self.skipped[item.key] = item.reason
+        self.on_skip(item)

@@ -14,7 +14,8 @@ import torch
 from vitrail.data.check import quick_check
 from vitrail.data.pipeline import Skipped
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError
-from vitrail.evaluation.predictions.accuracy import Accuracy
+from vitrail.evaluation.head import Accuracy
+from vitrail.evaluation.outputs import Outputs
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import keep_freed_memory
 from vitrail.models.lora import merged
@@ -23,7 +24,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import new_folder, read_record
 from vitrail.training.loop import fit
 from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.examiner import Examiner, Probe
+from vitrail.training.monitoring.examiner import Examiner, Probe, check_probes
 from vitrail.training.monitoring.examples import Example, write_examples
 from vitrail.training.monitoring.journal import Journal, read_journal
 from vitrail.training.monitoring.meter import check_finite
@@ -74,6 +75,7 @@ def train(
     if initial is not None and config.start.init is None:
         raise ConfigError("initial is a model to start from, and config.start.init does not say where it is from")
     parts = Parts(config, initial or open_initial(config), measure_test=measure_test)
+    check_probes((*parts.probes, *probes), parts.splits)
     torch.manual_seed(config.seed)
     network, notes = parts.network()
     folder = new_folder(config)
@@ -110,6 +112,7 @@ def resume(
             f"the data of run {folder} has changed since it began ({record.images:,} training images then, "
             f"{len(parts.splits.train):,} now, or other names); a resumed run needs the same data"
         )
+    check_probes((*parts.probes, *probes), parts.splits)
     recover_folder(folder / "model")
     torch.manual_seed(record.config.seed)
     network, notes = parts.network()
@@ -198,8 +201,10 @@ class _Run:
             bundle,
             self.journal,
             self.display,
-            evaluator=Accuracy(config.images, readers=config.readers),
+            evaluator=Accuracy(),
+            train=parts.splits.train,
             validation=parts.splits.validation,
+            readers=config.readers,
             best_in=self.folder / "model" if config.keep == "best" else None,
             probes=(*parts.probes, *probes),
         )
@@ -235,10 +240,10 @@ class _Run:
         def skip(item: Skipped) -> None:
             journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
-        evaluator = Accuracy(parts.preprocess, readers=parts.config.readers, on_skip=skip)
+        outputs, evaluator = Outputs(bundle, readers=parts.config.readers, on_skip=skip), Accuracy()
         for split, source in (("validation", parts.splits.validation), ("test", parts.splits.test)):
             if source is not None:
-                result = evaluator(bundle.network, source)
+                result = evaluator(outputs, parts.splits.train, source)
                 check_finite(result, state.step)
                 values = {"split": split, "weights": state.measured, "kept": True, **result}
                 journal.write("evaluation", step=bundle.provenance["step"], **values)

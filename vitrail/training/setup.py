@@ -14,7 +14,7 @@ from vitrail.data.source import fingerprint, target_kind
 from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.evaluation.evaluators import probe
+from vitrail.evaluation.evaluators import Together, evaluators_of
 from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import compile_blocks, resolve_compile
 from vitrail.models.float8 import check_float8, use_float8
@@ -194,8 +194,8 @@ class Parts:
             return ()
         steps = config.total_steps(len(self.splits.train))
         every = config.probe_every or math.ceil(steps / max(config.evaluations, 1))
-        settings = {"fewshot": {"allow_fewer": True}}
-        return (Probe(config.probe, every, probe(config.probe, self.splits, settings, readers=config.readers)),)
+        evaluators = evaluators_of(config.probe, {"fewshot": {"allow_fewer": True}})
+        return (Probe(config.probe, every, Together(evaluators)),)
 
     def _check_choosing(self) -> None:
         """What chooses by the validation split needs one, and measurements on it."""

@@ -14,6 +14,7 @@ from vitrail.data.splits import Splits
 from vitrail.evaluation.predictions.calibration import fit_temperature
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.truth import SingleLabels
 from vitrail.machine import available_memory, pick_device
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
@@ -108,8 +109,8 @@ def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ())
     temperature = None
     if split == "test" and "validation" in there:
         judged = _predictions(run.bundle, there["validation"], config).labelled()
-        if judged.targets is None and len(judged):
-            temperature = fit_temperature(judged.logits, judged.labels, scores=judged.scores)
+        if isinstance(judged.truth, SingleLabels) and len(judged):
+            temperature = fit_temperature(judged.logits, judged.truth.values, scores=judged.scores)
     found = report(predictions, temperature=temperature)
     model = run.folder / "model"
     commands = (

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, UserError, nearest
-from vitrail.evaluation.evaluators import Measure, evaluators_of, measure
+from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.plain import from_plain
 
@@ -60,7 +60,7 @@ class Suite:
     about: str = ""
     evaluators: Settings = field(default_factory=dict)
 
-    def evaluators_for(self, task: SuiteTask) -> dict[str, Measure]:
+    def evaluators_for(self, task: SuiteTask) -> dict[str, Evaluator]:
         """Return the evaluators of a task. Raise `ConfigError` if there are none."""
         settings = task.evaluators or self.evaluators
         if not settings:

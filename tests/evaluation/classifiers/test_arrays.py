@@ -1,4 +1,4 @@
-"""Checks of arrays, their statistics, draws within classes, and tallies."""
+"""Checks of arrays, their statistics, and draws within classes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers import arrays
 from vitrail.evaluation.classifiers.arrays import (
-    Figures,
-    Tally,
-    check_labelled,
     check_pair,
+    check_same_kind,
+    check_truth,
     class_ranks,
     moments,
     parts,
 )
-from vitrail.evaluation.predictions.accuracy import mean_average_precision
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 @given(rows=st.integers(0, 500), width=st.integers(0, 40))
@@ -74,42 +72,23 @@ def test_ranks_are_fair() -> None:
     assert abs(first - 400).max() < 5 * np.sqrt(2000 * 0.2 * 0.8)
 
 
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        ([0, 1, -1, 2, -1], "rows: 2 of 5 labels are not in 0 to 2; the first, of row 2, is none"),
-        ([0, 1, 3], "rows: 1 of 3 labels are not in 0 to 2; the first, of row 2, is 3"),
-        ([0, -2, 1], "rows: 1 of 3 labels are not in 0 to 2; the first, of row 1, is -2"),
-        ([], "rows: 0 features and 0 labels"),
-    ],
-)
-def test_labels_out_of_range_are_named(labels: list[int], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        check_labelled("rows", np.zeros((len(labels), 2), np.float32), np.array(labels, np.int64), 3)
+def test_samples_without_a_truth_are_refused() -> None:
+    features = np.zeros((5, 2), np.float32)
+    with pytest.raises(DataError, match="rows: 2 of 5 labels are unknown, the first in row 2; select the rows with a"):
+        check_truth("rows", features, SingleLabels(np.array([0, 1, -1, 2, -1]), 3))
+    check_truth("rows", features, SingleLabels(np.array([0, 1, 0, 2, 1]), 3))
+    with pytest.raises(DataError, match="rows: 5 features and 4 labels; give at least one feature, and a label for"):
+        check_truth("rows", features, SingleLabels(np.zeros(4, np.int64), 3))
+    with pytest.raises(DataError, match="rows: 0 features and 0 labels"):
+        check_truth("rows", features[:0], MultiLabels(np.zeros((0, 3), np.uint8)))
 
 
-def test_shapes_that_do_not_fit_are_refused(types_unchecked: None) -> None:
-    with pytest.raises(DataError, match="rows: 4 features and 3 labels"):
-        check_labelled("rows", np.zeros((4, 2), np.float32), np.zeros(3, np.int64), 3)
-    with pytest.raises(DataError, match="targets of 5 columns, not one for each of 3 classes"):
-        check_labelled("rows", np.zeros((4, 2), np.float32), np.zeros((4, 5), np.uint8), 3)
+def test_pairs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DataError, match="learn from are 2 wide and those to test on 3"):
         check_pair(np.zeros((4, 2), np.float32), np.zeros((4, 3), np.float32))
-
-
-def test_a_tally_counts_the_first_of_equal_scores() -> None:
-    tally = Tally()
-    tally.add(np.array([[1.0, 1.0], [0.0, 2.0]]), np.array([0, 0]))
-    tally.add(np.array([[1.0, 1.0]]), np.array([1]))
-    assert tally.figures() == Figures(1 / 3, None)
-
-
-def test_a_tally_of_several_labels_in_parts_is_that_of_all() -> None:
-    random = np.random.default_rng(1)
-    scores, truth = random.normal(size=(23, 4)), (random.random((23, 4)) < 0.4).astype(np.uint8)
-    tally = Tally()
-    for part in (slice(0, 10), slice(10, 11), slice(11, 23)):
-        tally.add(scores[part], truth[part])
-    right = np.mean([truth[row, scores[row].argmax()] for row in range(23)])
-    precision = mean_average_precision(torch.from_numpy(scores), torch.from_numpy(truth > 0))
-    assert tally.figures() == Figures(right, precision)
+    one, other = SingleLabels(np.zeros(4, np.int64), 3), MultiLabels(np.zeros((4, 3), np.uint8))
+    with pytest.raises(DataError, match="are class with 3 columns, and those to test on are classes with 3; both"):
+        check_same_kind(one, other)
+    with pytest.raises(DataError, match="class with 3 columns, and those to test on are class with 4; both need the"):
+        check_same_kind(one, SingleLabels(one.values, 4))
+    check_same_kind(other, other)

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.fewshot import LOO_GRID, draw_shots, few_shot, fit_least_squares
+from vitrail.evaluation.classifiers.fewshot import LOO_GRID, FewShotResult, draw_shots, few_shot, fit_least_squares
 from vitrail.evaluation.classifiers.linear import LinearClassifier
+from vitrail.evaluation.truth import SingleLabels
 
 
 def clusters(
@@ -26,6 +27,12 @@ def clusters(
     scales, means = np.geomspace(0.01, 30, width), np.linspace(-50, 50, width)
     features = (centres[labels] + spread * random.normal(size=(len(labels), width))) * scales + means
     return features.astype(np.float32), labels.astype(np.int64)
+
+
+def measured(
+    train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, *, num_classes: int, **settings: Any
+) -> FewShotResult:
+    return few_shot(train, SingleLabels(labels, num_classes), test, SingleLabels(truth, num_classes), **settings)
 
 
 def normal_equations(
@@ -136,7 +143,7 @@ def test_a_draw_that_must_never_change() -> None:
 def test_the_whole_equals_its_parts() -> None:
     train, labels = clusters(30, 20, 4, spread=3)
     test, truth = clusters(25, 20, 4, seed=5, spread=3)
-    result = few_shot(train, labels, test, truth, num_classes=4, shots=(1, 10, 25), seeds=(3, 8, 11, 12))
+    result = measured(train, labels, test, truth, num_classes=4, shots=(1, 10, 25), seeds=(3, 8, 11, 12))
     assert result.seeds == (3, 8, 11, 12) and [row.shots for row in result.rows] == [1, 10, 25]
     for row in result.rows:
         expected = []
@@ -154,24 +161,24 @@ def test_a_mapped_file_gives_what_the_array_gives(tmp_path: Path) -> None:
     np.save(tmp_path / "features.npy", train)
     mapped = np.load(tmp_path / "features.npy", mmap_mode="r")
     settings: dict[str, Any] = {"num_classes": 3, "shots": (1, 5), "seeds": 2, "l2": "loo"}
-    assert few_shot(mapped, labels, mapped, labels, **settings) == few_shot(train, labels, train, labels, **settings)
+    assert measured(mapped, labels, mapped, labels, **settings) == measured(train, labels, train, labels, **settings)
 
 
 def test_one_seed_has_no_deviation() -> None:
     train, labels = clusters(5, 6, 2)
-    (row,) = few_shot(train, labels, train, labels, num_classes=2, shots=[5], seeds=1).rows
+    (row,) = measured(train, labels, train, labels, num_classes=2, shots=[5], seeds=1).rows
     assert row.std is None and row.mean == row.accuracies[0]
 
 
 def test_one_class_is_always_right() -> None:
     train, labels = clusters(5, 6, 1)
-    (row,) = few_shot(train, labels, train, labels, num_classes=1, shots=[2]).rows
+    (row,) = measured(train, labels, train, labels, num_classes=1, shots=[2]).rows
     assert row.accuracies == (1, 1, 1)
 
 
 def test_features_that_are_all_the_same_guess_the_first_class() -> None:
     features, labels = np.full((12, 3), 0.1, np.float32), np.arange(12) % 3
-    (row,) = few_shot(features, labels, features, labels, num_classes=3, shots=[4]).rows
+    (row,) = measured(features, labels, features, labels, num_classes=3, shots=[4]).rows
     assert row.accuracies == (1 / 3,) * 3
 
 
@@ -180,18 +187,18 @@ def test_too_few_images_are_named_and_counted() -> None:
     features = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
     settings: dict[str, Any] = {"num_classes": 4, "shots": (1, 5), "class_names": ("ash", "birch", "cedar", "oak")}
     with pytest.raises(DataError) as error:
-        few_shot(features, labels, features, labels, **settings)
+        measured(features, labels, features, labels, **settings)
     assert "5 shots need 5 training images of each class" in str(error.value)
     assert "birch (2), cedar (3), oak (0)." in str(error.value) and "ash" not in str(error.value)
     assert "--allow-fewer" in str(error.value)
-    result = few_shot(features, labels, features, labels, **settings, allow_fewer=True)
+    result = measured(features, labels, features, labels, **settings, allow_fewer=True)
     assert [row.images for row in result.rows] == [3, 10]
 
 
 def test_many_short_classes_are_counted() -> None:
     labels = np.arange(30)
     with pytest.raises(DataError, match=r"class 9 \(1\) and 20 more\."):
-        few_shot(np.eye(30, dtype=np.float32), labels, np.eye(30, dtype=np.float32), labels, num_classes=30, shots=[2])
+        measured(np.eye(30, dtype=np.float32), labels, np.eye(30, dtype=np.float32), labels, num_classes=30, shots=[2])
 
 
 @pytest.mark.parametrize(
@@ -209,16 +216,14 @@ def test_many_short_classes_are_counted() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str, types_unchecked: None) -> None:
     train, labels = clusters(5, 6, 2)
     with pytest.raises(ConfigError, match=message):
-        few_shot(train, labels, train, labels, num_classes=2, **settings)
+        measured(train, labels, train, labels, num_classes=2, **settings)
 
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = clusters(5, 6, 2)
     with pytest.raises(DataError, match="6 wide and those to test on 5"):
-        few_shot(train, labels, train[:, :5], labels, num_classes=2, shots=[1])
-    with pytest.raises(
-        DataError, match="test features: 10 of 10 labels are not in 0 to 1; the first, of row 0, is none"
-    ):
-        few_shot(train, labels, train, np.full(10, -1), num_classes=2, shots=[1])
+        measured(train, labels, train[:, :5], labels, num_classes=2, shots=[1])
+    with pytest.raises(DataError, match="test features: 10 of 10 labels are unknown, the first in row 0"):
+        measured(train, labels, train, np.full(10, -1), num_classes=2, shots=[1])
     with pytest.raises(DataError, match="features are 5 wide; this classifier is for 6"):
         LinearClassifier(np.zeros((6, 2)), np.zeros(2)).scores(train[:, :5])

@@ -17,7 +17,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import knn as module
-from vitrail.evaluation.classifiers.knn import Neighbours, knn, knn_leave_one_out, nearest
+from vitrail.evaluation.classifiers.knn import NeighbourRow, Neighbours, knn, knn_leave_one_out, nearest
+from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
 
 
 def corners(n: int, seed: int) -> np.ndarray:
@@ -92,6 +93,23 @@ def test_all_alike_and_zeros_stand_in_order() -> None:
     assert indices[:3].tolist() == [[1, 2], [0, 2], [0, 1]]
 
 
+def truth_in(values: np.ndarray, num_classes: int) -> Truth:
+    return SingleLabels(values, num_classes) if values.ndim == 1 else MultiLabels(values)
+
+
+def voted(
+    train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, *, num_classes: int, **settings: Any
+) -> tuple[NeighbourRow, ...]:
+    """The votes of labels, or of targets with a column for each class."""
+    return knn(train, truth_in(labels, num_classes), test, truth_in(truth, num_classes), **settings)
+
+
+def voted_leave_one_out(
+    features: np.ndarray, labels: np.ndarray, *, num_classes: int, **settings: Any
+) -> tuple[NeighbourRow, ...]:
+    return knn_leave_one_out(features, truth_in(labels, num_classes), **settings)
+
+
 def clusters(n: int, classes: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, n)
@@ -104,41 +122,43 @@ def clusters(n: int, classes: int, *, seed: int) -> tuple[np.ndarray, np.ndarray
 def test_votes_are_those_of_scikit_learn(temperature: float) -> None:
     train, labels = clusters(230, 4, seed=0)
     test, truth = clusters(101, 4, seed=1)
-    rows = knn(train, labels, test, truth, num_classes=4, k=(20, 1, 5, 5, 230), temperature=temperature)
+    rows = voted(train, labels, test, truth, num_classes=4, k=(20, 1, 5, 5, 230), temperature=temperature)
     assert [row.k for row in rows] == [1, 5, 20, 230]
     for row in rows:
         theirs = KNeighborsClassifier(
             row.k, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / temperature)
         )
         theirs.fit(train.astype(np.float64), labels)
-        assert row.figures.accuracy == theirs.score(test.astype(np.float64), truth)
-        assert row.figures.mean_average_precision is None
+        assert row.metrics["accuracy"] == theirs.score(test.astype(np.float64), truth)
+        assert set(row.metrics) == {"accuracy"}
 
 
 def test_leave_one_out_is_a_search_among_the_others() -> None:
     features, labels = clusters(45, 3, seed=0)
-    rows = knn_leave_one_out(features, labels, num_classes=3, k=(1, 7, 44))
+    rows = voted_leave_one_out(features, labels, num_classes=3, k=(1, 7, 44))
     for row in rows:
         right = []
         for index in range(45):
             others = np.arange(45) != index
-            (one,) = knn(features[others], labels[others], features[[index]], labels[[index]], num_classes=3, k=[row.k])
-            right.append(one.figures.accuracy)
-        assert row.figures.accuracy == pytest.approx(np.mean(right))
-    assert knn(features, labels, features, labels, num_classes=3, k=[1])[0].figures.accuracy == 1
+            (one,) = voted(
+                features[others], labels[others], features[[index]], labels[[index]], num_classes=3, k=[row.k]
+            )
+            right.append(one.metrics["accuracy"])
+        assert row.metrics["accuracy"] == pytest.approx(np.mean(right))
+    assert voted(features, labels, features, labels, num_classes=3, k=[1])[0].metrics["accuracy"] == 1
 
 
 def test_a_tie_of_votes_goes_to_the_first_class() -> None:
     stored, labels = np.eye(3, dtype=np.float32), np.array([2, 1, 0])
     query = np.array([[1.0, 1.0, 0.0]], np.float32)
-    (row,) = knn(stored, labels, query, np.array([1]), num_classes=3, k=[2])
-    assert row.figures.accuracy == 1
+    (row,) = voted(stored, labels, query, np.array([1]), num_classes=3, k=[2])
+    assert row.metrics["accuracy"] == 1
 
 
 def test_a_low_temperature_does_not_overflow() -> None:
     train, labels = clusters(50, 3, seed=0)
-    one, many = knn(train, labels, train[::-1], labels[::-1], num_classes=3, k=(1, 50), temperature=1e-5)
-    assert one.figures == many.figures
+    one, many = voted(train, labels, train[::-1], labels[::-1], num_classes=3, k=(1, 50), temperature=1e-5)
+    assert one.metrics == many.metrics
 
 
 @pytest.mark.parametrize("temperature", [0.07, math.inf])
@@ -147,17 +167,16 @@ def test_several_labels_average_the_neighbours(temperature: float) -> None:
     test, other = clusters(40, 4, seed=1)
     targets, truth = (np.eye(4, dtype=np.uint8)[one], np.eye(4, dtype=np.uint8)[other])
     targets |= np.roll(targets, 1, axis=0)
-    rows = knn(train, targets, test, truth, num_classes=4, k=(3, 30), temperature=temperature)
+    rows = voted(train, targets, test, truth, num_classes=4, k=(3, 30), temperature=temperature)
     for row in rows:
         order, cosines = brute_force(train, test, row.k)
         weights = np.exp(cosines / temperature)
         scores = (weights[..., None] * targets[order]).sum(axis=1) / weights.sum(axis=1, keepdims=True)
         hits = truth[np.arange(40), scores.argmax(axis=1)]
-        assert row.figures.accuracy == hits.mean()
-        assert row.figures.mean_average_precision is not None
+        assert row.metrics["accuracy"] == hits.mean()
         if row.k == 30 and temperature == 0.07:  # without ties, where the two differ
             precision = average_precision_score(truth, scores)
-            assert row.figures.mean_average_precision == pytest.approx(precision, abs=1e-9)
+            assert row.metrics["mean_average_precision"] == pytest.approx(precision, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -173,24 +192,24 @@ def test_several_labels_average_the_neighbours(temperature: float) -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     train, labels = clusters(20, 2, seed=0)
     with pytest.raises(ConfigError, match=message):
-        knn(train, labels, train, labels, num_classes=2, **{"k": [5], **settings})
+        voted(train, labels, train, labels, num_classes=2, **{"k": [5], **settings})
 
 
 def test_leaving_one_out_leaves_one_fewer() -> None:
     train, labels = clusters(20, 2, seed=0)
     with pytest.raises(ConfigError, match="k=20 is not from 1 to 19, the number of other features"):
-        knn_leave_one_out(train, labels, num_classes=2, k=[20])
+        voted_leave_one_out(train, labels, num_classes=2, k=[20])
 
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = clusters(20, 2, seed=0)
     with pytest.raises(DataError, match="12 wide and those to test on 11"):
-        knn(train, labels, train[:, :11], labels, num_classes=2, k=[1])
-    with pytest.raises(DataError, match=r"training features: .* the first, of row 0, is none"):
-        knn(train, labels * 0 - 1, train, labels, num_classes=2, k=[1])
+        voted(train, labels, train[:, :11], labels, num_classes=2, k=[1])
+    with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown, the first in row 0"):
+        voted(train, labels * 0 - 1, train, labels, num_classes=2, k=[1])
     train[13, 1] = np.inf
     with pytest.raises(DataError, match="features of row 13 are not all finite"):
-        knn_leave_one_out(train, labels, num_classes=2, k=[1])
+        voted_leave_one_out(train, labels, num_classes=2, k=[1])
 
 
 MEASURE = """

@@ -16,8 +16,9 @@ from sklearn.preprocessing import StandardScaler
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import arrays, linear
-from vitrail.evaluation.classifiers.linear import PENALTIES, LinearClassifier, linear_probe
+from vitrail.evaluation.classifiers.linear import PENALTIES, LinearClassifier, LinearResult, linear_probe
 from vitrail.evaluation.classifiers.logistic import LogisticRegression
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 def drawn(n: int, width: int, classes: int, *, seed: int = 0, noise: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
@@ -31,6 +32,16 @@ def drawn(n: int, width: int, classes: int, *, seed: int = 0, noise: float = 2.0
     return features.astype(np.float32), labels.astype(np.int64)
 
 
+def probed(
+    train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, *, num_classes: int, **settings: Any
+) -> LinearResult:
+    """The probe of labels, or of targets with a column for each class."""
+    one, other = (
+        SingleLabels(values, num_classes) if values.ndim == 1 else MultiLabels(values) for values in (labels, truth)
+    )
+    return linear_probe(train, one, test, other, **settings)
+
+
 def reference(features: np.ndarray, labels: np.ndarray, penalty: float) -> tuple[StandardScaler, Reference]:
     scaler = StandardScaler().fit(features.astype(np.float64))
     fit = Reference(C=1 / (penalty * len(features)), tol=1e-10, max_iter=10_000)
@@ -41,47 +52,47 @@ def reference(features: np.ndarray, labels: np.ndarray, penalty: float) -> tuple
 def test_one_penalty_gives_the_probabilities_of_scikit_learn(penalty: float) -> None:
     train, labels = drawn(301, 17, 4)
     test, truth = drawn(200, 17, 4, seed=1)
-    result = linear_probe(train, labels, test, truth, num_classes=4, penalties=[penalty])
+    result = probed(train, labels, test, truth, num_classes=4, penalties=[penalty])
     scaler, fit = reference(train, labels, penalty)
     expected = fit.predict_proba(scaler.transform(test.astype(np.float64)))
     ours = torch.from_numpy(result.classifier.scores(test)).softmax(dim=1).numpy()
     np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-4)
-    assert result.figures.accuracy == np.mean(expected.argmax(axis=1) == truth)
-    assert result.penalty == penalty and result.sweep == () and result.figures.mean_average_precision is None
+    assert result.metrics["accuracy"] == np.mean(expected.argmax(axis=1) == truth)
+    assert result.penalty == penalty and result.sweep == () and set(result.metrics) == {"accuracy"}
 
 
 def test_the_sweep_is_scikit_learns_on_the_same_cut() -> None:
     train, labels = drawn(260, 40, 3)
     test, truth = drawn(150, 40, 3, seed=1)
     penalties = (1e-4, 1.0, 0.01)
-    result = linear_probe(train, labels, test, truth, num_classes=3, penalties=penalties, held_out=0.3, seed=5)
-    fitted, kept = linear._cut(labels, 0.3, 5)
+    result = probed(train, labels, test, truth, num_classes=3, penalties=penalties, held_out=0.3, seed=5)
+    fitted, kept = linear._cut(SingleLabels(labels, 3), 0.3, 5)
     accuracies = {}
     for penalty in penalties:
         scaler, fit = reference(train[fitted], labels[fitted], penalty)
         accuracies[penalty] = fit.score(scaler.transform(train[kept].astype(np.float64)), labels[kept])
     assert [row.penalty for row in result.sweep] == [1.0, 0.01, 1e-4]
-    assert {row.penalty: row.figures.accuracy for row in result.sweep} == accuracies
+    assert {row.penalty: row.metrics["accuracy"] for row in result.sweep} == accuracies
     assert result.penalty == max(sorted(penalties, reverse=True), key=accuracies.__getitem__)
     scaler, fit = reference(train, labels, result.penalty)
     expected = fit.predict_proba(scaler.transform(test.astype(np.float64)))
     ours = torch.from_numpy(result.classifier.scores(test)).softmax(dim=1).numpy()
     np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-3)
-    assert result.figures.accuracy == np.mean(expected.argmax(axis=1) == truth)
+    assert result.metrics["accuracy"] == np.mean(expected.argmax(axis=1) == truth)
 
 
 def test_equal_penalties_choose_the_strongest() -> None:
     features = np.repeat(np.eye(3, dtype=np.float32), 10, axis=0)
     labels = np.repeat(np.arange(3), 10)
-    result = linear_probe(features, labels, features, labels, num_classes=3, penalties=[1e-3, 0.1, 0.01])
-    assert [row.figures.accuracy for row in result.sweep] == [1, 1, 1] and result.penalty == 0.1
+    result = probed(features, labels, features, labels, num_classes=3, penalties=[1e-3, 0.1, 0.01])
+    assert [row.metrics["accuracy"] for row in result.sweep] == [1, 1, 1] and result.penalty == 0.1
 
 
 def test_test_rows_choose_nothing() -> None:
     train, labels = drawn(150, 12, 3)
     test, truth = drawn(80, 12, 3, seed=1)
-    one = linear_probe(train, labels, test, truth, num_classes=3)
-    other = linear_probe(train, labels, -test, (truth + 1) % 3, num_classes=3)
+    one = probed(train, labels, test, truth, num_classes=3)
+    other = probed(train, labels, -test, (truth + 1) % 3, num_classes=3)
     assert one.sweep == other.sweep and one.penalty == other.penalty and len(one.sweep) == len(PENALTIES)
     assert np.array_equal(one.classifier.weight, other.classifier.weight)
 
@@ -91,13 +102,13 @@ def test_held_out_rows_are_fitted_only_at_the_end(monkeypatch: pytest.MonkeyPatc
     sizes = []
     original = LogisticRegression.__init__
 
-    def note(self: LogisticRegression, features: torch.Tensor, *others: Any) -> None:
+    def note(self: LogisticRegression, features: torch.Tensor, truth: SingleLabels) -> None:
         sizes.append(len(features))
-        original(self, features, *others)
+        original(self, features, truth)
 
     monkeypatch.setattr(LogisticRegression, "__init__", note)
-    linear_probe(train, labels, train, labels, num_classes=3, penalties=[0.1, 0.01], held_out=0.2)
-    assert sizes == [len(linear._cut(labels, 0.2, 0)[0]), 150]
+    probed(train, labels, train, labels, num_classes=3, penalties=[0.1, 0.01], held_out=0.2)
+    assert sizes == [len(linear._cut(SingleLabels(labels, 3), 0.2, 0)[0]), 150]
 
 
 @given(
@@ -107,9 +118,9 @@ def test_the_cut_takes_its_share_of_each_class(labels: list[int], share: float, 
     array = np.array(labels, np.int64)
     if max(labels.count(label) for label in labels) == 1:
         with pytest.raises(DataError, match="no class has two images"):
-            linear._cut(array, share, seed)
+            linear._cut(SingleLabels(array, 4), share, seed)
         return
-    fitted, kept = linear._cut(array, share, seed)
+    fitted, kept = linear._cut(SingleLabels(array, 4), share, seed)
     assert sorted([*fitted, *kept]) == list(range(len(labels)))
     for label in set(labels):
         count, held = labels.count(label), int((array[kept] == label).sum())
@@ -117,7 +128,7 @@ def test_the_cut_takes_its_share_of_each_class(labels: list[int], share: float, 
 
 
 def test_the_cut_depends_on_the_seed() -> None:
-    labels = np.arange(100) % 3
+    labels = SingleLabels(np.arange(100) % 3, 3)
     assert not np.array_equal(linear._cut(labels, 0.2, 0)[1], linear._cut(labels, 0.2, 1)[1])
     assert np.array_equal(linear._cut(labels, 0.2, 4)[1], linear._cut(labels, 0.2, 4)[1])
 
@@ -126,7 +137,7 @@ def test_several_labels_are_one_versus_rest() -> None:
     train, one = drawn(300, 10, 3)
     _, other = drawn(300, 10, 3, seed=9)
     targets = ((one[:, None] == np.arange(3)) | (other[:, None] == np.arange(3))).astype(np.uint8)
-    result = linear_probe(train[:200], targets[:200], train[200:], targets[200:], num_classes=3, penalties=[0.05])
+    result = probed(train[:200], targets[:200], train[200:], targets[200:], num_classes=3, penalties=[0.05])
     scores = result.classifier.scores(train[200:])
     precisions = []
     for number in range(3):
@@ -134,16 +145,16 @@ def test_several_labels_are_one_versus_rest() -> None:
         expected = fit.decision_function(scaler.transform(train[200:].astype(np.float64)))
         np.testing.assert_allclose(scores[:, number], expected, rtol=0, atol=1e-3)
         precisions.append(average_precision_score(targets[200:, number], expected))
-    assert result.figures.mean_average_precision == pytest.approx(np.mean(precisions), abs=1e-9)
+    assert result.metrics["mean_average_precision"] == pytest.approx(np.mean(precisions), abs=1e-9)
     hits = targets[200:][np.arange(100), scores.argmax(axis=1)]
-    assert result.figures.accuracy == hits.mean()
+    assert result.metrics["accuracy"] == hits.mean()
 
 
 def test_several_labels_choose_by_mean_average_precision() -> None:
     train, labels = drawn(200, 30, 4, noise=5)
     targets = np.eye(4, dtype=np.uint8)[labels] | np.eye(4, dtype=np.uint8)[np.roll(labels, 1)]
-    result = linear_probe(train, targets, train, targets, num_classes=4, penalties=(1.0, 0.1, 1e-5))
-    precisions = [row.figures.mean_average_precision or 0 for row in result.sweep]
+    result = probed(train, targets, train, targets, num_classes=4, penalties=(1.0, 0.1, 1e-5))
+    precisions = [row.metrics["mean_average_precision"] for row in result.sweep]
     assert result.penalty == result.sweep[precisions.index(max(precisions))].penalty
     assert len(set(precisions)) == 3
 
@@ -152,10 +163,10 @@ def test_a_mapped_file_in_parts_gives_what_the_array_gives(tmp_path: Path, monke
     train, labels = drawn(150, 12, 3)
     np.save(tmp_path / "features.npy", train)
     mapped = np.load(tmp_path / "features.npy", mmap_mode="r")
-    whole = linear_probe(train, labels, train, labels, num_classes=3, penalties=[0.1, 0.01])
+    whole = probed(train, labels, train, labels, num_classes=3, penalties=[0.1, 0.01])
     monkeypatch.setattr(arrays, "PART", 12 * 7)
-    parts = linear_probe(mapped, labels, mapped, labels, num_classes=3, penalties=[0.1, 0.01])
-    assert parts.figures == whole.figures and parts.penalty == whole.penalty
+    parts = probed(mapped, labels, mapped, labels, num_classes=3, penalties=[0.1, 0.01])
+    assert parts.metrics == whole.metrics and parts.penalty == whole.penalty
     np.testing.assert_allclose(parts.classifier.weight, whole.classifier.weight, rtol=1e-5)
 
 
@@ -167,7 +178,7 @@ def test_scores_of_a_classifier_are_its_affine_map() -> None:
     np.testing.assert_allclose(classifier.scores(features), expected, rtol=1e-12)
     truth = expected.argmax(axis=1)
     truth[:2] = (truth[:2] + 1) % 3
-    assert classifier.measure(features, truth).accuracy == 5 / 7
+    assert classifier.measure(features, SingleLabels(truth, 3)) == {"accuracy": 5 / 7}
 
 
 @pytest.mark.parametrize(
@@ -183,21 +194,21 @@ def test_scores_of_a_classifier_are_its_affine_map() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     train, labels = drawn(20, 4, 2)
     with pytest.raises(ConfigError, match=message):
-        linear_probe(train, labels, train, labels, num_classes=2, **settings)
+        probed(train, labels, train, labels, num_classes=2, **settings)
 
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = drawn(20, 4, 2)
     with pytest.raises(DataError, match="4 wide and those to test on 3"):
-        linear_probe(train, labels, train[:, :3], labels, num_classes=2)
-    with pytest.raises(DataError, match=r"training features: .* the first, of row 0, is none"):
-        linear_probe(train, labels * 0 - 1, train, labels, num_classes=2)
+        probed(train, labels, train[:, :3], labels, num_classes=2)
+    with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown, the first in row 0"):
+        probed(train, labels * 0 - 1, train, labels, num_classes=2)
     with pytest.raises(DataError, match="no class has two images to learn from"):
-        linear_probe(train[:2], np.array([0, 1]), train, labels, num_classes=2)
+        probed(train[:2], np.array([0, 1]), train, labels, num_classes=2)
     test = train.copy()
     test[7, 0] = np.inf
     with pytest.raises(DataError, match="features of row 7 are not all finite"):
-        linear_probe(train, labels, test, labels, num_classes=2, penalties=[0.1])
+        probed(train, labels, test, labels, num_classes=2, penalties=[0.1])
     train[3, 1] = np.nan
     with pytest.raises(DataError, match="features of row 3 are not all finite"):
-        linear_probe(train, labels, train, labels, num_classes=2)
+        probed(train, labels, train, labels, num_classes=2)

@@ -9,6 +9,7 @@ from sklearn.linear_model import LogisticRegression as Reference
 
 from vitrail.evaluation.classifiers import logistic
 from vitrail.evaluation.classifiers.logistic import LogisticRegression
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 def rows(n: int, d: int, classes: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,11 +24,15 @@ def rows(n: int, d: int, classes: int, *, seed: int = 0) -> tuple[torch.Tensor, 
     return torch.from_numpy(features), torch.from_numpy(labels)
 
 
+def as_truth(values: torch.Tensor, classes: int) -> SingleLabels | MultiLabels:
+    return SingleLabels(values.numpy(), classes) if values.ndim == 1 else MultiLabels(values.to(torch.uint8).numpy())
+
+
 @pytest.mark.parametrize(("n", "d", "classes"), [(200, 7, 3), (61, 40, 4), (30, 51, 5), (90, 3, 2), (70, 1, 3)])
 @pytest.mark.parametrize("penalty", [1.0, 0.01, 1e-4])
 def test_softmax_has_the_minimum_of_scikit_learn(n: int, d: int, classes: int, penalty: float) -> None:
     features, labels = rows(n, d, classes)
-    fit = LogisticRegression(features, labels, classes).fit(penalty, tolerance=1e-10)
+    fit = LogisticRegression(features, as_truth(labels, classes)).fit(penalty, tolerance=1e-10)
     weight, bias = fit.weight.numpy(), fit.bias.numpy()
     reference = Reference(C=1 / (penalty * n), tol=1e-12, max_iter=100_000, solver="newton-cg")
     reference.fit(features.numpy(), labels.numpy())
@@ -53,7 +58,7 @@ def _two_logits(features: torch.Tensor, labels: torch.Tensor, penalty: float) ->
 def test_sigmoid_is_scikit_learn_class_by_class(n: int, d: int, classes: int, penalty: float) -> None:
     features, labels = rows(n, d, classes)
     targets = (torch.nn.functional.one_hot(labels, classes) + torch.nn.functional.one_hot(labels.roll(1), classes)) > 0
-    fit = LogisticRegression(features, targets.to(torch.uint8), classes).fit(penalty, tolerance=1e-10)
+    fit = LogisticRegression(features, as_truth(targets.to(torch.uint8), classes)).fit(penalty, tolerance=1e-10)
     for number in range(classes):
         reference = Reference(C=1 / (penalty * n), tol=1e-12, max_iter=100_000, solver="newton-cg")
         reference.fit(features.numpy(), targets[:, number].numpy())
@@ -66,7 +71,7 @@ def test_float32_gives_the_probabilities_of_float64() -> None:
     features, labels = rows(500, 30, 5)
     probabilities = []
     for one in (features, features.float()):
-        fit = LogisticRegression(one, labels, 5).fit(1e-3)
+        fit = LogisticRegression(one, as_truth(labels, 5)).fit(1e-3)
         assert fit.gradient <= 1e-5
         probabilities.append((features @ fit.weight + fit.bias).softmax(dim=1))
     torch.testing.assert_close(probabilities[0], probabilities[1], rtol=0, atol=1e-3)
@@ -85,14 +90,14 @@ def test_the_objective_and_its_gradient_are_autograds(monkeypatch: pytest.Monkey
     ):
         objective = losses.mean() + 0.1 * point[:-1].square().sum()
         (gradient,) = torch.autograd.grad(objective, point, retain_graph=True)
-        value = LogisticRegression(features, truth, 4)._value(point.detach(), 0.2)
+        value = LogisticRegression(features, as_truth(truth, 4))._value(point.detach(), 0.2)
         assert value.objective == pytest.approx(objective.item(), rel=1e-12)
         torch.testing.assert_close(value.gradient, gradient, rtol=1e-10, atol=1e-14)
 
 
 def test_the_preconditioner_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels = rows(1000, 40, 6)
-    regression = LogisticRegression(features, labels, 6)
+    regression = LogisticRegression(features, as_truth(labels, 6))
     with_it = regression.fit(1e-4, tolerance=1e-6)
     monkeypatch.setattr(
         LogisticRegression, "_preconditioner", lambda self, spread, penalty: lambda vector: vector.clone()
@@ -104,7 +109,7 @@ def test_the_preconditioner_saves_iterations(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_warm_start_goes_on_from_where_it_ended() -> None:
     features, labels = rows(300, 20, 4)
-    regression = LogisticRegression(features, labels, 4)
+    regression = LogisticRegression(features, as_truth(labels, 4))
     cold = regression.fit(1e-3, tolerance=1e-8)
     assert regression.fit(1e-3, start=cold, tolerance=1e-8).iterations == 0
     near = regression.fit(2e-3, tolerance=1e-8)
@@ -115,19 +120,19 @@ def test_a_warm_start_goes_on_from_where_it_ended() -> None:
 
 def test_it_ends_where_float32_sees_no_lower() -> None:
     features, labels = rows(200, 10, 3)
-    fit = LogisticRegression(features.float(), labels, 3).fit(1e-3, tolerance=0.0, max_iterations=100)
+    fit = LogisticRegression(features.float(), as_truth(labels, 3)).fit(1e-3, tolerance=0.0, max_iterations=100)
     assert fit.gradient < 1e-6
 
 
 def test_a_class_that_is_nowhere_and_one_class_alone() -> None:
     features, labels = rows(80, 4, 2)
-    fit = LogisticRegression(features, labels, 3).fit(0.01)
+    fit = LogisticRegression(features, as_truth(labels, 3)).fit(0.01)
     assert (features @ fit.weight + fit.bias).softmax(dim=1)[:, 2].max() < 1e-3
-    alone = LogisticRegression(features, labels * 0, 1).fit(0.01)
+    alone = LogisticRegression(features, as_truth(labels * 0, 1)).fit(0.01)
     assert alone.iterations == 0 and not alone.weight.any()
 
 
 def test_the_limit_of_iterations_holds() -> None:
     features, labels = rows(300, 20, 4)
-    fit = LogisticRegression(features, labels, 4).fit(1e-4, max_iterations=3)
+    fit = LogisticRegression(features, as_truth(labels, 4)).fit(1e-4, max_iterations=3)
     assert fit.iterations == 3 and fit.gradient > 1e-5

@@ -111,7 +111,7 @@ def same(one: FeatureSet, other: FeatureSet) -> bool:
     return (
         one.features.tobytes() == other.features.tobytes()
         and one.features.shape == other.features.shape
-        and np.array_equal(one.labels, other.labels)
+        and np.array_equal(one.truth.values, other.truth.values)
         and (one.keys, one.classes, one.skipped) == (other.keys, other.classes, other.skipped)
     )
 
@@ -127,9 +127,9 @@ def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:
     features = extract(bundle.network, source, PREPROCESS, batch_size=36)
     images = [colour_folder / source.key(index) for index in range(36)]
     assert np.array_equal(features.features, bundle.embed(images, batch_size=36).numpy())
-    assert features.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    assert features.truth.values.tolist() == [0] * 12 + [1] * 12 + [2] * 12
     assert features.keys[12] == "green/00.png" and features.classes == ("blue", "green", "red")
-    assert features.targets is None and (len(features), features.width) == (36, 16)
+    assert features.truth.kind == "class" and (len(features), features.width) == (36, 16)
 
 
 @given(st.integers(0, 13), st.sets(st.integers(0, 12)), st.integers(1, 15))
@@ -145,7 +145,7 @@ def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], 
             assert np.allclose(features.features, expected, atol=1e-5) and features.features.dtype == np.float32
             assert features.features.shape == (len(left), 16)
             assert features.keys == tuple(f"picture {index}" for index in left)
-            assert features.labels.tolist() == [index % 3 for index in left]
+            assert features.truth.values.tolist() == [index % 3 for index in left]
             assert [item.key for item in features.skipped] == [f"picture {index}" for index in sorted(source.broken)]
             assert all("HTML" in item.reason for item in features.skipped)
             assert watched.progress[-1] == count
@@ -154,10 +154,9 @@ def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], 
 
 def test_labels_of_several_classes_become_targets_and_none_becomes_minus_one(tmp_path: Path) -> None:
     several = extract(make_network(), Pictures(3, labels=[(0, 2), (), (1,)]), PREPROCESS, readers=HERE)
-    assert several.targets is not None and several.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
-    assert several.labels.tolist() == [-1, -1, -1]
+    assert several.truth.kind == "classes" and several.truth.values.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     some = extract(make_network(), Pictures(3, labels=[2, None, 1]), PREPROCESS, readers=HERE, cache=tmp_path)
-    assert some.targets is None and some.labels.tolist() == [2, -1, 1]
+    assert some.truth.kind == "class" and some.truth.values.tolist() == [2, -1, 1]
 
 
 def test_the_second_time_they_are_read_and_mapped(tmp_path: Path) -> None:
@@ -221,7 +220,7 @@ def test_features_of_other_data_are_never_used(tmp_path: Path) -> None:
     source.images[3] = 255 - source.images[3]
     assert same(watched(source, tmp_path), watched(source, None))
     source.labels[2] = 1
-    assert watched(source, tmp_path).labels[2] == 1
+    assert watched(source, tmp_path).truth.values[2] == 1
     assert watched(Subset(source, [1, 2]), tmp_path).keys == ("picture 1", "picture 2")
     assert watched.notes == []
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from vitrail.errors import DataError, SaveError
 from vitrail.evaluation.features import files as feature_files
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.features.files import load_features, parquet_library, save_features, save_parquet
+from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
 CLASSES = ("rose", "daisy", "oak")
 
@@ -27,8 +29,9 @@ def make(labels: list[int], *, targets: list[list[int]] | None = None, width: in
     count = len(labels)
     return FeatureSet(
         np.random.default_rng(count).standard_normal((count, width)).astype(np.float32),
-        np.array(labels, np.int64),
-        None if targets is None else np.array(targets, np.uint8).reshape(count, 3),
+        SingleLabels(np.array(labels, np.int64), 3)
+        if targets is None
+        else MultiLabels(np.array(targets, np.uint8).reshape(count, 3)),
         tuple(f"a folder/{row}.png" for row in range(count)),
         CLASSES,
         (Skipped("broken.png", "is empty (0 bytes)"),),
@@ -37,9 +40,7 @@ def make(labels: list[int], *, targets: list[list[int]] | None = None, width: in
 
 def assert_same(one: FeatureSet, other: FeatureSet) -> None:
     assert np.array_equal(one.features, other.features) and one.features.shape == other.features.shape
-    assert np.array_equal(one.labels, other.labels)
-    assert (one.targets is None) == (other.targets is None)
-    assert one.targets is None or np.array_equal(one.targets, other.targets)
+    assert one.truth.kind == other.truth.kind and np.array_equal(one.truth.values, other.truth.values)
     assert (one.keys, one.classes, one.skipped) == (other.keys, other.classes, other.skipped)
 
 
@@ -80,12 +81,12 @@ def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("features.json", '"format": 1', '"format": 2', "format=2 is not known; known is 1"),
+        ("features.json", '"format": 2', '"format": 3', "format=3 is not one of 1 to 2, which this version of Vitrail"),
         ("features.json", '"images"', '"pictures"', "unknown field 'pictures'"),
         ("features.json", "{", "", "features.json cannot be read"),
         ("features.json", '"width": 4', '"width": 5', r"holds float32 of \(3, 4\), not float32 of \(3, 5\)"),
         ("features.json", '"images": 3', '"images": 2', r"not float32 of \(2, 4\)"),
-        ("keys.jsonl", '"label": 2', '"label": 3', r'line 2 cannot be used: it says {"key": "a folder/1.png", "labe'),
+        ("keys.jsonl", '"label": 2', '"label": 3', "line 2 cannot be used: 3 does not name classes, 3 at"),
         ("keys.jsonl", '"label": 2', '"label": [2]', "line 2 cannot be used"),
         ("keys.jsonl", '"label": 2', '"label": true', "line 2 cannot be used"),
         ("keys.jsonl", '"label": 2', '"class": 2', "line 2 cannot be used: 'label'"),
@@ -150,3 +151,25 @@ def test_parquet_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"writing Parquet needs pyarrow: pip install 'vitrail\[parquet\]'"):
         save_parquet(make([1]), tmp_path / "train.parquet")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_files_of_the_first_format_are_read(several: bool, tmp_path: Path) -> None:
+    features = make([-1, -1], targets=[[1, 0, 1], [0, 0, 0]]) if several else make([2, -1])
+    save_features(features, tmp_path / "out")
+    path = tmp_path / "out" / "features.json"
+    values = json.loads(path.read_text())
+    del values["target_kind"]
+    path.write_text(json.dumps(values | {"format": 1, "several_labels": several}))
+    assert_same(load_features(tmp_path / "out"), features)
+
+
+def test_numbers_are_saved_and_loaded(tmp_path: Path) -> None:
+    truth = Numbers(np.array([[1.5, -3e30], [math.nan, 7]]))
+    features = FeatureSet(np.ones((2, 4), np.float32), truth, ("a", "b"), ("age", "height"))
+    save_features(features, tmp_path / "out")
+    assert '{"key": "b", "numbers": [null, 7.0]}' in (tmp_path / "out" / "keys.jsonl").read_text()
+    found = load_features(tmp_path / "out").truth
+    assert isinstance(found, Numbers) and np.array_equal(found.values, truth.values, equal_nan=True)
+    save_parquet(features, tmp_path / "out.parquet")
+    assert pyarrow.parquet.read_table(tmp_path / "out.parquet")["numbers"].to_pylist() == [[1.5, -3e30], [None, 7.0]]

@@ -45,7 +45,6 @@ def test_each_sample_equals_a_direct_computation(
         probabilities = special.expit(scaled)
         losses = -(special.log_expit(scaled) * truth + special.log_expit(-scaled) * (1 - truth)).sum(axis=1)
     assert np.array_equal(found.predicted, logits.argmax(axis=1))
-    assert np.array_equal(found.correct, found.predicted == labels)
     np.testing.assert_allclose(found.confidence, probabilities.max(axis=1), rtol=1e-12)
     np.testing.assert_allclose(found.cross_entropy, losses, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found.brier, ((probabilities - truth) ** 2).sum(axis=1), rtol=1e-9, atol=1e-15)

@@ -37,6 +37,7 @@ from vitrail.evaluation.predictions.imagenet import (
     real_accuracy,
 )
 from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.truth import SingleLabels
 from vitrail.testing import check_source
 
 IDS = [f"n{1_000_000 + 37 * number:08}" for number in range(1000)]
@@ -319,7 +320,9 @@ def real_json(labels: list[list[int]]) -> bytes:
 def predicting(likeliest: list[int], images: list[int], classes: list[str] = NUMBERS) -> Predictions:
     keys = tuple(f"val/ILSVRC2012_val_{number:08}.JPEG" for number in images)
     logits = np.eye(1000, dtype=np.float32)[likeliest]
-    return Predictions(logits, np.full(len(images), -1), None, keys, np.arange(len(images)), tuple(classes))
+    return Predictions(
+        logits, SingleLabels(np.full(len(images), -1), len(classes)), keys, np.arange(len(images)), tuple(classes)
+    )
 
 
 def test_real_accuracy_is_a_count(tmp_path: Path) -> None:
@@ -339,7 +342,7 @@ def test_real_accuracy_is_a_count(tmp_path: Path) -> None:
 def test_images_without_real_labels_are_refused(key: str) -> None:
     made = predicting([0], [1])
     with pytest.raises(DataError, match=rf"image '{key}' is not one of ImageNet's validation images, whose names are "):
-        real_accuracy(Predictions(made.logits, made.labels, None, (key,), made.indices, made.classes), [(0,)] * 50_000)
+        real_accuracy(Predictions(made.logits, made.truth, (key,), made.indices, made.classes), [(0,)] * 50_000)
 
 
 def test_real_labels_need_an_image_that_has_one_and_imagenets_head() -> None:

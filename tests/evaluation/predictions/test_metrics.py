@@ -15,6 +15,7 @@ from vitrail.evaluation.predictions.metrics import (
     confusion,
     exact_match,
     f1_scores,
+    mean_average_precision,
     per_class,
     per_class_of_targets,
     top_k,
@@ -127,3 +128,10 @@ def test_equal_scores_stand_in_their_order() -> None:
     shares = [sum(ranked[: place + 1]) / (place + 1) for place, hit in enumerate(ranked) if hit]
     found = average_precision(scores[:, None].astype(np.float32), truth[:, None])
     assert found[0] == pytest.approx(np.mean(shares), rel=1e-12)
+
+
+def test_mean_average_precision_of_known_rankings() -> None:
+    scores = np.array([[3.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 3.0, 0.0]])
+    truth = np.array([[True, False, False], [False, True, False], [True, False, False]])
+    assert mean_average_precision(scores, truth) == pytest.approx(((1 + 2 / 3) / 2 + 1 / 2) / 2)
+    assert mean_average_precision(scores, np.zeros((3, 3), np.bool_)) == 0

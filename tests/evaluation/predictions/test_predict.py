@@ -14,9 +14,12 @@ from vitrail.data.pipeline import Readers, Skipped
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Target
 from vitrail.errors import BundleError, ConfigError
-from vitrail.evaluation.predictions.accuracy import Accuracy
+from vitrail.evaluation.head import Accuracy
+from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.models.variants import create
+from vitrail.weights.bundle import Bundle
 
 PREPROCESS = Preprocess(image_size=(14, 21), channels=1, mean=(0.3,), std=(0.4,))
 
@@ -64,7 +67,7 @@ def test_every_sample_once_and_in_order(readers: Readers, batch_size: int) -> No
     assert network.training and found.scores == "sigmoid" and found.classes == ("a", "b", "c")
     assert found.indices.tolist() == [0, 2, 3, 4, 5, 7, 8] and len(found) == 7
     assert found.keys == tuple(f"picture {index}" for index in found.indices)
-    assert found.labels.tolist() == [0, -1, 2, 1, 0, 2, 1] and found.targets is None
+    assert found.truth.kind == "class" and found.truth.values.tolist() == [0, -1, 2, 1, 0, 2, 1]
     assert [item.key for item in found.skipped] == ["picture 1", "picture 6"] and tuple(named) == found.skipped
     images = torch.from_numpy(source.images[found.indices].transpose(0, 3, 1, 2).copy())
     with torch.no_grad():
@@ -74,24 +77,25 @@ def test_every_sample_once_and_in_order(readers: Readers, batch_size: int) -> No
 
 def test_several_labels_are_targets() -> None:
     found = predict_all(make_network(), Pictures([(0, 2), (), (1,)], broken=(1,)), PREPROCESS, batch_size=2)
-    assert found.targets is not None and found.targets.tolist() == [[1, 0, 1], [0, 1, 0]]
-    assert found.labels.tolist() == [-1, -1] and found.labelled() is found
+    assert found.truth.kind == "classes" and found.truth.values.tolist() == [[1, 0, 1], [0, 1, 0]]
+    assert found.labelled() is found
 
 
 def test_it_agrees_with_the_streaming_accuracy() -> None:
     network, source = make_network(), Pictures([0, None, 1, 2, 2, 0, 1], broken=(3,))
     found = predict_all(network, source, PREPROCESS).labelled()
-    streamed = Accuracy(PREPROCESS)(network, source)
+    streamed = Accuracy()(Outputs(Bundle(network, source.classes, PREPROCESS)), source, source)
     assert len(found) == streamed["images"] == 5 and streamed["skipped"] == 1
-    assert (found.logits.argmax(axis=1) == found.labels).mean() == streamed["accuracy"]
+    assert (found.logits.argmax(axis=1) == found.truth.values).mean() == streamed["accuracy"]
 
 
 def test_a_model_without_a_head_is_refused() -> None:
-    for measure in (Accuracy(PREPROCESS), lambda network, source: predict_all(network, source, PREPROCESS)):
-        with pytest.raises(
-            ConfigError, match=r"no head, so it tells no classes apart; fine-tune it, .* fewshot or knn"
-        ):
-            measure(make_network(0), Pictures([0, 1]))
+    network, source = make_network(0), Pictures([0, 1])
+    message = r"no head, so it tells no classes apart; fine-tune it, .* fewshot or knn"
+    with pytest.raises(ConfigError, match=message):
+        predict_all(network, source, PREPROCESS)
+    with pytest.raises(ConfigError, match=message):
+        Accuracy()(Outputs(Bundle(network, (), PREPROCESS)), source, source)
 
 
 def test_another_number_of_outputs_is_refused() -> None:
@@ -122,7 +126,9 @@ def predictions() -> Callable[..., Predictions]:
     def make(labels: list[int], **fields: object) -> Predictions:
         logits = np.random.default_rng(0).standard_normal((len(labels), 4)).astype(np.float32)
         keys = tuple(f"k{row}" for row in range(len(labels)))
-        made = Predictions(logits, np.array(labels), None, keys, np.arange(len(labels)) * 3, ("a", "b", "c", "d"))
+        made = Predictions(
+            logits, SingleLabels(np.array(labels), 4), keys, np.arange(len(labels)) * 3, ("a", "b", "c", "d")
+        )
         return replace(made, **fields)
 
     return make
@@ -131,7 +137,7 @@ def predictions() -> Callable[..., Predictions]:
 def test_unlabelled_samples_can_be_left_out(predictions: Callable[..., Predictions]) -> None:
     made = predictions([2, -1, 0, -1])
     kept = made.labelled()
-    assert kept.labels.tolist() == [2, 0] and kept.keys == ("k0", "k2") and kept.indices.tolist() == [0, 6]
+    assert kept.truth.values.tolist() == [2, 0] and kept.keys == ("k0", "k2") and kept.indices.tolist() == [0, 6]
     assert np.array_equal(kept.logits, made.logits[[0, 2]])
     full = predictions([2, 1])
     assert full.labelled() is full
@@ -139,11 +145,12 @@ def test_unlabelled_samples_can_be_left_out(predictions: Callable[..., Predictio
 
 def test_restricting_to_some_outputs(predictions: Callable[..., Predictions]) -> None:
     targets = np.array([[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]], np.uint8)
-    made = predictions([3, 0, -1], targets=targets)
+    made = predictions([3, 0, -1])
     kept = made.restricted((3, 1))
-    assert kept.classes == ("d", "b") and kept.labels.tolist() == [0, -1, -1]
+    assert kept.classes == ("d", "b") and kept.truth.values.tolist() == [0, -1, -1]
     assert np.array_equal(kept.logits, made.logits[:, [3, 1]])
-    assert kept.targets is not None and kept.targets.tolist() == [[0, 1], [1, 0], [0, 0]]
+    several = predictions([3, 0, -1], truth=MultiLabels(targets)).restricted((3, 1))
+    assert several.truth.values.tolist() == [[0, 1], [1, 0], [0, 0]]
     for columns in ((0, 0), (4,), (-1,)):
         with pytest.raises(ConfigError, match="are not different numbers from 0 to 3"):
             made.restricted(columns)

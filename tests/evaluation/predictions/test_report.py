@@ -12,7 +12,6 @@ from sklearn import metrics as reference
 
 from vitrail.data.pipeline import Skipped
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.predictions.accuracy import mean_average_precision
 from vitrail.evaluation.predictions.bootstrap import (
     Figure,
     balanced_accuracy_interval,
@@ -20,9 +19,10 @@ from vitrail.evaluation.predictions.bootstrap import (
     mean_interval,
 )
 from vitrail.evaluation.predictions.calibration import calibration_bins, per_sample
-from vitrail.evaluation.predictions.metrics import confusion, top_k
+from vitrail.evaluation.predictions.metrics import confusion, mean_average_precision, top_k
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.plain import from_plain, to_plain
 
 
@@ -35,34 +35,37 @@ def make_predictions(count: int = 60, classes: int = 7, *, unlabelled: int = 0) 
     labels[count - unlabelled :] = -1
     keys = tuple(f"{number}.png" for number in range(count))
     names = tuple(f"class {number}" for number in range(classes))
-    return Predictions(logits, labels, None, keys, np.arange(count) + 100, names, skipped=(Skipped("x", "not one"),))
+    return Predictions(
+        logits, SingleLabels(labels, classes), keys, np.arange(count) + 100, names, skipped=(Skipped("x", "not one"),)
+    )
 
 
 def several(count: int = 40, classes: int = 5) -> Predictions:
     targets = (np.random.default_rng(1).random((count, classes)) < (0.5, 0.3, 0.2, 0.1, 0)).astype(np.uint8)
     made = make_predictions(count, classes)
     logits = (made.logits + 2 * targets - 1).astype(np.float32)
-    return replace(made, logits=logits, labels=np.full(count, -1), targets=targets, scores="sigmoid")
+    return replace(made, logits=logits, truth=MultiLabels(targets), scores="sigmoid")
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
     predictions = replace(make_predictions(), scores=scores)
-    logits, labels = predictions.logits, predictions.labels
+    logits, labels = predictions.logits, predictions.truth.values
     found = report(predictions, bootstrap=50, seed=3, temperature=2.0)
     settings = {"resamples": 50, "seed": 3}
     judged, again = (per_sample(logits, labels, scores=predictions.scores, temperature=t) for t in (1.0, 2.0))
-    assert found.accuracy == mean_interval(judged.correct, **settings)
+    assert found.accuracy == mean_interval((judged.predicted == labels), **settings)
     assert found.accuracy.value == reference.accuracy_score(labels, logits.argmax(axis=1))
     assert found.top5 == mean_interval(top_k(logits, labels, 5), **settings)
     assert found.balanced_accuracy == balanced_accuracy_interval(labels, judged.predicted, 7, **settings)
     assert found.cross_entropy == mean_interval(judged.cross_entropy, **settings)
+    correct = judged.predicted == labels
     for calibration, values, temperature in ((found.calibration, judged, 1.0), (found.scaled, again, 2.0)):
         assert calibration is not None and calibration.temperature == temperature
-        assert calibration.error == calibration_error_interval(values.confidence, values.correct, **settings)
+        assert calibration.error == calibration_error_interval(values.confidence, correct, **settings)
         assert calibration.cross_entropy == mean_interval(values.cross_entropy, **settings)
         assert calibration.brier == mean_interval(values.brier, **settings)
-        assert calibration.bins == calibration_bins(values.confidence, values.correct)
+        assert calibration.bins == calibration_bins(values.confidence, correct)
     assert (found.images, found.unlabelled, found.num_classes) == (60, 0, 7)
     assert found.skipped == (Skipped("x", "not one"),) and found.multi_label is None
 
@@ -70,7 +73,7 @@ def test_it_gathers_the_figures_of_one_label(scores: str) -> None:
 def test_classes_and_confusion() -> None:
     predictions = make_predictions()
     found = report(predictions, bootstrap=0)
-    table = confusion(predictions.labels, predictions.logits.argmax(axis=1), 7)
+    table = confusion(predictions.truth.values, predictions.logits.argmax(axis=1), 7)
     rebuilt = np.zeros_like(table)
     for true, likeliest, images in found.confusion:
         rebuilt[true, likeliest] = images
@@ -88,26 +91,26 @@ def test_classes_and_confusion() -> None:
 def test_worst_mistakes_first() -> None:
     predictions = make_predictions()
     found = report(predictions, bootstrap=0, worst=6).worst
-    judged = per_sample(predictions.logits, predictions.labels)
-    losses = sorted(judged.cross_entropy[~judged.correct], reverse=True)
+    judged = per_sample(predictions.logits, predictions.truth.values)
+    wrong = judged.predicted != predictions.truth.values
+    losses = sorted(judged.cross_entropy[wrong], reverse=True)
     assert [item.loss for item in found] == losses[:6]
     for item in found:
         row = item.index - 100
-        assert item.key == f"{row}.png" and item.labels == (f"class {predictions.labels[row]}",)
+        assert item.key == f"{row}.png" and item.labels == (f"class {predictions.truth.values[row]}",)
         assert item.predicted == (f"class {judged.predicted[row]}",) != item.labels
         assert item.probability == judged.confidence[row] and item.loss == judged.cross_entropy[row]
-    assert len(report(predictions, bootstrap=0, worst=1000).worst) == (~judged.correct).sum()
+    assert len(report(predictions, bootstrap=0, worst=1000).worst) == wrong.sum()
 
 
 def test_it_gathers_the_figures_of_several_labels() -> None:
     predictions = several()
-    targets = predictions.targets
-    assert targets is not None
+    targets = predictions.truth.values
     found = report(predictions, bootstrap=30, seed=1)
     predicted = predictions.logits > 0
     figures = found.multi_label
     assert figures is not None
-    expected = mean_average_precision(torch.from_numpy(predictions.logits), torch.from_numpy(targets > 0))
+    expected = mean_average_precision(predictions.logits, targets > 0)
     assert figures.mean_average_precision == expected
     assert figures.exact_match == mean_interval((predicted == targets).all(axis=1), resamples=30, seed=1)
     assert figures.micro_f1 == reference.f1_score(targets, predicted, average="micro")
@@ -156,8 +159,9 @@ def test_no_top5_of_five_classes_and_no_intervals_without_resamples() -> None:
 
 def test_several_labels_of_which_none_holds() -> None:
     predictions = several()
-    assert predictions.targets is not None
-    empty = replace(predictions, targets=predictions.targets * 0, logits=np.full((40, 5), -3, np.float32))
+    empty = replace(
+        predictions, truth=MultiLabels(predictions.truth.values * 0), logits=np.full((40, 5), -3, np.float32)
+    )
     figures = report(empty, bootstrap=0).multi_label
     assert figures is not None and figures.exact_match.value == 1
     assert figures.mean_average_precision is figures.micro_f1 is figures.macro_f1 is None

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import vitrail.training.loop as loop_module
+from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.evaluation.predictions.accuracy import Accuracy
+from vitrail.evaluation.head import Accuracy
+from vitrail.evaluation.outputs import Outputs
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Probe
@@ -80,10 +82,10 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
     kept = next(e for e in events_of(result.folder, "evaluation") if e.get("kept") and e["split"] == "validation")
     wanted = next(event for event in averaged if event["step"] == step)
     assert (kept["weights"], kept["accuracy"]) == ("averaged", wanted["accuracy"])
-    network = result.bundle.network
-    network.load_state_dict(weights_by_step[8])
+    result.bundle.network.load_state_dict(weights_by_step[8])
     validation = open_data(config.data, validation_share=0.1).validation
-    measured = Accuracy(config.images)(network, validation)
+    assert validation is not None
+    measured = Accuracy()(Outputs(result.bundle), validation, validation)
     assert measured["cross_entropy"] == pytest.approx(during[2]["cross_entropy"], rel=1e-6)
 
 
@@ -167,13 +169,13 @@ def test_probes_see_the_model_that_would_be_kept_and_change_nothing(
     model = initial()
     seen: list[Bundle] = []
 
-    def measure(bundle: Bundle) -> dict[str, float]:
+    def measure(outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         torch.rand(7)
-        seen.append(bundle)
+        seen.append(outputs.bundle)
         with torch.inference_mode():
-            return {"sum": float(bundle.network(torch.ones(1, 3, 21, 28)).sum())}
+            return {"sum": float(outputs.bundle.network(torch.ones(1, 3, 21, 28)).sum())}
 
-    probes = [Probe("sum", 5, measure), Probe("often", 3, lambda bundle: {"three": 3.0})]
+    probes = [Probe("sum", 5, measure), Probe("often", 3, lambda outputs, train, held_out: {"three": 3.0})]
     settings = {"keep": "last", "dropout": 0.3, **fields}
     result = train(from_model(model, colour_folder, **settings), probes=probes)
     plain = train(from_model(model, colour_folder, run=str(tmp_path / "plain"), **settings))
@@ -198,7 +200,7 @@ def test_probes_see_the_model_that_would_be_kept_and_change_nothing(
 def test_probes_go_on_when_a_run_is_resumed(
     tiny: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
-    probes = [Probe("one", 4, lambda bundle: {"one": 1.0})]
+    probes = [Probe("one", 4, lambda outputs, train, held_out: {"one": 1.0})]
     with pytest.raises(Stopped):
         train(tiny(), probes=probes, display=stop_at(5))
     resume(tmp_path / "run", probes=probes)
@@ -240,7 +242,7 @@ def test_of_several_labels_the_best_are_ranked_best(
 ) -> None:
     figures = iter([(0.9, 0.2), (0.5, 0.7), (0.8, 0.6), (0.5, 0.7), (0.5, 0.7)])  # the last two measure what was kept
 
-    def measured(self: Accuracy, network: object, source: object) -> dict[str, float]:
+    def measured(self: Accuracy, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         accuracy, precision = next(figures)
         return {"accuracy": accuracy, "mean_average_precision": precision, "cross_entropy": 1.0, "images": 7.0}
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64, Shaped
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from vitrail.data.augmentation.draws import keyed_uniform
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.accuracy import mean_average_precision
+from vitrail.evaluation.truth import Truth
 
 __all__ = [
-    "Figures",
-    "Tally",
     "check_finite",
-    "check_labelled",
     "check_pair",
+    "check_same_kind",
+    "check_truth",
     "class_ranks",
     "moments",
     "parts",
@@ -30,32 +28,36 @@ PART = 2**23
 """Numbers that are read at once: 64 MB in float64."""
 
 
-def check_labelled(
-    what: str, features: Float[np.ndarray, "n d"], truth: Shaped[np.ndarray, "n ..."], num_classes: int
-) -> None:
-    """Raises `DataError` unless there are rows, and a truth in range for each: labels in [0, num_classes), or targets
-    of `num_classes` columns. `what` says which features they are."""
+def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Truth) -> None:
+    """Raise `DataError` unless there are features, with a known truth for each. `what` names the features."""
     if len(features) != len(truth) or not len(features):
-        raise DataError(f"{what}: {len(features):,} features and {len(truth):,} labels; give a label for each, and any")
-    if truth.ndim == 2:
-        if truth.shape[1] != num_classes:
-            raise DataError(f"{what}: targets of {truth.shape[1]} columns, not one for each of {num_classes} classes")
-        return
-    wrong = np.flatnonzero((truth < 0) | (truth >= num_classes))
-    if len(wrong):
-        label = "none" if truth[wrong[0]] == -1 else truth[wrong[0]]
         raise DataError(
-            f"{what}: {len(wrong):,} of {len(truth):,} labels are not in 0 to {num_classes - 1}; the first, of row "
-            f"{wrong[0]}, is {label}"
+            f"{what}: {len(features):,} features and {len(truth):,} labels; give at least one feature, and a label for "
+            "each"
+        )
+    unknown = np.flatnonzero(~truth.known)
+    if len(unknown):
+        raise DataError(
+            f"{what}: {len(unknown):,} of {len(truth):,} labels are unknown, the first in row {unknown[0]}; select the "
+            "rows with a label"
         )
 
 
 def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) -> None:
-    """Raises `DataError` unless both are of the same width."""
+    """Raise `DataError` unless both features have the same width."""
     if train.shape[1] != test.shape[1]:
         raise DataError(
             f"features to learn from are {train.shape[1]} wide and those to test on {test.shape[1]}; "
             "compute both with the same model"
+        )
+
+
+def check_same_kind(train: Truth, test: Truth) -> None:
+    """Raise `DataError` unless both are of one kind, with the same number of classes or numbers."""
+    if (train.kind, train.columns) != (test.kind, test.columns):
+        raise DataError(
+            f"targets to learn from are {train.kind} with {train.columns} columns, and those to test on are "
+            f"{test.kind} with {test.columns}; both need the same classes or numbers"
         )
 
 
@@ -115,38 +117,3 @@ def _places(labels: Int64[np.ndarray, " n"], order: Int64[np.ndarray, " n"]) -> 
     places = np.empty(len(labels), np.int64)
     places[grouped] = np.arange(len(labels)) - first[np.searchsorted(values, labels[grouped])]
     return places
-
-
-@dataclass(frozen=True)
-class Figures:
-    """How well scores find the truth."""
-
-    accuracy: float
-    """How often the class of the highest score is true; of equal scores the first class counts."""
-    mean_average_precision: float | None
-    """Where images can have several labels, as `evaluation.accuracy` defines it; else None."""
-
-
-class Tally:
-    """Adds up figures over parts of the images."""
-
-    def __init__(self) -> None:
-        self.right = self.count = 0
-        self.several: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, scores: Float[np.ndarray, "b classes"], truth: Shaped[np.ndarray, "b ..."]) -> None:
-        """`truth` is labels (one a row) or targets (a column a class, above 0 where true)."""
-        likeliest = scores.argmax(axis=1)
-        self.count += len(scores)
-        if truth.ndim == 1:
-            self.right += int((likeliest == truth).sum())
-            return
-        self.right += int((truth[np.arange(len(truth)), likeliest] > 0).sum())
-        self.several.append((torch.from_numpy(scores), torch.from_numpy(truth > 0)))
-
-    def figures(self) -> Figures:
-        precision = None
-        if self.several:
-            scores, truth = (torch.cat(one) for one in zip(*self.several, strict=True))
-            precision = mean_average_precision(scores, truth)
-        return Figures(self.right / max(self.count, 1), precision)

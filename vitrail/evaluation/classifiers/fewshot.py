@@ -14,8 +14,9 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.arrays import check_labelled, check_pair, class_ranks, moments, tensor
+from vitrail.evaluation.classifiers.arrays import check_pair, check_same_kind, check_truth, class_ranks, moments, tensor
 from vitrail.evaluation.classifiers.linear import LinearClassifier
+from vitrail.evaluation.truth import SingleLabels
 
 __all__ = [
     "FewShotResult",
@@ -63,11 +64,10 @@ class FewShotResult:
 
 def few_shot(
     train_features: Float[np.ndarray, "n d"],
-    train_labels: Int64[np.ndarray, " all"],
+    train_truth: SingleLabels,
     test_features: Float[np.ndarray, "m d"],
-    test_labels: Int64[np.ndarray, " m"],
+    test_truth: SingleLabels,
     *,
-    num_classes: int,
     shots: Sequence[int] = (1, 5, 10, 25),
     seeds: int | Sequence[int] = 3,
     l2: Strength = 1024.0,
@@ -89,10 +89,12 @@ def few_shot(
     shots = tuple(shots)
     seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     check_settings(shots, seeds, l2)
-    held = np.arange(len(train_labels)) if of_rows is None else of_rows
-    check_labelled("training features", train_features, train_labels[held], num_classes)
-    check_labelled("test features", test_features, test_labels, num_classes)
+    held = np.arange(len(train_truth)) if of_rows is None else of_rows
+    check_truth("training features", train_features, train_truth.rows(held))
+    check_truth("test features", test_features, test_truth)
     check_pair(train_features, test_features)
+    check_same_kind(train_truth, test_truth)
+    train_labels, num_classes = train_truth.values, train_truth.num_classes
     if not allow_fewer:
         check_counts(np.bincount(train_labels, minlength=num_classes), max(shots), class_names)
     rows = []
@@ -105,7 +107,7 @@ def few_shot(
             classifier, strength = fit_least_squares(
                 train_features[places], train_labels[drawn], num_classes=num_classes, l2=l2
             )
-            accuracies.append(classifier.measure(test_features, test_labels).accuracy)
+            accuracies.append(classifier.measure(test_features, test_truth)["accuracy"])
             strengths.append(strength)
             images = len(drawn)
         std = float(np.std(accuracies, ddof=1)) if len(seeds) > 1 else None

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64, Shaped
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.evaluation.classifiers.arrays import Figures, Tally, check_finite, check_labelled, check_pair, tensor
+from vitrail.evaluation.classifiers.arrays import check_finite, check_pair, check_same_kind, check_truth, tensor
+from vitrail.evaluation.predictions.streaming import streaming_metrics
+from vitrail.evaluation.truth import Truth
 
 __all__ = ["NeighbourRow", "Neighbours", "knn", "knn_leave_one_out", "nearest"]
 
@@ -39,16 +41,15 @@ class NeighbourRow:
     """How well the votes of k neighbours find the truth."""
 
     k: int
-    figures: Figures
+    metrics: dict[str, float]
 
 
 def knn(
     train_features: Float[np.ndarray, "n d"],
-    train_truth: Shaped[np.ndarray, "n ..."],
+    train_truth: Truth,
     test_features: Float[np.ndarray, "m d"],
-    test_truth: Shaped[np.ndarray, "m ..."],
+    test_truth: Truth,
     *,
-    num_classes: int,
     k: Sequence[int] = (1, 5, 10, 20, 100, 200),
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
@@ -63,26 +64,26 @@ def knn(
     `DataError` for labels out of range, widths that differ or numbers that are not finite.
     """
     _check_settings(k, temperature)
-    check_labelled("training features", train_features, train_truth, num_classes)
-    check_labelled("test features", test_features, test_truth, num_classes)
+    check_truth("training features", train_features, train_truth)
+    check_truth("test features", test_features, test_truth)
+    check_same_kind(train_truth, test_truth)
     found = nearest(train_features, test_features, max(k), device=device)
-    return _vote(found, train_truth, test_truth, num_classes, k, temperature)
+    return _vote(found, train_truth, test_truth, k, temperature)
 
 
 def knn_leave_one_out(
     features: Float[np.ndarray, "n d"],
-    truth: Shaped[np.ndarray, "n ..."],
+    truth: Truth,
     *,
-    num_classes: int,
     k: Sequence[int] = (1, 5, 10, 20, 100, 200),
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
 ) -> tuple[NeighbourRow, ...]:
     """Like `knn`, where every row is classified by its nearest others."""
     _check_settings(k, temperature)
-    check_labelled("features", features, truth, num_classes)
+    check_truth("features", features, truth)
     found = nearest(features, None, max(k), device=device)
-    return _vote(found, truth, truth, num_classes, k, temperature)
+    return _vote(found, truth, truth, k, temperature)
 
 
 def nearest(
@@ -195,27 +196,21 @@ def _check_settings(k: Sequence[int], temperature: float) -> None:
 
 def _vote(
     found: Iterator[Neighbours],
-    stored_truth: Shaped[np.ndarray, "n ..."],
-    truth: Shaped[np.ndarray, "m ..."],
-    num_classes: int,
+    stored_truth: Truth,
+    truth: Truth,
     k: Sequence[int],
     temperature: float,
 ) -> tuple[NeighbourRow, ...]:
     """Adds up votes, the nearest first, and measures where each k ends."""
     rising = sorted(set(k))
-    tallies = {count: Tally() for count in rising}
+    metrics = {count: streaming_metrics(truth) for count in rising}
     for block in found:
         nearness = block.similarities.astype(np.float64)
         weights = np.exp((nearness - nearness[:, :1]) / temperature)  # by the nearest's, so that none is infinite
-        rows = np.arange(len(weights))
-        votes = np.zeros((len(rows), num_classes))
+        votes = np.zeros((len(weights), stored_truth.columns))
         for rank in range(rising[-1]):
-            theirs = stored_truth[block.indices[:, rank]]
-            if theirs.ndim == 1:
-                votes[rows, theirs] += weights[:, rank]
-            else:
-                votes += weights[:, rank, None] * (theirs > 0)
-            if rank + 1 in tallies:
-                shares = votes / weights[:, : rank + 1].sum(axis=1, keepdims=True)
-                tallies[rank + 1].add(shares, truth[block.first : block.first + len(rows)])
-    return tuple(NeighbourRow(count, tally.figures()) for count, tally in tallies.items())
+            stored_truth.add_to(votes, block.indices[:, rank], weights[:, rank])
+            if rank + 1 in metrics:
+                fractions = votes / weights[:, : rank + 1].sum(axis=1, keepdims=True)
+                metrics[rank + 1].add(fractions, truth.rows(slice(block.first, block.first + len(weights))))
+    return tuple(NeighbourRow(count, one.result()) for count, one in metrics.items())

@@ -9,21 +9,22 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64, Shaped
+from jaxtyping import Float, Float64, Int64
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.arrays import (
-    Figures,
-    Tally,
     check_finite,
-    check_labelled,
     check_pair,
+    check_same_kind,
+    check_truth,
     class_ranks,
     moments,
     parts,
     tensor,
 )
 from vitrail.evaluation.classifiers.logistic import Fit, LogisticRegression
+from vitrail.evaluation.predictions.streaming import streaming_metrics
+from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
 
 __all__ = ["PENALTIES", "LinearClassifier", "LinearResult", "SweepRow", "linear_probe"]
 
@@ -44,16 +45,16 @@ class LinearClassifier:
             raise DataError(f"features are {features.shape[1]} wide; this classifier is for {len(self.weight)}")
         return (tensor(features) @ torch.from_numpy(self.weight) + torch.from_numpy(self.bias)).numpy()
 
-    def measure(self, features: Float[np.ndarray, "n d"], truth: Shaped[np.ndarray, "n ..."]) -> Figures:
-        """How well its scores find the truth: labels, or targets where there can be several.
+    def measure(self, features: Float[np.ndarray, "n d"], truth: Truth) -> dict[str, float]:
+        """Return the metrics of its scores (`streaming_metrics`).
 
-        Raises `DataError` for features of another width, or with numbers that are not finite.
+        Raise `DataError` for features of another width, or with numbers that are not finite.
         """
-        tally = Tally()
+        metrics = streaming_metrics(truth)
         for part in parts(len(features), max(self.weight.shape)):
             check_finite(tensor(features[part]), np.arange(part.start, part.stop))
-            tally.add(self.scores(features[part]), truth[part])
-        return tally.figures()
+            metrics.add(self.scores(features[part]), truth.rows(part))
+        return metrics.result()
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class SweepRow:
     """A penalty that was tried, and what became of it on the held-out rows."""
 
     penalty: float
-    figures: Figures
+    metrics: dict[str, float]
     iterations: int
 
 
@@ -69,8 +70,8 @@ class SweepRow:
 class LinearResult:
     """What `linear_probe` found."""
 
-    figures: Figures
-    """Of the test features, measured once."""
+    metrics: dict[str, float]
+    """Metrics of the test features, which are measured once."""
     penalty: float
     sweep: tuple[SweepRow, ...]
     """From the strongest penalty to the weakest; empty where there was nothing to choose."""
@@ -79,11 +80,10 @@ class LinearResult:
 
 def linear_probe(
     train_features: Float[np.ndarray, "n d"],
-    train_truth: Shaped[np.ndarray, "n ..."],
+    train_truth: Truth,
     test_features: Float[np.ndarray, "m d"],
-    test_truth: Shaped[np.ndarray, "m ..."],
+    test_truth: Truth,
     *,
-    num_classes: int,
     penalties: Sequence[float] = PENALTIES,
     held_out: float = 0.1,
     seed: int = 0,
@@ -104,16 +104,17 @@ def linear_probe(
     settings out of range.
     """
     _check_settings(penalties, held_out)
-    check_labelled("training features", train_features, train_truth, num_classes)
-    check_labelled("test features", test_features, test_truth, num_classes)
+    check_truth("training features", train_features, train_truth)
+    check_truth("test features", test_features, test_truth)
     check_pair(train_features, test_features)
-    train = partial(_Problem, train_features, train_truth, num_classes, torch.device(device))
+    check_same_kind(train_truth, test_truth)
+    train = partial(_Problem, train_features, train_truth, torch.device(device))
     falling = sorted(set(penalties), reverse=True)
     sweep: tuple[SweepRow, ...] = ()
     penalty, start = falling[0], None
     if len(falling) > 1:
         fitted, kept = _cut(train_truth, held_out, seed)
-        sweep, penalty, start = _sweep(train(fitted), falling, train_features[kept], train_truth[kept])
+        sweep, penalty, start = _sweep(train(fitted), falling, train_features[kept], train_truth.rows(kept))
     problem = train(np.arange(len(train_features)))
     classifier = problem.classifier(problem.regression.fit(penalty, start=start))
     return LinearResult(classifier.measure(test_features, test_truth), penalty, sweep, classifier)
@@ -125,8 +126,7 @@ class _Problem:
     def __init__(
         self,
         features: Float[np.ndarray, "n d"],
-        truth: Shaped[np.ndarray, "n ..."],
-        num_classes: int,
+        truth: Truth,
         device: torch.device,
         rows: Int64[np.ndarray, " m"],
     ) -> None:
@@ -135,7 +135,8 @@ class _Problem:
         standardised = torch.empty(len(rows), features.shape[1], device=device)
         for part in parts(len(rows), features.shape[1]):
             standardised[part] = ((tensor(features[rows[part]]) - self.mean) / self.std).float()
-        self.regression = LogisticRegression(standardised, torch.from_numpy(truth[rows]).to(device), num_classes)
+        assert isinstance(truth, SingleLabels | MultiLabels)
+        self.regression = LogisticRegression(standardised, truth.rows(rows))
 
     def classifier(self, fit: Fit) -> LinearClassifier:
         weight = fit.weight / self.std[:, None]
@@ -146,7 +147,7 @@ def _sweep(
     problem: _Problem,
     penalties: Sequence[float],
     features: Float[np.ndarray, "m d"],
-    truth: Shaped[np.ndarray, "m ..."],
+    truth: Truth,
 ) -> tuple[tuple[SweepRow, ...], float, Fit]:
     """What each penalty does on held-out features; the best one, and its fit. Each fit starts where the last ended."""
     rows: list[SweepRow] = []
@@ -154,21 +155,18 @@ def _sweep(
     fit: Fit | None = None
     for penalty in penalties:
         fit = problem.regression.fit(penalty, start=fit)
-        figures = problem.classifier(fit).measure(features, truth)
-        rows.append(SweepRow(penalty, figures, fit.iterations))
-        precision = figures.mean_average_precision
-        score = figures.accuracy if precision is None else precision
+        metrics = problem.classifier(fit).measure(features, truth)
+        rows.append(SweepRow(penalty, metrics, fit.iterations))
+        score = metrics.get("mean_average_precision", metrics["accuracy"])
         if best is None or score > best[0]:
             best = score, penalty, fit
     assert best is not None
     return tuple(rows), best[1], best[2]
 
 
-def _cut(
-    truth: Shaped[np.ndarray, "n ..."], held_out: float, seed: int
-) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
+def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
     """Rows to fit and rows held out: of every class its share, at least one, and never all."""
-    labels = truth if truth.ndim == 1 else np.zeros(len(truth), np.int64)
+    labels = truth.groups()
     counts = np.bincount(labels)
     shares = np.minimum(np.maximum(np.rint(held_out * counts), 1), counts - 1)
     is_kept = class_ranks(labels, seed) < shares[labels]

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
+
 __all__ = ["Fit", "LogisticRegression"]
 
 MEMORY = 10
@@ -61,8 +63,10 @@ class LogisticRegression:
     sweep, where the identity took up to 84.
     """
 
-    def __init__(self, features: Float[Tensor, "n d"], truth: Shaped[Tensor, "n ..."], num_classes: int) -> None:
-        self.features, self.truth, self.num_classes = features, truth, num_classes
+    def __init__(self, features: Float[Tensor, "n d"], truth: SingleLabels | MultiLabels) -> None:
+        self.features, self.num_classes = features, truth.columns
+        self.truth: Shaped[Tensor, "n ..."] = torch.from_numpy(truth.values).to(features.device)
+        self.is_softmax = isinstance(truth, SingleLabels)
         covariance = (features.t() @ features / len(features)).cpu().double()
         variances, self.directions = torch.linalg.eigh(covariance)
         self.variances = variances.clamp(min=0)
@@ -89,13 +93,13 @@ class LogisticRegression:
                 history = [*history[-(MEMORY - 1) :], (step, change, curvature)]
             point, value = next_point, next_value
             iterations += 1
-        if self.truth.ndim == 1:  # softmax does not see what all classes share, and the penalty wants it to be 0
+        if self.is_softmax:  # a constant added to all classes does not change softmax, and the penalty wants it to be 0
             point = point - point.mean(dim=1, keepdim=True)
         return Fit(point[:-1], point[-1], value.objective, iterations, float(value.gradient.abs().max()))
 
     def _value(self, point: Vector, penalty: float) -> _Value:
         inner = point.to(self.features)
-        judge = _softmax if self.truth.ndim == 1 else _sigmoid
+        judge = _softmax if self.is_softmax else _sigmoid
         loss = 0.0
         gradient, spread = torch.zeros_like(inner), torch.zeros_like(inner[0])
         step = max(1, PART // self.num_classes)

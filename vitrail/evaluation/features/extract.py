@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int64, UInt8
+from jaxtyping import Bool, Float32, Int64
 from torch import nn
 
 from vitrail.data.pipeline import Ranks, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, Subset, class_indices, target_kind
+from vitrail.data.source import Source, Subset
 from vitrail.errors import ConfigError, DataError, UndecodableImage
 from vitrail.evaluation.features.cache import (
     Entry,
@@ -25,6 +25,7 @@ from vitrail.evaluation.features.cache import (
     default_cache,
     weights_fingerprint,
 )
+from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision, resolve_precision
 from vitrail.models.fused import predicting
 from vitrail.models.network import Network
@@ -39,14 +40,11 @@ Keep = Callable[
 
 @dataclass(frozen=True, eq=False)
 class FeatureSet:
-    """One vector for each sample that could be decoded, in the source's order, with its labels."""
+    """One vector for each sample that could be decoded, in the source's order, and the truth."""
 
     features: Float32[np.ndarray, "n d"]
-    """Mapped from a file and read-only where they come from one: they may be larger than memory."""
-    labels: Int64[np.ndarray, " n"]
-    """Indices into `classes`; -1 where there is no label, or where `targets` say more."""
-    targets: UInt8[np.ndarray, "n classes"] | None
-    """1 for each class that an image shows, where images can have several; else None."""
+    """Features that come from a file are mapped and read-only; they may be larger than memory."""
+    truth: Truth
     keys: tuple[str, ...]
     """The samples' names in their source."""
     classes: tuple[str, ...]
@@ -54,12 +52,11 @@ class FeatureSet:
     """Samples that could not be decoded, which have no row."""
 
     def __post_init__(self) -> None:
-        counts = {len(self.features), len(self.labels), len(self.keys)}
-        counts |= set() if self.targets is None else {len(self.targets)}
+        counts = {len(self.features), len(self.truth), len(self.keys)}
         assert len(counts) == 1, f"{counts} rows"
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.keys)
 
     @property
     def width(self) -> int:
@@ -212,16 +209,9 @@ def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) ->
 
 def _gathered(source: Source, kept: Kept) -> FeatureSet:
     rows = [row for row in range(len(source)) if row not in kept.skipped]
-    found = [source.target(row) for row in rows]
-    targets = None
-    if target_kind(source) == "classes":
-        targets = np.zeros((len(rows), len(source.classes)), np.uint8)
-        for target, label in zip(targets, found, strict=True):
-            target[list(class_indices(label))] = 1
     return FeatureSet(
         kept.features,
-        np.array([label if isinstance(label, int) else -1 for label in found], np.int64),
-        targets,
+        truth_of(source, rows),
         tuple(source.key(row) for row in rows),
         tuple(source.classes),
         tuple(Skipped(source.key(row), reason) for row, reason in sorted(kept.skipped.items())),

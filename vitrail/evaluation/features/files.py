@@ -12,21 +12,23 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, UInt8
 
 from vitrail.data.pipeline import Skipped
+from vitrail.data.source import Target, TargetKind
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features
 from vitrail.evaluation.features.extract import FeatureSet
+from vitrail.evaluation.truth import Truth, target_from_plain, truth_of_targets
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.plain import from_plain, to_plain
 
 __all__ = ["check_features_folder", "load_features", "parquet_library", "save_features", "save_parquet"]
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had `several_labels` instead of `target_kind`; it is read as well."""
 FEATURES, KEYS, ABOUT = NAMES = "features.npy", "keys.jsonl", "features.json"
 PARQUET_ROWS = 8192
-"""In a row group."""
+"""Rows of a row group."""
 
 
 @dataclass(frozen=True)
@@ -37,32 +39,40 @@ class _Written:
     images: int
     width: int
     classes: tuple[str, ...]
-    several_labels: bool
     skipped: tuple[Skipped, ...]
+    target_kind: TargetKind = "class"
+    several_labels: bool = False
     about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> TargetKind:
+        return "classes" if self.several_labels else self.target_kind
 
 
 def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Writes a folder that `load_features` reads, over one that is there.
+    """Write a folder that `load_features` reads. Features that are in the folder are replaced.
 
-    `features.npy` has the vectors, `keys.jsonl` a line for each with its key and label (a class's number, a list of
-    them, or null), `features.json` the class names, what was skipped, and `about`, plain values of the caller's. Raises
-    `SaveError`.
+    `features.npy` has the vectors. `keys.jsonl` has a line for each vector, with its key and its "label" (the index of
+    a class, a list of indices, or null) or its "numbers". `features.json` has the class names, the skipped samples and
+    `about`, plain values of the caller. Raise `SaveError`.
     """
+    kind = features.truth.kind
     written = _Written(
-        FORMAT, len(features), features.width, features.classes, features.targets is not None, features.skipped,
-        dict(about or {}),
-    )  # fmt: skip
+        FORMAT, len(features), features.width, features.classes, features.skipped, kind, about=dict(about or {})
+    )
     with replacing_folder("features", folder, NAMES) as partial:
         np.save(partial / FEATURES, features.features)
         with (partial / KEYS).open("w", encoding="utf-8") as file:
             for row, key in enumerate(features.keys):
-                file.write(json.dumps({"key": key, "label": _plain_label(features, row)}) + "\n")
+                file.write(json.dumps({"key": key, _name_of(kind): features.truth.plain(row)}) + "\n")
         (partial / ABOUT).write_text(json.dumps(to_plain(written), indent=2) + "\n", encoding="utf-8")
 
 
 def load_features(path: str | Path) -> FeatureSet:
-    """What `save_features` wrote, the vectors mapped. Raises `DataError` for what is missing or does not fit."""
+    """Return the features that `save_features` wrote. The vectors are mapped from their file.
+
+    Raise `DataError` for files that are missing or do not fit together.
+    """
     folder = Path(path)
     if not (folder / ABOUT).is_file():
         inside = sorted(file.parent.name for file in folder.glob(f"*/{ABOUT}"))
@@ -72,11 +82,14 @@ def load_features(path: str | Path) -> FeatureSet:
         written = from_plain(_Written, json.loads((folder / ABOUT).read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{folder / ABOUT} cannot be read: {error}") from error
-    if written.format != FORMAT:
-        raise DataError(f"{folder / ABOUT}: format={written.format} is not known; known is {FORMAT}")
+    if not 1 <= written.format <= FORMAT:
+        raise DataError(
+            f"{folder / ABOUT}: format={written.format} is not one of 1 to {FORMAT}, which this version of Vitrail "
+            "reads; install a newer one"
+        )
     features = map_features(folder / FEATURES, (written.images, written.width))
-    keys, labels, targets = _read_keys(folder / KEYS, written)
-    return FeatureSet(features, labels, targets, keys, written.classes, written.skipped)
+    keys, truth = _read_keys(folder / KEYS, written)
+    return FeatureSet(features, truth, keys, written.classes, written.skipped)
 
 
 def check_features_folder(path: Path, *, overwrite: bool) -> None:
@@ -85,16 +98,20 @@ def check_features_folder(path: Path, *, overwrite: bool) -> None:
 
 
 def save_parquet(features: FeatureSet, path: Path) -> None:
-    """Writes the columns key (string), label (int64, null for none; or a list) and feature (float32, of fixed length).
+    """Write the columns key (string), label and feature (float32, of fixed length).
 
-    Class names are in the schema's metadata, as JSON under "classes". Raises `SaveError`, and `DataError` where pyarrow
-    is not installed.
+    The label is an int64 (null for none), or a list of them if images can have several labels; instead of it, the
+    column numbers is a list of float64 (null for unknown). Class names are in the schema's metadata, as JSON under
+    "classes". Raise `SaveError`, and `DataError` if pyarrow is not installed.
     """
     arrow = parquet_library()
-    several = features.targets is not None
+    truth = features.truth
+    value_types = {
+        "class": arrow.int64(), "classes": arrow.list_(arrow.int64()), "numbers": arrow.list_(arrow.float64()),
+    }  # fmt: skip
     kinds = {
         "key": arrow.string(),
-        "label": arrow.list_(arrow.int64()) if several else arrow.int64(),
+        _name_of(truth.kind): value_types[truth.kind],
         "feature": arrow.list_(arrow.float32(), features.width),
     }
     schema = arrow.schema(list(kinds.items()), metadata={"classes": json.dumps(features.classes)})
@@ -108,7 +125,7 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
                     numbers = arrow.array(np.ascontiguousarray(features.features[rows.start : rows.stop]).reshape(-1))
                     columns = [
                         arrow.array([_printable(features.keys[row]) for row in rows], kinds["key"]),
-                        arrow.array([_plain_label(features, row) for row in rows], kinds["label"]),
+                        arrow.array([truth.plain(row) for row in rows], value_types[truth.kind]),
                         arrow.FixedSizeListArray.from_arrays(numbers, features.width),
                     ]
                     file.write_table(arrow.table(columns, schema=schema))
@@ -119,7 +136,7 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
 
 @functools.cache
 def parquet_library() -> ModuleType:
-    """pyarrow, imported at first use. Raises `DataError` where it is not installed."""
+    """Return pyarrow, which is imported at first use. Raise `DataError` if it is not installed."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
@@ -127,44 +144,34 @@ def parquet_library() -> ModuleType:
         raise DataError(f"writing Parquet needs pyarrow: pip install 'vitrail[parquet]' ({error})") from error
 
 
-def _plain_label(features: FeatureSet, row: int) -> int | list[int] | None:
-    if features.targets is not None:
-        return np.flatnonzero(features.targets[row]).tolist()
-    label = int(features.labels[row])
-    return None if label < 0 else label
+def _name_of(kind: TargetKind) -> str:
+    """Return the name of the truth in files."""
+    return "numbers" if kind == "numbers" else "label"
 
 
 def _printable(key: str) -> str:
-    """Names of files need not be text, and a column of strings must be."""
+    """Return a key as text: names of files can have any bytes, and a column of strings cannot."""
     return key.encode("utf-8", "backslashreplace").decode()
 
 
-def _read_keys(
-    path: Path, written: _Written
-) -> tuple[tuple[str, ...], Int64[np.ndarray, " n"], UInt8[np.ndarray, "n classes"] | None]:
-    """Keys, labels and targets, one for each feature. Raises `DataError` with the line that does not fit."""
+def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Truth]:
+    """Return a key for each feature, and the truth. Raise `DataError` that names the line that does not fit."""
     keys: list[str] = []
-    labels = np.full(written.images, -1, np.int64)
-    targets = np.zeros((written.images, len(written.classes)), np.uint8) if written.several_labels else None
+    targets: list[Target] = []
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file):
+            for line in file:
                 values = json.loads(line)
-                key, label = values["key"], values["label"]
-                several = label if isinstance(label, list) else [] if label is None else [label]
-                fits = all(type(one) is int and 0 <= one < len(written.classes) for one in several)
-                if not isinstance(key, str) or not fits or isinstance(label, list) != written.several_labels:
+                key, value = values["key"], values[_name_of(written.kind)]
+                target = target_from_plain(value, written.kind, len(written.classes))
+                if not isinstance(key, str):
                     raise ValueError(f"it says {line.strip()[:80]}")
-                if number < written.images:
-                    keys.append(key)
-                    if targets is not None:
-                        targets[number, several] = 1
-                    elif several:
-                        labels[number] = several[0]
-                else:
+                if len(keys) == written.images:
                     raise ValueError(f"there are {written.images:,} features")
+                keys.append(key)
+                targets.append(target)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}, line {len(keys) + 1} cannot be used: {error}") from error
     if len(keys) != written.images:
         raise DataError(f"{path} has {len(keys):,} lines for {written.images:,} features")
-    return tuple(keys), labels, targets
+    return tuple(keys), truth_of_targets(targets, written.kind, len(written.classes))

@@ -44,7 +44,6 @@ class PerSample(NamedTuple):
 
     predicted: Int64[np.ndarray, " n"]
     """The likeliest class."""
-    correct: Bool[np.ndarray, " n"]
     confidence: Float64[np.ndarray, " n"]
     """The probability of the likeliest class."""
     cross_entropy: Float64[np.ndarray, " n"]
@@ -91,7 +90,7 @@ def per_sample(
         own = probabilities[at, labels[rows]]
         probabilities[at, labels[rows]] = 0
         brier[rows] = np.einsum("nc,nc->n", probabilities, probabilities) + (1 - own) ** 2
-    return PerSample(predicted, predicted == labels, confidence, cross_entropy, brier)
+    return PerSample(predicted, confidence, cross_entropy, brier)
 
 
 def binary_cross_entropy(

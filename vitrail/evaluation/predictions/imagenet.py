@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from vitrail.data import remote
-from vitrail.data.source import Sample, Source, Target, class_indices
+from vitrail.data.source import Sample, Source, Target, class_indices, target_kind
 from vitrail.errors import DataError
 from vitrail.evaluation.predictions.bootstrap import Figure, mean_interval
 from vitrail.evaluation.predictions.predict import Predictions
@@ -76,6 +76,7 @@ class MappedSource:
     def __init__(self, source: Source, class_map: ClassMap, classes: tuple[str, ...]) -> None:
         self.source = source
         self.classes = classes
+        self.target_kind = target_kind(source)
         self._columns = class_map.columns
 
     def __len__(self) -> int:

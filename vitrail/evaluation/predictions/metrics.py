@@ -21,6 +21,7 @@ __all__ = [
     "confusion",
     "exact_match",
     "f1_scores",
+    "mean_average_precision",
     "per_class",
     "per_class_of_targets",
     "top_k",
@@ -106,6 +107,11 @@ def average_precision(
         hits = truth[np.argsort(-scores[:, number], kind="stable"), number]
         result[number] = (np.cumsum(hits)[hits] / ranks[hits]).mean()
     return result
+
+
+def mean_average_precision(scores: Float[np.ndarray, "n classes"], truth: Bool[np.ndarray, "n classes"]) -> float:
+    """Return the mean of `average_precision` over the classes that have a true sample; 0 if none has one."""
+    return float(np.nanmean(average_precision(scores, truth))) if truth.any() else 0.0
 
 
 def exact_match(

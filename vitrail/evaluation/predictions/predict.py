@@ -1,4 +1,4 @@
-"""What a network says of every sample of a source, computed once for all figures."""
+"""Predictions: the outputs of a network for every sample of a source, from which all metrics are computed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int64, UInt8
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.errors import BundleError, ConfigError
+from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision
 from vitrail.models.fused import predicting
 from vitrail.weights.bundle import OutputKind
@@ -22,58 +23,52 @@ __all__ = ["Predictions", "each_batch", "predict_all"]
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The logits of every image that could be decoded, in the order of the source, and what is true of it."""
+    """The network's outputs for every image that could be decoded, in the order of the source, and the truth."""
 
-    logits: Float32[np.ndarray, "n classes"]
-    labels: Int64[np.ndarray, " n"]
-    """Columns of `logits`; -1 where there is no label, or where `targets` say more."""
-    targets: UInt8[np.ndarray, "n classes"] | None
-    """1 for each class that holds, where an image can have several; else None."""
+    logits: Float32[np.ndarray, "n outputs"]
+    truth: Truth
     keys: tuple[str, ...]
     """The samples' names in the source."""
     indices: Int64[np.ndarray, " n"]
     """The samples' numbers in the source."""
     classes: tuple[str, ...]
-    """Names of the columns."""
+    """Names of the outputs."""
     scores: OutputKind = "softmax"
     """How logits become probabilities."""
     skipped: tuple[Skipped, ...] = ()
-    """What could not be decoded. It has no row here."""
+    """Samples that could not be decoded. They have no row."""
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.keys)
 
     def rows(self, chosen: Bool[np.ndarray, " n"]) -> Predictions:
-        """Only the samples that are marked."""
+        """Return the predictions of the samples that are marked."""
         return replace(
             self,
             logits=self.logits[chosen],
-            labels=self.labels[chosen],
-            targets=None if self.targets is None else self.targets[chosen],
+            truth=self.truth.rows(chosen),
             keys=tuple(self.keys[row] for row in np.flatnonzero(chosen)),
             indices=self.indices[chosen],
         )
 
     def labelled(self) -> Predictions:
-        """Only the samples whose label is known."""
-        return self if self.targets is not None or (self.labels >= 0).all() else self.rows(self.labels >= 0)
+        """Return the predictions of the samples whose truth is known."""
+        known = self.truth.known
+        return self if known.all() else self.rows(known)
 
     def restricted(self, columns: Sequence[int]) -> Predictions:
-        """As if the network had these outputs only, in this order.
+        """Return the predictions of a network that has only these outputs, in this order.
 
-        A sample whose label is of another output has none afterwards. Raises `ConfigError` for a column that is not
-        there, or that is given twice.
+        A sample whose label is another output becomes unlabelled. Raise `ConfigError` for a column that does not exist
+        or is repeated.
         """
         count = len(self.classes)
         if len(set(columns)) < len(columns) or not all(0 <= column < count for column in columns):
             raise ConfigError(f"columns {list(columns)[:10]} are not different numbers from 0 to {count - 1}")
-        places = np.full(count + 1, -1, np.int64)  # the last is for the label -1
-        places[list(columns)] = np.arange(len(columns))
         return replace(
             self,
             logits=self.logits[:, list(columns)],
-            labels=places[self.labels],
-            targets=None if self.targets is None else self.targets[:, list(columns)],
+            truth=self.truth.restricted(columns),
             classes=tuple(self.classes[column] for column in columns),
         )
 
@@ -89,17 +84,15 @@ def predict_all(
     precision: Precision = "float32",
     on_skip: Callable[[Skipped], None] | None = None,
 ) -> Predictions:
-    """The network's logits for every sample of a source, each computed once.
+    """Return the network's outputs for every sample of a source.
 
-    They take 4 bytes for each image and class: 200 MB for 50,000 images of 1,000 classes. `on_skip` is called with each
-    sample that cannot be decoded. Raises `ConfigError` for a network without a head, or with another number of outputs
-    than the source has classes, and `BundleError` where outputs are not finite.
+    Memory is 4 bytes per image and output: 200 MB for 50,000 images of 1,000 classes. `on_skip` is called with each
+    sample that cannot be decoded. Raise `ConfigError` for a network without a head or whose number of outputs differs
+    from the number of the source's classes, and `BundleError` if an output is not finite.
     """
     count = len(source.classes)
     logits = np.empty((len(source), count), np.float32)
-    labels = np.empty(len(source), np.int64)
     indices = np.empty(len(source), np.int64)
-    several: list[np.ndarray] = []
     filled = 0
 
     def take(batch: Batch, outputs: Tensor) -> None:
@@ -109,10 +102,7 @@ def predict_all(
         valid = batch.valid.cpu()
         rows = slice(filled, filled + int(valid.sum()))
         logits[rows] = outputs.cpu()[valid].numpy()
-        labels[rows] = batch.labels.cpu()[valid].numpy()
         indices[rows] = batch.samples[valid].numpy()
-        if batch.targets is not None:
-            several.append((batch.targets.cpu()[valid] > 0).numpy().astype(np.uint8))
         filled = rows.stop
 
     skipped = each_batch(
@@ -125,15 +115,15 @@ def predict_all(
         precision=precision,
         on_skip=on_skip,
     )
-    logits, labels, indices = logits[:filled], labels[:filled], indices[:filled]
-    keys = tuple(source.key(int(index)) for index in indices)
+    logits, indices = logits[:filled], indices[:filled]
+    keys = tuple(source.key(index) for index in indices.tolist())
     if not (finite := np.isfinite(logits).all(axis=1)).all():
         raise BundleError(
             f"the model's outputs are not finite for {(~finite).sum():,} of {filled:,} images, like "
             f"{keys[int(finite.argmin())]!r}; its weights are damaged, or its training diverged"
         )
-    targets = np.concatenate(several) if several else None
-    return Predictions(logits, labels, targets, keys, indices, source.classes, scores, skipped)
+    truth = truth_of(source, indices.tolist())
+    return Predictions(logits, truth, keys, indices, source.classes, scores, skipped)
 
 
 def each_batch(
@@ -147,10 +137,11 @@ def each_batch(
     precision: Precision,
     on_skip: Callable[[Skipped], None] | None,
 ) -> tuple[Skipped, ...]:
-    """Hands every batch of a source, on the network's device, to `take`, with its logits in float32; what is skipped.
+    """Call `take` with every batch of a source, on the network's device, and its outputs in float32. Return the samples
+    that could not be decoded.
 
-    Undecodable samples keep their places in a batch: `take` has to leave out what is not `batch.valid`. The network is
-    left as it was. Raises `ConfigError` for a network without a head.
+    Those samples keep their places in a batch, so `take` has to skip rows that are not `batch.valid`. The network is
+    not changed. Raise `ConfigError` for a network without a head.
     """
     if getattr(network, "head", network) is None:
         raise ConfigError(

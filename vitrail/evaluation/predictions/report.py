@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64, UInt8
+from jaxtyping import Bool, Float64, Int64
 
 from vitrail.data.pipeline import Skipped
 from vitrail.errors import DataError
@@ -33,6 +33,7 @@ from vitrail.evaluation.predictions.metrics import (
     top_k,
 )
 from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 __all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiLabel", "report"]
 
@@ -147,28 +148,36 @@ def report(
     if not len(labelled):
         raise DataError(f"none of {len(predictions):,} images has a label, so there is nothing to measure")
     settings = {"resamples": bootstrap, "seed": seed}
-    if labelled.targets is not None:
-        return _several_labels(labelled, labelled.targets, settings, worst)
-    return _one_label(labelled, len(predictions) - len(labelled), settings, temperature, worst)
+    unlabelled = len(predictions) - len(labelled)
+    if isinstance(labelled.truth, MultiLabels):
+        return _several_labels(labelled, labelled.truth, settings, worst)
+    assert isinstance(labelled.truth, SingleLabels)
+    return _one_label(labelled, labelled.truth, unlabelled, settings, temperature, worst)
 
 
 def _one_label(
-    predictions: Predictions, unlabelled: int, settings: dict[str, int], temperature: float | None, worst: int
+    predictions: Predictions,
+    truth: SingleLabels,
+    unlabelled: int,
+    settings: dict[str, int],
+    temperature: float | None,
+    worst: int,
 ) -> ClassificationReport:
-    logits, labels, count = predictions.logits, predictions.labels, len(predictions.classes)
+    logits, labels, count = predictions.logits, truth.values, len(predictions.classes)
     judged = per_sample(logits, labels, scores=predictions.scores)
-    calibration = _calibration(judged, 1.0, settings)
+    correct = truth.hits(judged.predicted)
+    calibration = _calibration(judged, correct, 1.0, settings)
     scaled = None
     if temperature is not None:
         again = per_sample(logits, labels, scores=predictions.scores, temperature=temperature)
-        scaled = _calibration(again, temperature, settings)
+        scaled = _calibration(again, correct, temperature, settings)
     cells, numbers = np.unique(labels * count + judged.predicted, return_counts=True)
     return ClassificationReport(
         images=len(labels),
         unlabelled=unlabelled,
         skipped=predictions.skipped,
         num_classes=count,
-        accuracy=mean_interval(judged.correct, **settings),
+        accuracy=mean_interval(correct, **settings),
         cross_entropy=calibration.cross_entropy,
         top5=mean_interval(top_k(logits, labels, 5), **settings) if count > 5 else None,
         balanced_accuracy=balanced_accuracy_interval(labels, judged.predicted, count, **settings),
@@ -186,19 +195,18 @@ def _one_label(
                 probability=float(judged.confidence[row]),
                 loss=float(judged.cross_entropy[row]),
             )
-            for row in _worst(~judged.correct, judged.cross_entropy, worst)
+            for row in _worst(~correct, judged.cross_entropy, worst)
         ),
     )
 
 
 def _several_labels(
-    predictions: Predictions, targets: UInt8[np.ndarray, "n classes"], settings: dict[str, int], worst: int
+    predictions: Predictions, truth: MultiLabels, settings: dict[str, int], worst: int
 ) -> ClassificationReport:
-    logits, count = predictions.logits, len(predictions.classes)
+    logits, targets, count = predictions.logits, truth.values, len(predictions.classes)
     predicted = logits > 0
     losses = binary_cross_entropy(logits, targets)
     likeliest = logits.argmax(axis=1)
-    right = np.take_along_axis(targets, likeliest[:, None], axis=1)[:, 0] > 0
     exact = exact_match(predicted, targets)
     precisions = average_precision(logits, targets > 0)
     micro, macro = f1_scores(predicted, targets)
@@ -211,7 +219,7 @@ def _several_labels(
         unlabelled=0,
         skipped=predictions.skipped,
         num_classes=count,
-        accuracy=mean_interval(right, **settings),
+        accuracy=mean_interval(truth.hits(likeliest), **settings),
         cross_entropy=mean_interval(losses, **settings),
         top5=None,
         balanced_accuracy=None,
@@ -239,13 +247,15 @@ def _several_labels(
     )
 
 
-def _calibration(judged: PerSample, temperature: float, settings: dict[str, int]) -> Calibration:
+def _calibration(
+    judged: PerSample, correct: Bool[np.ndarray, " n"], temperature: float, settings: dict[str, int]
+) -> Calibration:
     return Calibration(
         temperature=temperature,
-        error=calibration_error_interval(judged.confidence, judged.correct, **settings),
+        error=calibration_error_interval(judged.confidence, correct, **settings),
         cross_entropy=mean_interval(judged.cross_entropy, **settings),
         brier=mean_interval(judged.brier, **settings),
-        bins=calibration_bins(judged.confidence, judged.correct),
+        bins=calibration_bins(judged.confidence, correct),
     )
 
 

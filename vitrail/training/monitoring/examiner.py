@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source
-from vitrail.evaluation import Evaluator
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.evaluation.evaluators import Evaluator
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.lora import merged
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import Journal
@@ -18,19 +22,27 @@ from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.state.state import Best, TrainState
 from vitrail.weights.bundle import Bundle, write_bundle
 
-__all__ = ["Examiner", "Probe"]
+__all__ = ["Examiner", "Probe", "check_probes"]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A measurement that is made of the model during the run, and writes its figures into the journal."""
+    """An evaluation of the model during the run, whose metrics are written into the journal."""
 
     name: str
     every: int
     """Steps between two; the last step has one as well."""
-    measure: Callable[[Bundle], dict[str, float]]
-    """Of the model as it would be kept now: averaged weights, adapters merged. It must not change the weights; it may
-    use PyTorch's random numbers, which go on after it as if it had not."""
+    evaluator: Evaluator
+    """Measures the model as it would be kept now: with averaged weights and merged adapters. It learns from the
+    training split and is measured on the validation split. It may draw PyTorch's random numbers: their state is
+    restored afterwards."""
+
+
+def check_probes(probes: Sequence[Probe], splits: Splits) -> None:
+    """Raise `ConfigError` if there are probes and the data has no validation split to measure them on."""
+    if probes and splits.validation is None:
+        names = ", ".join(probe.name for probe in probes)
+        raise ConfigError(f"{names} cannot be measured during the run: the data has no validation split")
 
 
 class Examiner:
@@ -44,7 +56,9 @@ class Examiner:
         display: Display,
         *,
         evaluator: Evaluator,
+        train: Source,
         validation: Source | None,
+        readers: Readers,
         best_in: Path | None,
         probes: Sequence[Probe] = (),
     ) -> None:
@@ -54,7 +68,9 @@ class Examiner:
         self.journal = journal
         self.display = display
         self.evaluator = evaluator
+        self.train = train
         self.validation = validation
+        self.readers = readers
         self.best_in = best_in
         self.probes = tuple(probes)
 
@@ -88,12 +104,13 @@ class Examiner:
         """Makes measurements and writes them into the journal."""
         device = self.bundle.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            bundle = self.current()
+            outputs = Outputs(self.current(), readers=self.readers)
             for probe in due:
-                figures = probe.measure(bundle)
-                values = {"name": probe.name, "weights": self.state.measured, **figures}
+                assert self.validation is not None, "checked when the examiner was made"
+                metrics = probe.evaluator(outputs, self.train, self.validation)
+                values = {"name": probe.name, "weights": self.state.measured, **metrics}
                 self.journal.write("probe", step=self.state.step, **values)
-                shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
                 self.display.say(f"step {self.state.step:,}: {shown}")
 
     def current(self) -> Bundle:
@@ -102,7 +119,7 @@ class Examiner:
             return replace(self.bundle, network=copy.deepcopy(merged(self.bundle.network)).eval())
 
     def _measure(self, source: Source) -> dict[str, float]:
-        result = self.evaluator(self.bundle.network, source)
+        result = self.evaluator(Outputs(self.bundle, readers=self.readers), self.train, source)
         check_finite(result, self.state.step)
         return result
 

@@ -17,7 +17,8 @@ from vitrail.data.pipeline import Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.sources.folder import FolderSource
-from vitrail.evaluation.predictions.accuracy import Accuracy, mean_average_precision
+from vitrail.evaluation.head import Accuracy
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.tasks.classification import Classification
@@ -61,6 +62,11 @@ def make_network(**fields: object) -> VisionTransformer:
     return network
 
 
+def measured(network: VisionTransformer, source: Pictures, **options: object) -> dict[str, float]:
+    bundle = Bundle(network, source.classes, PREPROCESS)
+    return Accuracy()(Outputs(bundle, **options), source, source)
+
+
 def count_directly(network: VisionTransformer, source: Pictures) -> tuple[float, float, int]:
     """Right answers, summed cross-entropy and the number of images, by softmax in float64."""
     right, loss, count = 0, 0.0, 0
@@ -81,7 +87,7 @@ def count_directly(network: VisionTransformer, source: Pictures) -> tuple[float,
 def test_it_is_the_direct_count(count: int, threads: int) -> None:
     network, source = make_network(), Pictures(count)
     right, loss, _ = count_directly(network, source)
-    result = Accuracy(PREPROCESS, batch_size=8, readers=Readers(threads))(network, source)
+    result = measured(network, source, batch_size=8, readers=Readers(threads))
     assert result["accuracy"] == right / count
     assert result["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
     assert result["images"] == count and result["skipped"] == 0
@@ -91,7 +97,7 @@ def test_undecodable_images_are_left_out_counted_and_named() -> None:
     network, source = make_network(), Pictures(21, broken=(0, 7, 8, 20))
     right, loss, count = count_directly(network, source)
     named: list[Skipped] = []
-    result = Accuracy(PREPROCESS, batch_size=8, readers=Readers(2), on_skip=named.append)(network, source)
+    result = measured(network, source, batch_size=8, readers=Readers(2), on_skip=named.append)
     assert count == 17
     assert result["accuracy"] == right / count
     assert result["cross_entropy"] == pytest.approx(loss / count, rel=1e-5)
@@ -101,7 +107,7 @@ def test_undecodable_images_are_left_out_counted_and_named() -> None:
 
 
 def test_nothing_decodable_is_0_of_0() -> None:
-    result = Accuracy(PREPROCESS, batch_size=4)(make_network(), Pictures(5, broken=(0, 1, 2, 3, 4)))
+    result = measured(make_network(), Pictures(5, broken=(0, 1, 2, 3, 4)), batch_size=4)
     assert result == {"accuracy": 0, "cross_entropy": 0, "images": 0, "skipped": 5}
 
 
@@ -110,10 +116,10 @@ def test_the_network_is_left_as_it_was(training: bool) -> None:
     network = make_network(dropout=0.5, stochastic_depth=0.5).train(training)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     random_before = torch.get_rng_state()
-    evaluator, source = Accuracy(PREPROCESS, batch_size=8), Pictures(20)
-    first = evaluator(network, source)
+    source = Pictures(20)
+    first = measured(network, source, batch_size=8)
     assert all(module.training is training for module in network.modules())
-    assert first == evaluator(network, source), "dropout was on"
+    assert first == measured(network, source, batch_size=8), "dropout was on"
     assert torch.equal(random_before, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
     assert all(parameter.grad is None for parameter in network.parameters())
@@ -143,12 +149,12 @@ def test_it_agrees_with_predict(colour_folder: Path) -> None:
     predictions = bundle.predict([colour_folder / source.key(index) for index in range(len(source))], batch_size=5)
     seen: list[Tensor] = []
     handle = network.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    result = Accuracy(preprocess, batch_size=8)(network, source)
+    result = Accuracy()(Outputs(bundle, batch_size=8), source, source)
     handle.remove()
-    measured = torch.cat(seen).softmax(dim=1)
+    probabilities = torch.cat(seen).softmax(dim=1)
     predicted = torch.tensor([[dict(item.ranking)[name] for name in bundle.classes] for item in predictions])
-    assert len(measured) == len(predicted) == 37
-    torch.testing.assert_close(measured, predicted, rtol=0, atol=1e-6)
+    assert len(probabilities) == len(predicted) == 37
+    torch.testing.assert_close(probabilities, predicted, rtol=0, atol=1e-6)
     truth = [source.classes[source.target(index)] for index in range(len(source))]
     right = sum(item.label == name for item, name in zip(predictions, truth, strict=True))
     assert result["accuracy"] == right / 37
@@ -160,7 +166,7 @@ def test_it_says_the_cross_entropy_that_training_minimises() -> None:
     network, source = make_network(), Pictures(20)
     (batch,) = evaluation_batches(source, PREPROCESS, batch_size=20)
     output = Classification(network)(replace(batch, images=PREPROCESS.normalise(batch.images)))
-    result = Accuracy(PREPROCESS)(network, source)
+    result = measured(network, source)
     assert result["cross_entropy"] == pytest.approx(output.loss.item(), rel=1e-6)
     assert result["accuracy"] == pytest.approx(output.metrics["accuracy"].item())
 
@@ -175,27 +181,20 @@ class Tagged(Pictures):
 @pytest.mark.parametrize("broken", [(), (2, 11)])
 def test_several_labels_equal_a_direct_count(broken: tuple[int, ...]) -> None:
     network, source = make_network(), Tagged(13, broken)
-    result = Accuracy(PREPROCESS, batch_size=5, readers=Readers(0))(network, source)
-    measured = [index for index in range(13) if index not in broken]
-    images = PREPROCESS.normalise(torch.from_numpy(source.images[measured].transpose(0, 3, 1, 2).copy()))
+    result = measured(network, source, batch_size=5, readers=Readers(0))
+    decoded = [index for index in range(13) if index not in broken]
+    images = PREPROCESS.normalise(torch.from_numpy(source.images[decoded].transpose(0, 3, 1, 2).copy()))
     with torch.no_grad():
         logits = network.eval()(images).double()
-    truth = np.array([[number in source.target(index) for number in range(3)] for index in measured])
-    hits = [truth[row, int(logits[row].argmax())] for row in range(len(measured))]
+    truth = np.array([[number in source.target(index) for number in range(3)] for index in decoded])
+    hits = [truth[row, int(logits[row].argmax())] for row in range(len(decoded))]
     probabilities = torch.sigmoid(logits).numpy()
     losses = -(truth * np.log(probabilities) + ~truth * np.log(1 - probabilities)).sum(axis=1)
     precisions = []
     for number in range(3):
-        ranked = [truth[row, number] for row in sorted(range(len(measured)), key=lambda row: -logits[row, number])]
+        ranked = [truth[row, number] for row in sorted(range(len(decoded)), key=lambda row: -logits[row, number])]
         found = [sum(ranked[: place + 1]) / (place + 1) for place, is_true in enumerate(ranked) if is_true]
         precisions += [np.mean(found)] if found else []
-    assert result["accuracy"] == pytest.approx(np.mean(hits)) and result["images"] == len(measured)
+    assert result["accuracy"] == pytest.approx(np.mean(hits)) and result["images"] == len(decoded)
     assert result["cross_entropy"] == pytest.approx(losses.mean(), rel=1e-5)
     assert result["mean_average_precision"] == pytest.approx(np.mean(precisions))
-
-
-def test_mean_average_precision_of_known_rankings() -> None:
-    scores = torch.tensor([[3.0, 1.0, 0.0], [2.0, 2.0, 0.0], [1.0, 3.0, 0.0]])
-    truth = torch.tensor([[True, False, False], [False, True, False], [True, False, False]])
-    assert mean_average_precision(scores, truth) == pytest.approx(((1 + 2 / 3) / 2 + 1 / 2) / 2)
-    assert mean_average_precision(scores, torch.zeros(3, 3, dtype=torch.bool)) == 0

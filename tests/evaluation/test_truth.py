@@ -1,0 +1,151 @@
+"""The three kinds of truth: what is known, selections, and the way from sources and files and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.source import Sample, Target, TargetKind
+from vitrail.errors import DataError
+from vitrail.evaluation.truth import (
+    MultiLabels,
+    Numbers,
+    SingleLabels,
+    Truth,
+    check_known,
+    target_from_plain,
+    truth_of,
+    truth_of_targets,
+)
+
+NAN = math.nan
+LABELS = SingleLabels(np.array([2, -1, 0]), 3)
+SEVERAL = MultiLabels(np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0]], np.uint8))
+NUMBERS = Numbers(np.array([[1.5, NAN], [NAN, NAN], [-2.0, 0.0]]))
+
+
+class Targets:
+    """A source of targets without images."""
+
+    def __init__(self, targets: list[Target], classes: tuple[str, ...]) -> None:
+        self.targets, self.classes = targets, classes
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Sample:
+        raise AssertionError("no image is needed")
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> Target:
+        return self.targets[index]
+
+
+def same(one: Truth, other: Truth) -> bool:
+    return one.kind == other.kind and one.columns == other.columns and np.array_equal(
+        one.values, other.values, equal_nan=one.kind == "numbers"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("truth", "known", "plain"),
+    [
+        (LABELS, [True, False, True], [2, None, 0]),
+        (SEVERAL, [True, True, True], [[0, 2], [], [1]]),
+        (NUMBERS, [True, False, True], [[1.5, None], [None, None], [-2.0, 0.0]]),
+    ],
+)
+def test_what_is_known_and_plain_values(truth: Truth, known: list[bool], plain: list[Any]) -> None:
+    assert len(truth) == 3 and truth.known.tolist() == known
+    assert [truth.plain(row) for row in range(3)] == plain
+    assert truth.rows(slice(1, 3)).plain(1) == plain[2] and len(truth.rows(np.array([True, False, True]))) == 2
+    assert [truth.rows(np.array([2, 0])).plain(row) for row in range(2)] == [plain[2], plain[0]]
+    again = [target_from_plain(value, truth.kind, truth.columns) for value in json.loads(json.dumps(plain))]
+    assert same(truth_of_targets(again, truth.kind, truth.columns), truth)
+
+
+def test_restricted_to_some_outputs() -> None:
+    assert same(LABELS.restricted((1, 2)), SingleLabels(np.array([1, -1, -1]), 2))
+    assert same(SEVERAL.restricted((2, 0)), MultiLabels(np.array([[1, 1], [0, 0], [0, 0]], np.uint8)))
+    assert same(NUMBERS.restricted((1,)), Numbers(np.array([[NAN], [NAN], [0.0]])))
+
+
+def test_hits_of_the_likeliest_class() -> None:
+    assert LABELS.hits(np.array([2, 0, 1])).tolist() == [True, False, False]
+    assert SEVERAL.hits(np.array([2, 0, 1])).tolist() == [True, False, True]
+    with pytest.raises(DataError, match="accuracy needs classes, and these samples have numbers; measure the errors"):
+        NUMBERS.hits(np.array([0, 0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("truth", "expected"),
+    [
+        (LABELS, [[0, 0, 2], [0, 0, 2], [0, 0, 0]]),
+        (SEVERAL, [[2, 0, 2], [2, 0, 2], [0, 0, 0]]),
+        (NUMBERS, [[3, 0], [3, 0], [0, 0]]),
+    ],
+)
+def test_weighted_sums_skip_what_is_unknown(truth: Truth, expected: list[list[float]]) -> None:
+    sums = np.zeros((3, truth.columns))
+    truth.add_to(sums, np.array([0, 0, 1]), np.array([2.0, 2.0, 5.0]))
+    assert sums.tolist() == expected
+
+
+def test_groups_are_the_classes_of_single_labels() -> None:
+    assert LABELS.groups().tolist() == [2, -1, 0]
+    assert SEVERAL.groups().tolist() == NUMBERS.groups().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("label", [3, -2])
+def test_labels_outside_of_the_classes_are_refused(label: int) -> None:
+    with pytest.raises(DataError, match=f"label {label} of row 1 is not one of 3 classes, numbered from 0"):
+        SingleLabels(np.array([0, label, 7]), 3)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ([2, None, 0], LABELS),
+        ([(0, 2), (), (1,)], SEVERAL),
+        ([None, None], SingleLabels(np.array([-1, -1]), 3)),
+    ],
+)
+def test_truth_of_a_source_of_classes(targets: list[Target], expected: Truth) -> None:
+    source = Targets(targets, ("a", "b", "c"))
+    assert same(truth_of(source), expected)
+    assert same(truth_of(source, [1, 0]), expected.rows(np.array([1, 0])))
+
+
+def test_truth_of_a_source_of_numbers() -> None:
+    source = Targets([(1.5, NAN), None, (-2.0, 0.0)], ("age", "height"))
+    assert same(truth_of(source), NUMBERS)
+    check_known(source, "linear")
+    with pytest.raises(DataError, match="none of 2 images has a label, and linear needs to know their classes"):
+        check_known(Targets([None, None], ("a",)), "linear")
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=20))
+def test_any_labels_survive_files(labels: list[int | None]) -> None:
+    truth = truth_of_targets(labels, "class", 5)
+    assert [truth.plain(row) for row in range(len(truth))] == labels
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (3, "class"), (-1, "class"), (True, "class"), ([1], "class"), ("a", "class"),
+        ([3], "classes"), (1, "classes"), (None, "classes"), ([True], "classes"),
+        ([1.0], "numbers"), (1.0, "numbers"), ([1.0, 2.0, "x"], "numbers"), ([1.0, 2.0, True], "numbers"),
+    ],
+)  # fmt: skip
+def test_plain_values_that_do_not_fit_are_refused(value: Any, kind: TargetKind) -> None:
+    with pytest.raises(ValueError, match=r"does not name (classes|numbers), 3 at most"):
+        target_from_plain(value, kind, 3)

@@ -1,0 +1,131 @@
+"""Evaluators of the model's own head. Nothing is learned, so they do not read the training split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from vitrail.data.pipeline import Batch
+from vitrail.data.source import Source
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions.bootstrap import Figure
+from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes, read_real, real_accuracy
+from vitrail.evaluation.predictions.report import report
+from vitrail.evaluation.predictions.streaming import StreamingAccuracy
+from vitrail.evaluation.truth import check_known, truth_of
+from vitrail.weights.bundle import OutputKind
+
+__all__ = ["Accuracy", "ByAccuracy", "with_interval"]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 accuracy and cross-entropy, computed batch by batch: what training measures on its validation split.
+
+    Memory does not grow with the number of classes, and no batch waits for the previous one's result. `ByAccuracy`
+    measures more, with intervals.
+    """
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return `accuracy` in [0, 1], `cross_entropy` in nats, and the numbers of `images` that were measured and
+        `skipped` because they could not be decoded.
+
+        If images can have several labels, the likeliest class has to be one of them, `cross_entropy` is summed over the
+        yes-or-no questions of the classes, and `mean_average_precision` is the mean over classes of how well each
+        class's images are ranked before the others.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=outputs.bundle.device)  # cross-entropy, counted
+        found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, decoded or not, likeliest class; still on the device
+        accuracy = StreamingAccuracy()
+
+        def take(batch: Batch, logits: Tensor) -> None:
+            counted = batch.counted
+            losses = _cross_entropies(logits, batch, outputs.bundle.output)
+            totals.add_(torch.stack([losses * counted, counted]).double().sum(dim=1))
+            found.append((batch.samples, batch.valid, logits.argmax(dim=1)))
+            if batch.targets is not None:
+                rows = batch.valid.cpu()
+                accuracy.add_ranking(logits.cpu()[rows].numpy(), (batch.targets.cpu()[rows] > 0).numpy())
+
+        skipped = outputs.each_batch(held_out, take)
+        for samples, valid, likeliest in found:
+            decoded = valid.cpu()
+            accuracy.add_likeliest(likeliest.cpu()[decoded].numpy(), truth_of(held_out, samples[decoded].tolist()))
+        loss, count = totals.tolist()
+        metrics = accuracy.result()
+        return {
+            "accuracy": metrics.pop("accuracy"),
+            "cross_entropy": loss / max(count, 1),
+            "images": count,
+            "skipped": float(len(skipped)),
+            **metrics,
+        }
+
+
+@dataclass(frozen=True)
+class ByAccuracy:
+    """Accuracy of the head with intervals, calibration and more: the metrics of all images that `report` computes."""
+
+    bootstrap: int = 1000
+    """Resamples for each interval; 0 for no intervals."""
+    real: str = ""
+    """"public", or a file real.json: also measure ImageNet's validation images by the ReaL labels."""
+    class_names: str = ""
+    """File of WordNet ids and names in the order of the head (`read_synsets`), to match the data's classes by."""
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return the metrics. The classes of `held_out` may differ from the model's (`map_classes`).
+
+        Raise `ConfigError` for a model without a head, and `DataError` for classes that the model does not have.
+        """
+        check_known(held_out, "accuracy")
+        classes = outputs.bundle.classes
+        if classes and classes != tuple(held_out.classes):
+            mapped = map_classes(classes, held_out.classes, mapping=self.class_names or None)
+            outputs.note(mapped.note)
+            held_out = MappedSource(held_out, mapped, classes)
+        predictions = outputs.predictions(held_out)
+        found = report(predictions, bootstrap=self.bootstrap)
+        metrics = with_interval("accuracy", found.accuracy)
+        if found.top5 is not None:
+            metrics |= with_interval("top5_accuracy", found.top5)
+        if found.balanced_accuracy is not None:
+            metrics |= with_interval("balanced_accuracy", found.balanced_accuracy)
+        if (several := found.multi_label) is not None:
+            values = {
+                "mean_average_precision": several.mean_average_precision,
+                "micro_f1": several.micro_f1,
+                "macro_f1": several.macro_f1,
+            }
+            metrics |= {name: value for name, value in values.items() if value is not None}
+            metrics |= with_interval("exact_match", several.exact_match)
+        metrics |= with_interval("cross_entropy", found.cross_entropy)
+        if found.calibration is not None:
+            metrics |= with_interval("calibration_error", found.calibration.error)
+        if self.real:
+            labels = read_real(None if self.real == "public" else self.real)
+            by_real = real_accuracy(predictions, labels, bootstrap=self.bootstrap)
+            metrics |= {**with_interval("real_accuracy", by_real.accuracy), "real_images": float(by_real.images)}
+        if found.unlabelled:
+            metrics["unlabelled"] = float(found.unlabelled)
+        return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
+
+
+def with_interval(name: str, metric: Figure) -> dict[str, float]:
+    """Return a metric by its name, and the ends of its interval as NAME_low and NAME_high if it has one."""
+    if metric.low is None or metric.high is None:
+        return {name: metric.value}
+    return {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
+
+
+def _cross_entropies(logits: Float[Tensor, "b classes"], batch: Batch, output: OutputKind) -> Float[Tensor, " b"]:
+    """Return the cross-entropy of each sample in nats; of sigmoid outputs, summed over yes-or-no questions."""
+    labels = batch.labels.clamp(min=0)
+    if batch.targets is None and output == "softmax":
+        return F.cross_entropy(logits, labels, reduction="none")
+    answers = F.one_hot(labels, logits.shape[1]).float() if batch.targets is None else batch.targets
+    return F.binary_cross_entropy_with_logits(logits, answers, reduction="none").sum(dim=1)

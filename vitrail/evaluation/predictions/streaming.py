@@ -1,0 +1,63 @@
+"""Metrics that are added up over parts of the samples, so that outputs need not be held for all samples at once."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float, Int64
+
+from vitrail.evaluation.predictions.metrics import mean_average_precision
+from vitrail.evaluation.truth import MultiLabels, Truth
+
+__all__ = ["StreamingAccuracy", "StreamingMetrics", "streaming_metrics"]
+
+
+@runtime_checkable
+class StreamingMetrics(Protocol):
+    """Adds up metrics over parts of the samples."""
+
+    def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Truth) -> None:
+        """Add some samples: a model's outputs, and the truth of the same samples."""
+
+    def result(self) -> dict[str, float]:
+        """Return the metrics of all samples so far by name, the most telling one first."""
+
+
+class StreamingAccuracy:
+    """Top-1 accuracy: the fraction of the labelled samples whose likeliest class is true.
+
+    The likeliest class is the first one with the largest output. If samples can have several labels, the likeliest
+    class has to be one of them, and `mean_average_precision` is measured too, for which all outputs are kept.
+    """
+
+    def __init__(self) -> None:
+        self.right = self.count = 0
+        self._several: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, outputs: Float[np.ndarray, "b classes"], truth: Truth) -> None:
+        self.add_likeliest(outputs.argmax(axis=1), truth)
+        if isinstance(truth, MultiLabels):
+            self.add_ranking(outputs, truth.values > 0)
+
+    def add_likeliest(self, likeliest: Int64[np.ndarray, " b"], truth: Truth) -> None:
+        """Add samples of which only the likeliest class is known."""
+        known = truth.known
+        self.right += int(truth.hits(likeliest)[known].sum())
+        self.count += int(known.sum())
+
+    def add_ranking(self, outputs: Float[np.ndarray, "b classes"], truth: Bool[np.ndarray, "b classes"]) -> None:
+        """Add what `mean_average_precision` needs of samples that can have several labels."""
+        self._several.append((outputs, truth))
+
+    def result(self) -> dict[str, float]:
+        metrics = {"accuracy": self.right / max(self.count, 1)}
+        if self._several:
+            outputs, truth = (np.concatenate(parts) for parts in zip(*self._several, strict=True))
+            metrics["mean_average_precision"] = mean_average_precision(outputs, truth)
+        return metrics
+
+
+def streaming_metrics(truth: Truth) -> StreamingMetrics:
+    """Return an empty measurement of the metrics for a kind of truth."""
+    return StreamingAccuracy()
