@@ -16,8 +16,9 @@ import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import Compile, compile_blocks, resolve_compile
-from vitrail.models.fused import ONEDNN, predicting
+from vitrail.models.kernels import ONEDNN
 from vitrail.models.layers import StochasticDepth
+from vitrail.models.predictor import Predictor
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.bundle import Bundle
@@ -93,8 +94,7 @@ def test_all_blocks_share_a_graph_and_a_last_one_that_reads_has_another(
         step(made, SIZES[0])
     assert compiler.count == graphs, "in training"
     for _ in range(2):
-        with predicting(made):
-            made(torch.randn(6, 3, *SIZES[0]))
+        Predictor(made)(torch.randn(6, 3, *SIZES[0]))
     assert compiler.count == 2 * graphs, "in training and in evaluation"
 
 
@@ -106,8 +106,7 @@ def test_graphs_come_to_an_end_when_sizes_change() -> None:
     for batch in (6, 5, 7, 3):
         for size in SIZES:
             step(made, size, batch=batch)
-            with predicting(made):
-                made(torch.randn(batch + 1, 3, *size))
+            Predictor(made)(torch.randn(batch + 1, 3, *size))
         counts.append(compiler.count)
     assert counts[0] <= 12 and counts[1] == counts[2] == counts[3] <= 16
 
@@ -130,8 +129,7 @@ def test_compiled_and_plain_give_the_same_numbers(fields: dict[str, Any]) -> Non
         for name, gradient in exact.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
         images = torch.randn(2, 3, *size)
-        with predicting(plain), predicting(made):
-            torch.testing.assert_close(made(images), plain(images), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(Predictor(made)(images), Predictor(plain)(images), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -146,8 +144,7 @@ def test_in_bf16_the_fused_and_the_compiled_path_agree() -> None:
         for name, gradient in exact.items():
             assert (ours[name] - gradient).norm() < 0.04 * gradient.norm() + 1e-3 * largest, name
         images = torch.randn(2, 3, *size)
-        with predicting(plain, "bf16"), predicting(made, "bf16"):
-            a, b = plain(images), made(images)
+        a, b = Predictor(plain, "bf16")(images), Predictor(made, "bf16")(images)
         assert (a - b).norm() < 0.02 * a.norm()
 
 
@@ -202,9 +199,9 @@ def test_a_step_of_cuda_graphs_begins_once(parts: int, monkeypatch: pytest.Monke
             made(images).sum().backward()
         assert len(begun) == steps, "gradients are kept until the optimiser has seen them"
         made.zero_grad(set_to_none=True)
-    with predicting(made):
-        made.embed(images)
-        made.features(images)
+    predictor = Predictor(made)
+    predictor.embed(images)
+    predictor.features(images)
     assert len(begun) == 4
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 import vitrail
 from vitrail.errors import ConfigError
 from vitrail.machine import resolve_precision
+from vitrail.models.dense import Linear
 from vitrail.models.float8 import check_float8, float8_linear, use_float8
-from vitrail.models.fused import Linear, linear, predicting
+from vitrail.models.kernels import linear
+from vitrail.models.predictor import Predictor
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import VisionTransformer
 
@@ -155,8 +157,7 @@ def test_every_such_layer_trains_in_8_bits(
     logits.float().square().sum().backward()
     assert calls[products:] == 2 * products * [torch.float8_e5m2]
     calls.clear()
-    with predicting(made, "bf16"):
-        made(torch.randn(2, 3, 35, 21))
+    Predictor(made, "bf16").logits(torch.randn(2, 3, 35, 21))
     assert not calls, "predictions are in the precision that they were asked for"
 
 

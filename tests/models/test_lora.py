@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -14,8 +15,9 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import compile_blocks
-from vitrail.models.fused import ONEDNN, frozen_weights, predicting
+from vitrail.models.kernels import ONEDNN
 from vitrail.models.lora import LowRank, Projection, add_adapters, check_adapters, merged
+from vitrail.models.predictor import Predictor
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer, ViTConfig
@@ -44,8 +46,7 @@ def images_of(network: VisionTransformer, batch: int = 3) -> Tensor:
 def predict(network: VisionTransformer, images: Tensor) -> Tensor:
     """As evaluation does. PyTorch chooses some kernels by whether a weight wants a gradient: none does."""
     network.requires_grad_(False)
-    with predicting(network):
-        return network(images).clone()
+    return Predictor(network).logits(images).clone()
 
 
 @given(
@@ -145,8 +146,7 @@ def test_in_bf16_the_change_of_a_weight_is_not_rounded_before_it_is_added(
     for one in (network, plain):
         with torch.autocast("cpu", torch.bfloat16):
             logits.append(one(images))
-        with predicting(one, "bf16"):
-            assert torch.equal(one(images), logits[-1]), "weights converted once"
+        assert torch.equal(Predictor(one, "bf16").logits(images), logits[-1]), "weights converted once"
     assert torch.equal(*logits)
 
 
@@ -159,9 +159,10 @@ def test_weights_are_frozen_as_adapted(
     layer = network.blocks[1].attention.out
     expected = layer.operand.detach().clone()
     assert not torch.equal(expected, layer.weight)
-    with torch.autocast("cpu", torch.bfloat16), frozen_weights(network):
-        assert torch.equal(layer.operand, expected.bfloat16())
-    assert layer.frozen is None
+    frozen = copy.deepcopy(layer)
+    frozen.freeze(torch.bfloat16)
+    assert torch.equal(frozen.operand, expected.bfloat16()) and frozen.adapter is None
+    assert torch.equal(layer.operand, expected)
 
 
 @pytest.fixture

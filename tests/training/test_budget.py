@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vitrail.bench.products import record
-from vitrail.models import layers
-from vitrail.models.fused import ONEDNN, predicting
+from vitrail.models.dense import Linear
+from vitrail.models.kernels import ONEDNN
+from vitrail.models.predictor import Predictor
 from vitrail.models.vit import Block
 from vitrail.training import loop
 from vitrail.training.config import TrainConfig
@@ -221,8 +222,7 @@ def measure(
             network, images = state.objective.network, plan.preprocess.normalise(next(state.batches).images)
 
             def step() -> None:
-                with predicting(network, plan.precision):
-                    network(images)
+                Predictor(network, plan.precision).logits(images)
 
             step()
             return count(step, network.parameters())
@@ -342,7 +342,7 @@ def test_a_copy_more_is_caught(measure: Callable[[str], Figures], monkeypatch: p
 def test_a_kept_gelu_is_caught(measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch) -> None:
     name = "train class token bf16"
     before = measure(name)
-    monkeypatch.setattr(layers, "gelu_linear", lambda layer, hidden, approximate: layer(F.gelu(hidden)))
+    monkeypatch.setattr(Linear, "after_gelu", lambda layer, hidden, approximate: layer(F.gelu(hidden)))
     (listed,) = problems(before.to_plain(), measure(name))
     assert listed.startswith("kept_bytes grew from") and "bfloat16 6x13x96" in listed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from vitrail.bench.workload import Workload
 from vitrail.machine import autocast, keep_freed_memory
 from vitrail.models.compiled import Compiled, compile_blocks
 from vitrail.models.float8 import use_float8
-from vitrail.models.fused import frozen_weights
+from vitrail.models.predictor import Predictor
 from vitrail.models.variants import build
 from vitrail.training.config import OptimizerConfig
 from vitrail.training.optimization.optimizer import make_optimizer
@@ -134,27 +133,23 @@ def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
     elif entry.settings == "best":
         run = torch.compile(network)
     if workload.task == "infer":
+        run = Predictor(network, workload.precision) if ours else run
         network.eval()
-        return _Prediction(run, frozen_weights(network) if ours else nullcontext(), workload)
+        return _prediction(run, workload)
     network.train()
     optimizer = make_optimizer(network, OptimizerConfig()) if ours else AdamW(network.parameters(), fused=True)
     return _training_step(run, optimizer, workload)
 
 
-class _Prediction:
-    """Logits of one batch, again and again; `frozen` lasts as long as this does."""
-
-    def __init__(
-        self, run: Callable[[torch.Tensor], torch.Tensor], frozen: AbstractContextManager[None], workload: Workload
-    ) -> None:
-        self.run, self.frozen, self.workload, self.images = run, frozen, workload, workload.images()
-        with autocast(workload.precision, workload.device):
-            frozen.__enter__()
+def _prediction(run: Callable[[torch.Tensor], torch.Tensor], workload: Workload) -> Callable[[], object]:
+    images = workload.images()
 
     @torch.inference_mode()
-    def __call__(self) -> torch.Tensor:
-        with autocast(self.workload.precision, self.workload.device):
-            return self.run(self.images)
+    def step() -> torch.Tensor:
+        with autocast(workload.precision, workload.device):
+            return run(images)
+
+    return step
 
 
 def _training_step(

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.fused import Linear, attention, fuses
+from vitrail.models.dense import Linear
+from vitrail.models.kernels import attention, fuses
 
 __all__ = ["Guide", "SelfAttention", "attend"]
 
@@ -65,12 +66,10 @@ class SelfAttention(nn.Module):
         if read is None:
             q, k, v = self.qkv(tokens).view(b, n, 3, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
             return q, k, v
-        rows = [width, 2 * width]  # of the weight: those of the queries, and those of keys and values
-        for_q, for_kv = torch.split(self.qkv.operand, rows)
-        bias_q, bias_kv = (None, None) if self.qkv.bias is None else torch.split(self.qkv.bias, rows)
         readers = tokens[:, :read]
-        q = self.qkv.product(readers, for_q, bias_q).view(b, readers.shape[1], *each_head).transpose(1, 2)
-        k, v = self.qkv.product(tokens, for_kv, bias_kv).view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
+        q, kv = self.qkv.by_rows((readers, width), (tokens, 2 * width))
+        q = q.view(b, readers.shape[1], *each_head).transpose(1, 2)
+        k, v = kv.view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
         return q, k, v
 
     @torch.no_grad()

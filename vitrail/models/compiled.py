@@ -17,7 +17,7 @@ from vitrail.models.layers import StochasticDepth
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
-__all__ = ["Compile", "Compiled", "compile_blocks", "resolve_compile"]
+__all__ = ["Compile", "Compiled", "compile_blocks", "compile_copy", "resolve_compile"]
 
 Compile = Literal["auto", "on", "off", "graphs"]
 """Whether blocks are compiled: "graphs" also has a GPU replay each as one CUDA graph, which saves starting kernels one
@@ -28,6 +28,10 @@ GRAPHS = 64
 """How often the compiler may compile a block in a process before it gives up and runs it as it is; by default 8. A run
 needs up to 12 by itself: the last block is different where only its class token is read, training differs from
 evaluation, and each of them is compiled once or twice more when batches or images of other sizes come."""
+
+
+OPTIONS = "compile_options"
+"""Name of the attribute of a compiled block that holds the options it was compiled with."""
 
 
 def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
@@ -65,14 +69,24 @@ def compile_blocks(
     draws = any(skip.draws for skip in skips)
     for skip in skips:
         skip.draws = draws  # the first one too, whose chance is 0, or it would be a graph of its own
+    options = {"backend": backend, "mode": "reduce-overhead"} if compile == "graphs" else {"backend": backend}
     for block in network.blocks:
-        if compile == "graphs":
-            block.compile(backend=backend, mode="reduce-overhead")
-        else:
-            block.compile(backend=backend)
+        _compile(block, options)
     if compile == "graphs":
         # However the network is called, patches come before the first block.
         network.patches.register_forward_pre_hook(partial(_begin_step, network.blocks))
+
+
+def compile_copy(module: nn.Module) -> None:
+    """Compile a copy of a block by the options by which `compile_blocks` compiled the block. Leave other modules."""
+    options = vars(module).get(OPTIONS)
+    if options is not None:
+        _compile(module, options)
+
+
+def _compile(module: nn.Module, options: dict[str, Any]) -> None:
+    module.compile(**options)
+    setattr(module, OPTIONS, options)
 
 
 def _begin_step(blocks: nn.Module, *patches_and_images: Any) -> None:

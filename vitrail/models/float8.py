@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.fused import Linear, linear
+from vitrail.models.dense import Linear
+from vitrail.models.kernels import linear
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import VisionTransformer
 
@@ -35,7 +36,7 @@ def use_float8(network: nn.Module) -> int:
     found = 0
     for module in network.blocks.modules() if isinstance(network, VisionTransformer) else ():
         if isinstance(module, Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
-            module.product = float8_linear
+            module.use_product(float8_linear)
             found += 1
     if not found:
         raise ConfigError(

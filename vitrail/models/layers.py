@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.fused import Linear, fuses, gelu_linear
+from vitrail.models.dense import Linear
+from vitrail.models.kernels import fuses
 
 __all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "lecun_normal_", "make_mlp"]
 
@@ -29,7 +30,7 @@ class Mlp(nn.Module):
     def forward(self, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         hidden = self.up(x)
         if fuses(hidden) and not (self.training and self.dropout.p):
-            return gelu_linear(self.down, hidden, "tanh" if self.activation.approximate == "tanh" else "none")
+            return self.down.after_gelu(hidden, "tanh" if self.activation.approximate == "tanh" else "none")
         return self.dropout(self.down(self.dropout(self.activation(hidden))))
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.fused import Linear
+from vitrail.models.dense import Linear
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
 from vitrail.models.vit import Block, VisionTransformer, ViTConfig
 
@@ -87,7 +87,7 @@ def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequenc
     for block in network.blocks:
         for layer, own in _layers(block):
             if parts := tuple(number for number, name in enumerate(own) if name in names):
-                layer.adapter = LowRank(layer.weight.detach(), rank=rank, alpha=alpha, parts=parts, of=len(own))
+                layer.adapt(LowRank(layer.weight.detach(), rank=rank, alpha=alpha, parts=parts, of=len(own)))
 
 
 @torch.no_grad()

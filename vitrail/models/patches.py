@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.fused import Linear
+from vitrail.models.dense import Linear
 
 __all__ = ["PatchEmbedding", "PrefixTokens"]
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.attention import attend
-from vitrail.models.fused import Linear
+from vitrail.models.dense import Linear
 from vitrail.models.layers import Activation, make_mlp
 from vitrail.models.network import Features
 

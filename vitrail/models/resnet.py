@@ -244,8 +244,8 @@ class StandardisedConv(nn.Conv2d):
             in_channels, out_channels, kernel, stride=stride, padding=0 if padding == "same" else padding, bias=False
         )
         self.eps = eps
-        self.frozen: Tensor | None = None
-        """The standardised filters, while `frozen_weights` lasts."""
+        self.is_standardised = False
+        """True if the filters themselves are standardised, as in a copy for predictions."""
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         if self.same:
@@ -255,12 +255,21 @@ class StandardisedConv(nn.Conv2d):
     @property
     def operand(self) -> Float[Tensor, "b c kh kw"]:
         """The filters as the convolution takes them."""
-        if self.frozen is not None:
-            return self.frozen
+        if self.is_standardised:
+            return self.weight
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
         eps, added_to = self.eps
         deviation = (variance + eps).sqrt() if added_to == "variance" else variance.sqrt() + eps
         return (self.weight - mean) / deviation
+
+    def freeze(self, dtype: torch.dtype | None) -> None:
+        """Replace the filters by the standardised ones, converted to `dtype` (None leaves the format).
+
+        The layer cannot be trained afterwards: `Predictor` calls this on its own copy of a network.
+        """
+        operand = self.operand.detach()
+        self.weight = nn.Parameter(operand if dtype is None else operand.to(dtype), requires_grad=False)
+        self.is_standardised = True
 
 
 class PreActivationUnit(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import Guide, SelfAttention
-from vitrail.models.fused import Linear
+from vitrail.models.dense import Linear
 from vitrail.models.layers import Activation, LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
 from vitrail.models.network import Features
 from vitrail.models.patches import PatchEmbedding, PrefixTokens

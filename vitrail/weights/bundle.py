@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, UndecodableImage
 from vitrail.machine import Precision, pick_device
-from vitrail.models.fused import predicting
+from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyNetwork
 from vitrail.weights.prediction import (
     AnyPrediction,
@@ -117,19 +117,20 @@ class Bundle:
             raise ConfigError("this model has no head, so it cannot predict; use embed")
         count = self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
-        with predicting(self.network, precision):
-            for batch in _batches(images, batch_size):
-                loaded = [self._pixels(image) for image in batch]
-                broken = [item for item in loaded if isinstance(item, UndecodableImage)]
-                if broken and undecodable == "raise":
-                    raise broken[0]
-                pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
-                predictions = iter(self._predictions(pixels, count, precision) if pixels else ())
-                results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
+        predictor = Predictor(self.network, precision)
+        for batch in _batches(images, batch_size):
+            loaded = [self._pixels(image) for image in batch]
+            broken = [item for item in loaded if isinstance(item, UndecodableImage)]
+            if broken and undecodable == "raise":
+                raise broken[0]
+            pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
+            predictions = iter(self._predictions(predictor, pixels, count) if pixels else ())
+            results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
         return results
 
     def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
         """Return the head's input for each image, in float32 on the CPU. Raise as `predict` does."""
+        predictor = Predictor(self.network)
         parts = [torch.empty(0, self.network.config.embed_width)]
         for batch in _batches(images, batch_size):
             pixels = []
@@ -138,8 +139,7 @@ class Bundle:
                 if isinstance(item, UndecodableImage):
                     raise item
                 pixels.append(item)
-            with predicting(self.network):
-                parts.append(self.network.embed(self._normalised(pixels)).float().cpu())
+            parts.append(predictor.embed(self._normalised(pixels)).float().cpu())
         return torch.cat(parts)
 
     def probabilities(
@@ -149,8 +149,7 @@ class Bundle:
         model's output is "numbers"."""
         if self.output == "numbers":
             raise ConfigError("this model predicts numbers, which have no probabilities; use predict")
-        logits = self._outputs(pixels, precision)
-        return torch.softmax(logits, dim=1) if self.output == "softmax" else torch.sigmoid(logits)
+        return self._probabilities(Predictor(self.network, precision), pixels)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the folder that `vitrail.load` reads, completely or not at all.
@@ -172,15 +171,18 @@ class Bundle:
             raise ConfigError(f"top={top} is out of range: this model has {len(self.classes)} classes")
         return top
 
-    def _predictions(self, pixels: Sequence[np.ndarray], count: int, precision: Precision) -> Sequence[AnyPrediction]:
+    def _predictions(self, predictor: Predictor, pixels: Sequence[np.ndarray], count: int) -> Sequence[AnyPrediction]:
         if self.output == "numbers":
-            rows = self._outputs(pixels, precision).tolist()
+            rows = self._outputs(predictor, pixels).tolist()
             return [NumberPrediction(self.classes, tuple(row)) for row in rows]
-        return rank(self.probabilities(pixels, precision=precision), self.classes, count)
+        return rank(self._probabilities(predictor, pixels), self.classes, count)
 
-    def _outputs(self, pixels: Sequence[np.ndarray], precision: Precision) -> Float[Tensor, "b outputs"]:
-        with predicting(self.network, precision):
-            return self.network(self._normalised(pixels)).float().cpu()
+    def _probabilities(self, predictor: Predictor, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b classes"]:
+        logits = self._outputs(predictor, pixels)
+        return torch.softmax(logits, dim=1) if self.output == "softmax" else torch.sigmoid(logits)
+
+    def _outputs(self, predictor: Predictor, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b outputs"]:
+        return predictor.logits(self._normalised(pixels)).float().cpu()
 
     def _normalised(self, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b c h w"]:
         return self.preprocess.normalise(torch.from_numpy(np.stack(pixels)).to(self.device))

@@ -27,8 +27,8 @@ from vitrail.evaluation.features.cache import (
 )
 from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision, resolve_precision
-from vitrail.models.fused import predicting
 from vitrail.models.network import Network
+from vitrail.models.predictor import Predictor
 
 __all__ = ["FeatureSet", "default_cache", "extract"]
 
@@ -120,16 +120,15 @@ class _Job:
         """Embeds these samples of the source, in batches and in their order."""
         if not len(rows):
             return
-        device = next(self.network.parameters()).device
-        embed = cast(Network, self.network).embed
+        predictor = Predictor(self.network, self.precision)
         part = Subset(self.source, rows.tolist())
         batches = evaluation_batches(part, self.preprocess, batch_size=self.batch_size, readers=self.readers)
-        with predicting(self.network, self.precision):
-            for batch in batches:
-                values = embed(self.preprocess.normalise(batch.to(device).images)).float().cpu().numpy()
-                keep(rows[batch.samples.numpy()], values, batch.valid.numpy(), batch.skipped)
-                done += len(batch)
-                self.on_progress(done)
+        for batch in batches:
+            images = self.preprocess.normalise(batch.to(predictor.device).images)
+            values = predictor.embed(images).float().cpu().numpy()
+            keep(rows[batch.samples.numpy()], values, batch.valid.numpy(), batch.skipped)
+            done += len(batch)
+            self.on_progress(done)
 
     def reason(self, row: int) -> str:
         """Why a sample cannot be decoded."""

@@ -15,7 +15,7 @@ from vitrail.data.source import Source
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision
-from vitrail.models.fused import predicting
+from vitrail.models.predictor import Predictor
 from vitrail.weights.bundle import OutputKind
 
 __all__ = ["Predictions", "each_batch", "predict_all"]
@@ -148,14 +148,13 @@ def each_batch(
             "this model has no head, so it tells no classes apart; fine-tune it, or measure its features by linear, "
             "fewshot or knn"
         )
-    device = next(network.parameters()).device
+    predictor = Predictor(network, precision)
     skipped: list[Skipped] = []
-    with predicting(network, precision):
-        for batch in evaluation_batches(source, preprocess, batch_size=batch_size, readers=readers):
-            skipped += batch.skipped
-            if on_skip is not None:
-                for item in batch.skipped:
-                    on_skip(item)
-            batch = batch.to(device)
-            take(batch, network(preprocess.normalise(batch.images)).float())
+    for batch in evaluation_batches(source, preprocess, batch_size=batch_size, readers=readers):
+        skipped += batch.skipped
+        if on_skip is not None:
+            for item in batch.skipped:
+                on_skip(item)
+        batch = batch.to(predictor.device)
+        take(batch, predictor.logits(preprocess.normalise(batch.images)).float())
     return tuple(skipped)

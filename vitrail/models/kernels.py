@@ -1,34 +1,30 @@
-"""The same arithmetic in fewer passes over memory, where products run in bfloat16 on a CPU: `Linear` and `attention`.
+"""Kernels for products in bfloat16 on a CPU, which compute the same as PyTorch's in fewer passes over memory.
 
-Everywhere else (float32, GPUs, inside torch.compile) they are PyTorch's own, and so are all results within rounding.
-What each choice is worth stands beside it, on two cores of an AMD EPYC 9004 (AVX512-BF16), November 2026.
+In float32, on GPUs and inside torch.compile, PyTorch's own kernels are used. The speed of each kernel was measured on
+two cores of an AMD EPYC 9004 (AVX512-BF16), November 2026; `docs/performance.md` has the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitrail.machine import Precision, autocast, resolve_precision
-
-__all__ = ["Linear", "attention", "frozen_weights", "fuses", "gelu_linear", "linear", "predicting"]
+__all__ = ["ONEDNN", "Gelu", "attention", "fuses", "gelu_linear", "linear"]
 
 Gelu = Literal["none", "tanh"]
 """PyTorch's names for the exact GELU and for its approximation."""
 
 ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""Whether there is oneDNN's dense layer, which adds the bias by itself, and it knows bfloat16 on this processor."""
+"""True if this build of PyTorch has oneDNN's dense layer, which adds the bias itself, and it computes in bfloat16."""
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether products of `x` run in bfloat16 on a CPU by autocast, and nothing is traced that would fuse by itself."""
+    """Return True if autocast runs the products of `x` in bfloat16 on a CPU. A compiler fuses by itself."""
     return (
         x.device.type == "cpu"
         and torch.is_autocast_enabled("cpu")
@@ -38,95 +34,35 @@ def fuses(x: Tensor) -> bool:
     )
 
 
-class Linear(nn.Linear):
-    """A dense layer whose product `linear` computes, or what `product` was replaced with."""
-
-    frozen: Tensor | None
-    """The weight as products take it, while `frozen_weights` lasts."""
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """Of input, weight and bias."""
-    adapter: nn.Module | None
-    """What products take is this of the weight, where there is one (`lora.py`)."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
-        super().__init__(inputs, outputs, bias=bias)
-        self.frozen, self.product, self.adapter = None, linear, None
-
-    @property
-    def operand(self) -> Float[Tensor, "outputs inputs"]:
-        """The weight as products take it."""
-        if self.frozen is not None:
-            return self.frozen
-        return self.weight if self.adapter is None else self.adapter(self.weight)
-
-    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
-        return self.product(x, self.operand, self.bias)
-
-
 def linear(
     x: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None
 ) -> Float[Tensor, "*batch outputs"]:
-    """`x weight^T + bias`, the bias added while the product is written, not before.
+    """Return `x weight^T + bias`. The bias is added while the product is written.
 
-    PyTorch copies a bias into the output and has the product add to it: 324 to 386 GFLOP/s on the shapes of a ViT-S,
-    where this reaches 370 to 430. Of `x`, only the bfloat16 form that the product saw is kept for backward.
+    PyTorch copies the bias into the output and adds the product to it: 324 to 386 GFLOP/s on the shapes of a ViT-S,
+    compared with 370 to 430 here. For the backward pass, `x` is kept in bfloat16 only.
     """
     return _linear(x, weight, bias, None) if fuses(x) else F.linear(x, weight, bias)
 
 
 def gelu_linear(
-    layer: Linear, hidden: Float[Tensor, "*batch inputs"], approximate: Gelu
+    x: Float[Tensor, "*batch inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, " outputs"] | None,
+    approximate: Gelu,
 ) -> Float[Tensor, "*batch outputs"]:
-    """`layer(gelu(hidden))`, for a `hidden` that `fuses` accepts; GELU's output is not kept but made again in backward.
+    """Return `gelu(x) weight^T + bias`, without keeping GELU's output: the backward pass computes it again.
 
-    That saves 18 % of the bytes that ViT-S/16 keeps, for 1 % of the step's time.
+    `fuses` must be true of `x`. This saves 18 % of the bytes that ViT-S/16 keeps, for 1 % of the step's time.
     """
-    if layer.product is not linear:
-        return layer(F.gelu(hidden, approximate=approximate))
-    return _linear(hidden, layer.operand, layer.bias, approximate)
-
-
-@contextmanager
-def frozen_weights(network: nn.Module) -> Iterator[None]:
-    """While this lasts, weights must not change: what every layer makes of its own for products, it makes once.
-
-    Otherwise dense layers convert them in every call inside autocast, which for ViT-B/16 and one image takes 19 ms of
-    129, and a ResNet standardises its filters.
-    """
-    layers: list[Any] = [module for module in network.modules() if getattr(module, "frozen", module) is None]
-    for layer in layers:
-        operand = layer.operand
-        kind = operand.device.type
-        if torch.is_autocast_enabled(kind):
-            layer.frozen = operand.detach().to(torch.get_autocast_dtype(kind))
-        elif operand is not layer.weight:
-            layer.frozen = operand.detach()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.frozen = None
-
-
-@contextmanager
-def predicting(network: nn.Module, precision: Precision = "float32") -> Iterator[None]:
-    """Everything that a prediction wants: evaluation mode, no gradients, products in `precision`, weights converted
-    once. "auto" is bf16 where the processor has units for it. The network's mode comes back."""
-    device = next(network.parameters()).device
-    was_training = network.training
-    network.eval()
-    try:
-        with torch.inference_mode(), autocast(resolve_precision(precision, device), device), frozen_weights(network):
-            yield
-    finally:
-        network.train(was_training)
+    return _linear(x, weight, bias, approximate)
 
 
 def attention(qkv: Float[Tensor, "b n three_width"], heads: int) -> Float[Tensor, "b n width"]:
-    """`softmax(q k^T / sqrt(d)) v` of every head, from and to the layout of the dense layers around it.
+    """Return `softmax(q k^T / sqrt(d)) v` of every head, in the layout of the dense layers around it.
 
-    For a `qkv` that `fuses` accepts: queries, keys and values are brought into order in one copy, their gradients in
-    another, and the products scale. A step of ViT-S/16 takes 2.5 % less time than with the operations one by one.
+    `fuses` must be true of the layer's input. One copy orders queries, keys and values, another one their gradients,
+    and the products apply the scale. A step of ViT-S/16 takes 2.5 % less time than with separate operations.
     """
     if torch.is_grad_enabled():
         return _Attention.apply(qkv, heads)  # type: ignore[no-untyped-call]
@@ -170,7 +106,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _attend(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, queries with keys and values in order (3, b * heads, n, d), and the attention weights."""
+    """Return the result, the ordered queries, keys and values (3, b * heads, n, d), and the attention weights."""
     b, n, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     d = width // heads
     ordered = qkv.view(b, n, 3, heads, d).permute(2, 0, 3, 1, 4).reshape(3, b * heads, n, d)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.models.fused import ONEDNN, Linear, attention, frozen_weights, fuses, gelu_linear
+from vitrail.models.dense import Linear
+from vitrail.models.kernels import ONEDNN, attention, fuses
 
 needs_onednn = pytest.mark.skipif(not ONEDNN, reason="this build of PyTorch has no oneDNN")
 
@@ -86,7 +87,7 @@ def test_gelu_in_front_of_a_dense_layer(gelu: Literal["none", "tanh"], shape: tu
     hidden = (2 * torch.randn(shape)).bfloat16().float().requires_grad_()
     upstream = torch.randn(*shape[:-1], 20).bfloat16()
     with autocast():
-        found = gelu_linear(layer, hidden, gelu)
+        found = layer.after_gelu(hidden, gelu)
     plain = layer(F.gelu(hidden, approximate=gelu))
     torch.testing.assert_close(found.float(), plain, rtol=0.02, atol=0.03)
     targets = [hidden, layer.weight, layer.bias]
@@ -106,7 +107,7 @@ def test_gelu_keeps_one_wide_tensor_only() -> None:
         return tensor
 
     with autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        gelu_linear(layer, hidden.bfloat16(), "none")
+        layer.after_gelu(hidden.bfloat16(), "none")
     assert [tuple(tensor.shape) for tensor in kept] == [(7, 64), (16, 64)]
     assert all(tensor.dtype == torch.bfloat16 for tensor in kept)
 
@@ -139,11 +140,12 @@ def test_without_gradients_the_results_are_the_same_numbers() -> None:
     torch.manual_seed(0)
     layer, x, qkv = Linear(24, 40), torch.randn(3, 5, 24), torch.randn(2, 13, 72).bfloat16()
     with autocast():
-        trained = layer(x), gelu_linear(layer, x, "none"), attention(qkv, 4)
+        trained = layer(x), layer.after_gelu(x, "none"), attention(qkv, 4)
         with torch.no_grad():
-            served = layer(x), gelu_linear(layer, x, "none"), attention(qkv, 4)
-        with torch.inference_mode(), frozen_weights(layer):
-            frozen = layer(x), gelu_linear(layer, x, "none"), attention(qkv, 4)
+            served = layer(x), layer.after_gelu(x, "none"), attention(qkv, 4)
+        with torch.inference_mode():
+            layer.freeze(torch.bfloat16)
+            frozen = layer(x), layer.after_gelu(x, "none"), attention(qkv, 4)
     for one, two, three in zip(trained, served, frozen, strict=True):
         assert torch.equal(one, two) and torch.equal(one, three)
 
@@ -183,28 +185,3 @@ def test_a_network_and_its_gradients_agree_with_float32(options: dict[str, objec
     largest = max(float(gradient.norm()) for gradient in exact.values())
     for name, gradient in exact.items():
         assert float((ours[name] - gradient).norm()) < 0.06 * float(gradient.norm()) + 2e-3 * largest, name
-
-
-@pytest.mark.parametrize("image_size", [(35, 21), (14, 49)])
-def test_frozen_weights_change_no_result_and_leave_no_trace(image_size: tuple[int, int]) -> None:
-    made, images = network().eval(), torch.randn(2, 3, *image_size)
-    state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
-    with torch.inference_mode(), autocast():
-        expected = made(images)
-        with frozen_weights(made):
-            assert torch.equal(made(images), expected)
-            assert any(getattr(module, "frozen", None) is not None for module in made.modules())
-        assert torch.equal(made(images), expected)
-    assert not any(getattr(module, "frozen", None) is not None for module in made.modules())
-    assert made.state_dict().keys() == state.keys()
-    with torch.inference_mode():
-        plain = made(images)
-        with frozen_weights(made):
-            assert torch.equal(made(images), plain), "without autocast nothing is converted"
-
-
-def test_frozen_weights_end_with_an_error_too() -> None:
-    made = network()
-    with pytest.raises(RuntimeError, match="stop"), autocast(), frozen_weights(made):
-        raise RuntimeError("stop")
-    assert not any(getattr(module, "frozen", None) is not None for module in made.modules())

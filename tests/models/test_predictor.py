@@ -1,0 +1,179 @@
+"""Prediction leaves the network as it is, and threads predict as if each were alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitrail.machine import autocast
+from vitrail.models.dense import Linear
+from vitrail.models.kernels import ONEDNN
+from vitrail.models.lora import add_adapters
+from vitrail.models.predictor import Predictor
+from vitrail.models.variants import AnyNetwork, create
+
+PRECISIONS = ("float32", "bf16")
+
+
+def vit(**fields: Any) -> AnyNetwork:
+    return randomised(
+        create("ViT-Pico/7", num_classes=5, image_size=(35, 21), width=48, depth=3, heads=4, mlp_width=80, **fields)
+    )
+
+
+def adapted() -> AnyNetwork:
+    network = vit()
+    add_adapters(network, rank=2, alpha=2.0, names=("query", "up"))
+    return randomised(network)
+
+
+def bit() -> AnyNetwork:
+    return randomised(create("BiT-R26x1", num_classes=5, image_size=(35, 21), width=32, depths=(1, 1)))
+
+
+def hybrid() -> AnyNetwork:
+    return randomised(create("Conv+ViT-Pico/8", num_classes=5, image_size=(40, 24), depth=2))
+
+
+class Foreign(nn.Module):
+    """A network of a user's own: it holds one of its layers under a second name, in a list that torch does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.dense = Linear(3, 5)
+        self.steps = [self.norm, nn.Dropout(0.5)]
+        self.add_module("noise", self.steps[1])
+
+    def forward(self, images: Tensor) -> Tensor:
+        for step in self.steps:
+            images = step(images)
+        return self.dense(images.mean((2, 3)))
+
+
+def randomised(network: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "transformer": lambda: vit(dropout=0.3, stochastic_depth=0.5),
+    "pooled": lambda: vit(pool="map", qk_norm=True, positions="relative-bias", activation="swiglu"),
+    "adapted": adapted,
+    "hybrid": hybrid,
+    "ResNet": bit,
+    "foreign": lambda: randomised(Foreign()),
+}
+
+
+def images_of(network: nn.Module, batch: int = 3) -> Tensor:
+    size = network.config.image_size if hasattr(network, "config") else (8, 5)
+    return torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(7))
+
+
+def directly(network: nn.Module, images: Tensor, precision: str) -> Tensor:
+    was = network.training
+    network.eval()
+    with torch.inference_mode(), autocast(precision, torch.device("cpu")):  # type: ignore[arg-type]
+        logits = network(images)
+    network.train(was)
+    return logits
+
+
+def everything(network: nn.Module) -> list[tuple[Any, ...]]:
+    """All that a module holds, by identity."""
+    return [
+        (name, key, id(value) if not isinstance(value, dict) else {k: id(v) for k, v in value.items()})
+        for name, module in network.named_modules()
+        for key, value in vars(module).items()
+    ]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", MAKE)
+def test_results_are_the_networks_own_and_the_network_stays_as_it_is(name: str, precision: Any) -> None:
+    network = MAKE[name]().train()
+    images = images_of(network)
+    expected = directly(network, images, precision)
+    before = everything(network)
+    predictor = Predictor(network, precision)
+    assert torch.equal(predictor.logits(images), expected)
+    assert torch.equal(predictor(images), expected)
+    assert everything(network) == before
+    assert all(module.training for module in network.modules())
+
+
+def test_embeddings_and_features_too() -> None:
+    network = vit(registers=2).eval()
+    images, predictor = images_of(network), Predictor(network)
+    with torch.no_grad():
+        assert torch.equal(predictor.embed(images), network.embed(images))
+        expected, found = network.features(images), predictor.features(images)
+    assert torch.equal(found.patches, expected.patches) and torch.equal(found.registers, expected.registers)
+    assert found.patches.is_inference()
+    assert (predictor.device, predictor.precision) == (torch.device("cpu"), "float32")
+
+
+def test_float32_shares_every_weight() -> None:
+    network = vit()
+    own = {id(tensor) for tensor in network.parameters()}
+    predictor = Predictor(network)
+    assert {id(tensor) for tensor in predictor._network.parameters()} == own
+    coarse = Predictor(network, "bf16")._network
+    converted = [name for name, tensor in coarse.named_parameters() if id(tensor) not in own]
+    dense = [f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Linear)]
+    assert converted == dense and all(coarse.get_parameter(name).dtype == torch.bfloat16 for name in dense)
+
+
+def test_weights_are_converted_once() -> None:
+    network = vit()
+    images, predictor = images_of(network), Predictor(network, "bf16")
+    expected = predictor(images)
+    with torch.no_grad():
+        network.get_submodule("blocks.0.mlp.up").get_parameter("weight").zero_()
+    assert torch.equal(predictor(images), expected)
+    assert not torch.equal(Predictor(network, "bf16")(images), expected)
+
+
+@pytest.mark.skipif(not ONEDNN, reason="this build of torch has no dense layer of oneDNN")
+@pytest.mark.parametrize("name", MAKE)
+def test_threads_predict_with_one_network_in_two_precisions(name: str) -> None:
+    network = MAKE[name]().train()
+    images = images_of(network)
+    alone = {precision: directly(network, images, precision) for precision in PRECISIONS}
+    assert not torch.equal(alone["float32"], alone["bf16"].float())
+    start, found = threading.Barrier(4), {}
+
+    def work(thread: int, precision: Any) -> None:
+        start.wait()
+        results = []
+        for _ in range(5):
+            predictor = Predictor(network, precision)
+            results += [predictor(images) for _ in range(3)]
+        found[thread] = precision, results
+
+    threads = [threading.Thread(target=work, args=(n, PRECISIONS[n % 2])) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for precision, results in found.values():
+        assert all(torch.equal(result, alone[precision]) for result in results)
+
+
+def test_a_hook_of_the_network_is_called_and_a_later_one_is_not() -> None:
+    network, seen = vit().eval(), []
+    network.get_submodule("patches").register_forward_hook(lambda *_: seen.append("before"))
+    predictor = Predictor(network)
+    network.get_submodule("patches").register_forward_hook(lambda *_: seen.append("after"))
+    predictor(images_of(network))
+    assert seen == ["before"]
