@@ -378,7 +378,7 @@ def test_images_without_classes_open_when_none_are_needed(tree: Trees, paths: li
     assert [splits.train.target(index) for index in range(len(wanted))] == [None] * len(wanted)
     assert splits.train[0].target is None and len(splits.notes) == 1 and "skipped 1 file without" in splits.notes[0]
     assert splits.test is None or (keys_of(splits.test) == ["c.png"] and target_kind(splits.test) == "none")
-    with pytest.raises(DataError, match=r"has no labels, and classification needs classes; label the images, or"):
+    with pytest.raises(DataError, match=r"has no labels; classification needs a label for each image: label them, or"):
         check_classes(splits)
     with pytest.raises(DataError, match=r"has no targets and no numbers; regression needs columns of numbers"):
         check_numbers(splits)
