@@ -34,7 +34,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert __version__ in capsys.readouterr().out
 
 
-SIMPLE = [verb for verb in VERBS if verb not in ("train", "finetune", "evaluate")]
+SIMPLE = [verb for verb in VERBS if verb not in ("train", "finetune")]
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -67,7 +67,7 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
     from vitrail.cli.help import help_page
 
     module = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}")
-    command = getattr(module, "COMMAND", None)  # train, finetune and evaluate parse their own arguments so far
+    command = getattr(module, "COMMAND", None)  # train and finetune parse their own arguments so far
     try:
         if command is None:
             own: int = module.main(arguments, started)

@@ -176,4 +176,4 @@ def _is_number(word: str) -> bool:
 
 def _typed(value: str) -> str:
     """Return a value as a user types it: the values of a tuple with spaces between them."""
-    return " ".join(value[1:-1].replace(",", " ").split()) if value.startswith("(") else value
+    return " ".join(value[1:-1].replace(",", " ").split()) or "none" if value.startswith("(") else value

@@ -1,21 +1,21 @@
-"""`vitrail evaluate`: a model's figures on a data set, by its head or by its features, or on a suite of tasks."""
+"""`vitrail evaluate`: measure a model on a data set or on a suite of tasks, by its head or by its features."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from rich.console import Console
 
 from vitrail.cli.bars import images_bar
-from vitrail.cli.options import parse
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Positional, flag
 from vitrail.errors import ConfigError, DataError
 
-if TYPE_CHECKING:  # so that --help does not wait for PyTorch
+if TYPE_CHECKING:  # --help does not wait for PyTorch
     from vitrail.data.source import Source
     from vitrail.data.splits import Splits
     from vitrail.evaluation.outputs import Outputs
@@ -33,67 +33,87 @@ BY_SUITE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Measure a model on a data set: how often its likeliest class is the true one, or how much a simple classifier
-    makes of its features. With --suite, on many data sets."""
+    """Options of `vitrail evaluate`."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Folder of a model or of the run that made it, another library's file or folder, or a name on the hub."""
+    model: Annotated[str, Positional("MODEL")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     data: str = ""
-    """A data set, as for vitrail train. With --suite, a folder that may hold the tasks' data in folders of their
-    names."""
+    """Data set: any that `vitrail train` takes. With --suite, a folder that may hold the tasks' data in folders of
+    their names."""
     by: str = "accuracy"
-    """Evaluators with commas between them: accuracy, of the model's own head; linear, logistic regression on its
-    features; fewshot, least squares on the features of a few images of each class; knn, a vote of the nearest
-    features. The last three learn from the training split."""
+    """Evaluators, separated by commas: accuracy, linear, fewshot, knn. accuracy measures the model's own head; the
+    others train a simple classifier on its features of the training split: logistic regression, least squares on a few
+    images per class, or a vote of the nearest neighbours."""
     suite: str = ""
-    """A suite of tasks instead of one data set: vtab-1k, paper-table-5, fewshot, offline, or a TOML file."""
-    strict: tyro.conf.FlagCreatePairsOff[bool] = False
-    """A task of the suite that cannot be measured is an error, and not left out."""
+    """Suite of tasks to measure instead of one data set: vtab-1k, paper-table-5, fewshot, offline, or a TOML file."""
+    strict: bool = False
+    """Fail if a task of the suite cannot be measured. By default the task is skipped."""
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
-    """What is measured. held-out is the test split, or else the validation split; where the data has neither, the
-    images that training on it would hold out. all measures every image, whether it was trained on or not."""
-    per_class: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Show the head's figures of each class."""
-    confusion: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Show what the head takes for what: all of it up to 20 classes, else the pairs that are most confused."""
+    """Split to measure. held-out is the test split, or else the validation split that training on this data would
+    hold out; all measures every image, including training images."""
+    per_class: bool = False
+    """Show the metrics of each class. They are those of the model's own head."""
+    confusion: bool = False
+    """Show the confusion matrix of the model's own head, or with more than 20 classes the most confused pairs."""
     bootstrap: int = 1000
-    """Resamples behind each 95 % interval of the head's figures; 0 for no intervals."""
+    """Number of resamples for each 95 % interval. 0 computes no intervals."""
     real: str = ""
-    """public, or a file real.json: measure ImageNet's validation images by the ReaL labels too."""
+    """Also measure by the ReaL labels of ImageNet's validation images: public, or a file real.json."""
     class_names: str = ""
-    """A list of WordNet ids and names in the order of the model's head, where neither says the other's names."""
+    """File with WordNet ids and names in the order of the model's outputs, if data and model name classes
+    differently."""
     shots: tuple[int, ...] = ()
-    """Images of each class that fewshot learns from; by default 1, 5, 10 and 25, as far as every class has so many."""
+    """Numbers of training images per class for fewshot. By default 1, 5, 10 and 25, as far as every class has them."""
     seeds: int = 3
-    """How many times fewshot draws them."""
+    """Number of random draws of these images, over which fewshot averages."""
     l2: float | Literal["loo"] = 1024.0
-    """Strength of fewshot's regularisation; loo chooses it for each draw by leaving each image out in turn."""
-    allow_fewer: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Let classes that have fewer images than shots give those they have."""
+    """Strength of fewshot's regularisation. loo chooses it for each draw by leave-one-out validation."""
+    allow_fewer: bool = False
+    """Use all images of classes that have fewer than the number of shots. By default this is an error."""
     k: tuple[int, ...] = ()
-    """Numbers of neighbours for knn; by default 1, 5, 10, 20 and 100, as far as there are as many images."""
+    """Numbers of neighbours for knn. By default 1, 5, 10, 20 and 100, as far as there are as many images."""
     temperature: float = 0.07
-    """Of knn: a neighbour's vote weighs exp(cosine / temperature)."""
+    """Temperature of knn: the vote of a neighbour has the weight exp(cosine / temperature)."""
     image_size: tuple[int, int] | None = None
-    """Height and width in pixels, where they are to be others than the model's; its positions are resized."""
+    """Image height and width in pixels. By default the model's; for another size, the position embeddings are
+    resized."""
     batch_size: int = 256
-    """Images at a time."""
+    """Images per forward pass."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1."""
+    """auto, cpu, cuda or cuda:1. auto is the GPU if there is one."""
     precision: Literal["auto", "bf16", "float32"] = "float32"
-    """Of matrix products: float32; bf16, which is faster; or auto: bf16 where the processor has units for it."""
+    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32."""
     cache: Path | None = None
-    """Folder in which features are kept and found again; by default $VITRAIL_DATA/features, or
+    """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
-    no_cache: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Keep and find none."""
+    no_cache: bool = False
+    """Neither read nor write the cache of features."""
     json: bool = False
     """Print JSON instead of tables."""
 
 
-def main(words: Sequence[str], started: float) -> int:
-    options = parse(Evaluate, words, usage="vitrail evaluate", description=Evaluate.__doc__ or "")
-    _check(options)
+COMMAND = Command(
+    name="evaluate",
+    summary="""Measure a model on a data set: the accuracy of its own head, or of a simple classifier that is trained
+    on its features. With --suite, measure it on many data sets.""",
+    examples=(
+        Example("vitrail evaluate runs/flowers --data flowers", "Measure the model of a run on held-out images."),
+        Example("vitrail evaluate vit.npz --data flowers --by linear,knn", "Compare the features of another model."),
+        Example("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
+    ),
+    options=(Evaluate,),
+    essential={
+        "What to measure": ("data", "split", "by", "suite", "image_size"),
+        "Settings of evaluators": ("shots", "k", "bootstrap", "class_names"),
+        "Output": ("per_class", "confusion", "json"),
+        "Speed": ("batch_size", "device", "precision", "cache"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = Evaluate(**call.options)
+    _check(options, call.options)
     from vitrail.machine import keep_freed_memory
 
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
@@ -101,30 +121,31 @@ def main(words: Sequence[str], started: float) -> int:
     return _suite(options, console) if options.suite else _one(options, console)
 
 
-def _check(options: Evaluate) -> None:
-    """Raises `ConfigError` for options at odds with each other."""
+def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options that exclude each other."""
     if options.no_cache and options.cache is not None:
-        raise ConfigError("--cache names a folder to keep features in, and --no-cache keeps none; choose one")
+        raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
+    if options.seeds < 1:
+        raise ConfigError(f"seeds={options.seeds} is less than 1")
     if not options.suite:
         if not options.data:
-            raise ConfigError("nothing to measure on: name a data set by --data, or a suite of them by --suite")
+            raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
         if options.strict:
-            raise ConfigError("--strict is for the tasks of a --suite")
+            raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
         return
-    usual = {field.name: field.default for field in fields(options) if field.default is not MISSING}
-    if given := [f"--{name.replace('_', '-')}" for name in BY_SUITE if getattr(options, name) != usual[name]]:
-        raise ConfigError(f"a suite says itself what is measured and how; leave out {', '.join(given)}")
+    if decided := [flag(name) for name in BY_SUITE if name in given]:
+        raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
 
 
 def _one(options: Evaluate, console: Console) -> int:
-    """One data set."""
+    """Measure one data set, and return the exit code."""
     from vitrail.evaluation.evaluators import evaluators_of, measure
 
     evaluators = evaluators_of(options.by, _settings(options))
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name == "accuracy"}
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name != "accuracy"}
     if (options.per_class or options.confusion) and not by_head:
-        raise ConfigError("--per-class and --confusion are of the model's own head; add accuracy to --by")
+        raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
     bundle = _load(options)
     share = 0.0 if options.split == "all" else float(bundle.provenance.get("validation_share") or 0.1)
     notes = list(bundle.notes)
@@ -140,13 +161,13 @@ def _one(options: Evaluate, console: Console) -> int:
         notes += more
         if list(learned) == ["train"]:
             raise ConfigError(
-                f"{', '.join(by_features)}: what learns from the training split cannot be measured on it; leave out "
-                "--split, and held-out images are measured"
+                f"--split train: {', '.join(by_features)} cannot be measured on the images that it learns from; leave "
+                "out --split to measure held-out images"
             )
         learned.pop("train", None)
     if "validation" in {*judged, *learned} and _learned_all(bundle, options):
         notes.append(
-            "this model's training held nothing out: if it was trained on this data, it has learned from the images "
+            "this model was trained without held-out images: if it was trained on this data, it has seen the images "
             "that are measured"
         )
     for note in dict.fromkeys(notes):
@@ -171,7 +192,7 @@ def _show(
     options: Evaluate,
     console: Console,
 ) -> None:
-    """Prints what was found of each split."""
+    """Print the results of each split."""
     from vitrail.cli.evaluate_tables import confusion_table, figures_table, per_class_table
 
     if options.json:
@@ -186,7 +207,7 @@ def _show(
 
 
 def _suite(options: Evaluate, console: Console) -> int:
-    """Many data sets."""
+    """Measure a suite of tasks, and return the exit code."""
     from vitrail.cli.evaluate_tables import suite_table
     from vitrail.transfer.suite import read_suite, run_suite, suite_as_plain
 
@@ -209,7 +230,7 @@ def _suite(options: Evaluate, console: Console) -> int:
     console.print(suite_table(result))
     for row in result.rows:
         if row.reason is not None:
-            console.print(f"left out {row.task.name}: {row.reason}", style="yellow", markup=False)
+            console.print(f"skipped {row.task.name}: {row.reason}", style="yellow", markup=False)
     return 0
 
 
@@ -221,7 +242,7 @@ def _load(options: Evaluate) -> Bundle:
 
 
 def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
-    """Of the evaluators."""
+    """Return the settings of each evaluator, by its name."""
     names = {
         "accuracy": ("bootstrap", "real", "class_names"),
         "fewshot": ("shots", "seeds", "l2", "allow_fewer"),
@@ -231,17 +252,17 @@ def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
 
 
 def _by_model(bundle: Bundle, options: Evaluate, share: float) -> tuple[Splits, tuple[str, ...]]:
-    """The data with labels that are the model's outputs, and what to say of how they were matched."""
+    """Return the data with the model's classes as labels, and notes about how classes were matched."""
     from vitrail.data.sources import open_data
     from vitrail.data.splits import Splits
     from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes
 
     if not options.class_names:
         try:
-            # The cut depends on names and share alone, so with training's share it holds out what training held out.
+            # The cut depends on names and fraction alone, so this holds out the images that training held out.
             return open_data(options.data, validation_share=share, classes=bundle.classes or None), ()
         except DataError:
-            pass  # if it is not for the classes, the next line says it again
+            pass  # the classes differ, or else the next line raises the same error
     splits = open_data(options.data, validation_share=share)
     mapped = map_classes(bundle.classes, splits.classes, mapping=options.class_names or None)
 
@@ -253,7 +274,7 @@ def _by_model(bundle: Bundle, options: Evaluate, share: float) -> tuple[Splits, 
 
 
 def _by_data(options: Evaluate, share: float) -> Splits:
-    """The data with its own classes. All training images are learned from where other ones are measured."""
+    """Return the data with its own classes. No validation split is cut if another split is measured."""
     from vitrail.data.sources import open_data
 
     if options.split != "validation":
@@ -264,7 +285,7 @@ def _by_data(options: Evaluate, share: float) -> Splits:
 
 
 def _learned_all(bundle: Bundle, options: Evaluate) -> bool:
-    """Whether a validation split is cut here that training with no image held out had not."""
+    """Return True if evaluation has to create a validation split that training did not have."""
     from vitrail.data.sources import open_data
 
     if options.split == "all" or bundle.provenance.get("validation_share") != 0:
@@ -273,7 +294,7 @@ def _learned_all(bundle: Bundle, options: Evaluate) -> bool:
 
 
 def _chosen(splits: Splits, options: Evaluate) -> tuple[dict[str, Source], tuple[str, ...]]:
-    """The splits to measure by name, and what to say of them."""
+    """Return the splits to measure, by name, and notes about them."""
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     there = {name: source for name, source in named.items() if source is not None}
     if options.split == "all":
@@ -304,14 +325,14 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
 
 
 def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, ClassificationReport]:
-    """Of the head, once more, without the intervals that are known already."""
+    """Return the reports of the model's own head, without intervals."""
     from vitrail.evaluation.predictions.report import report
 
     return {name: report(outputs.predictions(source), bootstrap=0) for name, source in sources.items()}
 
 
 def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bundle) -> dict[str, Any]:
-    """What JSON has of a split beside its figures."""
+    """Return what the JSON of a split holds beside its metrics."""
     from vitrail.plain import to_plain
 
     detail: dict[str, Any] = {}
@@ -324,7 +345,7 @@ def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bund
 
 
 class _Bar:
-    """How far the images are, where somebody looks on."""
+    """A progress bar over images."""
 
     def __init__(self, console: Console) -> None:
         self._progress = images_bar(console, transient=True)
