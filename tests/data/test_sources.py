@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vitrail.data.source import Source, stamp_of, target_kind
-from vitrail.data.sources import fashion_mnist, mix_in, open_data
+from vitrail.data.sources import fashion_mnist, mix_in, open_data, open_mixed, open_whole
+from vitrail.data.sources.folder import FolderSource
 from vitrail.data.splits import Splits, check_classes, check_numbers
 from vitrail.errors import DataError
 
@@ -325,6 +327,30 @@ def test_a_file_that_two_splits_share_is_refused(tree: Trees, how: str) -> None:
     message = r"the training split and the test split share 1 file, such as .*train/b/2\.png and .*test/a/5\.png; "
     with pytest.raises(DataError, match=message):
         open_data(str(root), validation_share=0.0)
+
+
+def test_open_data_is_cut_again_without_opening_it(tree: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, more = tree(*many("a", "b"), name="data"), tree(*many("a", "c", count=7), name="more")
+    opened = open_whole(f"{root}[:20]")
+    opened = replace(opened, mixed=open_mixed(opened.whole, (f"0.25:{more}",)))
+    monkeypatch.setattr(FolderSource, "__init__", lambda *_, **__: pytest.fail("a folder was opened again"))
+    cuts = {fraction: opened.splits(validation_share=fraction, subset_seed=3) for fraction in (0.0, 0.1, 0.3)}
+    monkeypatch.undo()
+    for fraction, splits in cuts.items():
+        expected = open_data(f"{root}[:20]", validation_share=fraction, subset_seed=3)
+        first = next(source for source, *_ in splits.train.parts)
+        assert keys_of(first) == keys_of(expected.train)
+        assert splits.classes == ("a", "b", "c") and splits.notes == expected.notes
+        assert (splits.validation is None) == (fraction == 0)
+        assert fraction == 0 or keys_of(splits.validation) == keys_of(expected.validation)
+
+
+def test_drawn_samples_are_held_out_in_any_number() -> None:
+    opened = open_whole("fractals:3:10")
+    assert opened.splits(validation_share=0.0).validation is None
+    splits = opened.splits(validation_share=0.5)
+    assert len(splits.train) == len(splits.validation) == 30
+    assert not {*keys_of(splits.train)} & {*keys_of(splits.validation)}
 
 
 def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:

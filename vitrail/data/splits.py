@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from vitrail.data.source import Source, TargetKind, cut, target_kind
 from vitrail.errors import DataError
@@ -22,6 +22,14 @@ SPLITS: dict[Split, tuple[str, ...]] = {
 """What each split is called, as a folder or at the beginning of a file's name, in any case."""
 
 NAME = re.compile(rf"({'|'.join(name for names in SPLITS.values() for name in names)})(?:[^a-z].*)?", re.I | re.S)
+
+
+@runtime_checkable
+class Unlimited(Protocol):
+    """A source that draws its samples and can draw further ones of the same classes."""
+
+    def held_out(self, fraction: float) -> Source:
+        """Return further samples, which make up about `fraction` of both sources together."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +125,15 @@ def check_numbers(splits: Splits) -> None:
 
 
 def with_validation(splits: Splits, spec: str, share: float) -> Splits:
-    """The same with a validation split, cut from the training images where there is none (share 0 leaves it so)."""
+    """Return the splits with a validation split of about this fraction of the training images, if there is none yet.
+
+    A source that draws its samples draws further ones for it. From other sources samples are cut off. A fraction of 0
+    leaves the splits as they are.
+    """
     if splits.validation is not None or share == 0:
         return splits
+    if isinstance(splits.train, Unlimited):
+        return replace(splits, validation=splits.train.held_out(share))
     train, validation = cut(splits.train, share)
     note = (
         f"data {spec!r} has no validation split: {len(validation):,} of its {len(splits.train):,} training images were "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitrail.data.source import Mixture, Source, TargetKind, Widened, take, take_per_class, target_kind
@@ -21,7 +21,7 @@ from vitrail.data.sources.table import open_table, tables_in
 from vitrail.data.splits import SPLITS, Splits, check_classes, with_validation
 from vitrail.errors import ConfigError, DataError, nearest, plural
 
-__all__ = ["NAMES", "mix_in", "open_data"]
+__all__ = ["NAMES", "OpenedData", "mix_in", "open_data", "open_mixed", "open_whole"]
 
 KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
@@ -58,12 +58,43 @@ def open_data(
     as well, such as a folder of photographs. Raises `DataError`, and `ConfigError` if both `classes` and `numbers` are
     given.
     """
+    opened = open_whole(spec, classes=classes, numbers=numbers, unlabelled=unlabelled)
+    return opened.splits(validation_share=validation_share, per_class=per_class, subset_seed=subset_seed)
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """Data that is open. Splits can be cut from it repeatedly without opening it again."""
+
+    spec: str
+    whole: Splits
+    """All samples, before a validation split is cut off and an amount is selected."""
+    mixed: tuple[tuple[float, Source], ...] = ()
+    """Further training data, each with its fraction of the samples that training draws."""
+
+    def splits(self, *, validation_share: float, per_class: int | None = None, subset_seed: int = 0) -> Splits:
+        """Return the splits that `open_data` describes, with the further training data. Raises `DataError`."""
+        splits = with_validation(self.whole, self.spec, validation_share)
+        splits = _reduced(splits, self.spec, _amount_of(self.spec)[1], per_class, subset_seed)
+        return _mixture(splits, self.mixed) if self.mixed else splits
+
+
+def open_whole(
+    spec: str,
+    *,
+    classes: tuple[str, ...] | None = None,
+    numbers: tuple[str, ...] = (),
+    unlabelled: bool = False,
+) -> OpenedData:
+    """Open the data that `spec` names, and leave the choice of its splits to `OpenedData.splits`.
+
+    The arguments are those of `open_data`, and so are the exceptions.
+    """
     if classes is not None and numbers:
         raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"numbers={numbers} names a column twice")
-    location, amount = _amount_of(spec)
-    splits = replace(_open(location, classes, validation_share, numbers, unlabelled), title=f"data {spec!r}")
+    splits = replace(_open(_amount_of(spec)[0], classes, numbers, unlabelled), title=f"data {spec!r}")
     if classes is not None and splits.target_kind == "numbers":
         raise DataError(
             f"data {spec!r} has numbers ({', '.join(splits.classes)}) and no classes; the model has classes: "
@@ -79,8 +110,7 @@ def open_data(
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if isinstance(splits.train, FileSource) and isinstance(source, FileSource):
             refuse_shared(splits.train, source, split)
-    splits = with_validation(splits, spec, validation_share)
-    return _reduced(splits, spec, amount, per_class, subset_seed)
+    return OpenedData(spec, splits)
 
 
 def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
@@ -90,33 +120,40 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
     merged. New classes follow those of `splits`, in all of its splits. If the targets of `splits` are numbers, the
     columns of the same names are opened. Raises `DataError`.
     """
+    return _mixture(splits, open_mixed(splits, more)) if more else splits
+
+
+def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[tuple[float, Source], ...]:
+    """Return the training data that `mix_in` adds to the splits, each with its fraction. Raises `DataError`."""
     numbers = splits.classes if splits.target_kind == "numbers" else ()
-    sources, weights = [splits.train], [1.0]
+    opened = []
     for text in more:
         fraction, _, spec = text.partition(":")
         if FRACTION.fullmatch(fraction) is None or not 0 < float(fraction) < 1 or not spec:
             raise DataError(
                 f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
-        opened = open_data(spec, validation_share=0.0, numbers=numbers, unlabelled=splits.target_kind == "none")
-        sources.append(opened.train)
-        weights.append(float(fraction))
-    weights[0] = 1 - sum(weights[1:])
-    if weights[0] <= 0:
+        further = open_data(spec, validation_share=0.0, numbers=numbers, unlabelled=splits.target_kind == "none")
+        opened.append((float(fraction), further.train))
+    if sum(fraction for fraction, _ in opened) >= 1:
         raise DataError(
             f"mix {', '.join(more)}: the fractions add up to 1 or more, which leaves nothing for the data itself; keep "
             "their sum below 1"
         )
-    kinds = [target_kind(source) for source in sources]
+    kinds = [splits.target_kind, *(target_kind(source) for _, source in opened)]
     if len(set(kinds)) > 1 and kinds[0] != "none":
         held = ", ".join(KINDS[kind] for kind in kinds)
         raise DataError(
             f"mix {', '.join(more)}: the data sets have different kinds of targets ({held}); mix only data sets of the "
             "same kind"
         )
-    if not more:
-        return splits
-    train = Mixture(sources, weights)
+    return tuple(opened)
+
+
+def _mixture(splits: Splits, mixed: tuple[tuple[float, Source], ...]) -> Splits:
+    """Return the splits with further training data, whose classes follow those of the splits."""
+    weights = [fraction for fraction, _ in mixed]
+    train = Mixture([splits.train, *(source for _, source in mixed)], [1 - sum(weights), *weights])
 
     def widened(source: Source | None) -> Source | None:
         return source if source is None or source.classes == train.classes else Widened(source, train.classes)
@@ -124,15 +161,13 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
     return replace(splits, train=train, validation=widened(splits.validation), test=widened(splits.test))
 
 
-def _open(
-    location: str, classes: tuple[str, ...] | None, validation_share: float, numbers: tuple[str, ...], unlabelled: bool
-) -> Splits:
+def _open(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...], unlabelled: bool) -> Splits:
     path = Path(location).expanduser()
     is_name = location in ("bundled", "fashion-mnist") or location.startswith("fractals:")
     if location.startswith("hf:"):
         return open_hub_data(location, classes, numbers)
     if is_name:
-        splits = _open_classes(location, path, classes, validation_share, unlabelled)
+        splits = _open_classes(location, path, classes, unlabelled)
     elif looks_like_shards(location if "://" in location else str(path)):
         return open_shards(location if "://" in location else str(path), classes, numbers)
     elif looks_like_parquet(path):
@@ -142,7 +177,7 @@ def _open(
     elif path.is_dir() and not find_idx(path, "train") and (tables := tables_in(path)):
         return open_table(tables, classes, numbers=numbers, unlabelled=unlabelled)
     else:
-        splits = _open_classes(location, path, classes, validation_share, unlabelled)
+        splits = _open_classes(location, path, classes, unlabelled)
     if numbers:
         raise DataError(
             f"data {location!r} has no columns of numbers, but numbers={','.join(numbers)} asks for some; tables "
@@ -151,16 +186,13 @@ def _open(
     return splits
 
 
-def _open_classes(
-    location: str, path: Path, classes: tuple[str, ...] | None, validation_share: float, unlabelled: bool
-) -> Splits:
+def _open_classes(location: str, path: Path, classes: tuple[str, ...] | None, unlabelled: bool) -> Splits:
     if location == "bundled":
         return _idx(fashion_mnist.BUNDLED, fashion_mnist.CLASSES)
     if location == "fashion-mnist":
         return _idx(fashion_mnist.locate(), fashion_mnist.CLASSES)
     if location.startswith("fractals:"):
-        fractals = open_fractals(location)
-        return Splits(fractals, fractals.held_out(validation_share) if validation_share else None, None)
+        return Splits(open_fractals(location), None, None)
     if not path.exists():
         hint = "" if "/" in location else f", and no data set has this name ({nearest(location, NAMES)})"
         raise DataError(f"data {location!r} does not exist: there is no such file or folder{hint}")
