@@ -467,10 +467,20 @@ def test_a_mask_token_is_written_as_zeros(tmp_path: Path, make_bundle: Make) -> 
     assert not tensors["dinov2_with_registers.embeddings.mask_token"].any()
 
 
-def test_scores_are_a_problem_type(tmp_path: Path, make_bundle: Make) -> None:
-    HUGGINGFACE.write(make_bundle(**VIT, output="sigmoid"), tmp_path / "model")
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["problem_type"] == "multi_label_classification"
-    assert load(tmp_path / "model", device="cpu").output == "sigmoid"
+@pytest.mark.parametrize(
+    ("output", "problem_type"),
+    [
+        ("softmax", "single_label_classification"),
+        ("sigmoid", "multi_label_classification"),
+        ("numbers", "regression"),
+    ],
+)
+def test_the_meaning_of_outputs_is_a_problem_type(
+    output: str, problem_type: str, tmp_path: Path, make_bundle: Make
+) -> None:
+    HUGGINGFACE.write(make_bundle(**VIT, output=output), tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["problem_type"] == problem_type
+    assert load(tmp_path / "model", device="cpu").output == output
 
 
 @pytest.mark.parametrize(
@@ -531,20 +541,20 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path, make
     [
         (
             {"pool": "gap"},
-            r"huggingface \(model_type vit: no LayerScale\) .* for pool='gap' \(it knows 'cls'\)",
+            r"huggingface \(model_type vit: no LayerScale\) cannot carry pool='gap' \(only 'cls'\)",
         ),
-        ({"registers": 2}, r"registers=2 \(it knows 0\)"),
-        ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(it knows 'learned'\)"),
-        ({"positions_at": "every-layer"}, r"='every-layer' \(it knows 'stem'\)"),
+        ({"registers": 2}, r"registers=2 \(only 0\)"),
+        ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(only 'learned'\)"),
+        ({"positions_at": "every-layer"}, r"='every-layer' \(only 'stem'\)"),
         ({"final_norm": "pooled"}, "final_norm='pooled'"),
         ({"qk_norm": True}, "qk_norm=True"),
-        ({"dense_bias": False}, r"dense_bias=False \(it knows True\)"),
-        ({"patch_bias": False}, r"patch_bias=False \(it knows True\)"),
-        ({"activation": "swiglu"}, r"activation='swiglu' \(it knows 'gelu', 'gelu-tanh'\)"),
-        ({"head_hidden": 4}, r"head_hidden=4 \(it knows 0\)"),
-        ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(it knows 'cls'\)"),
-        ({**DINOV2, "pool": "gap"}, r"pool='gap' \(it knows 'cls\+gap', 'cls'\)"),
-        ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(it knows 0\)"),
+        ({"dense_bias": False}, r"dense_bias=False \(only True\)"),
+        ({"patch_bias": False}, r"patch_bias=False \(only True\)"),
+        ({"activation": "swiglu"}, r"activation='swiglu' \(only 'gelu', 'gelu-tanh'\)"),
+        ({"head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
+        ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
+        ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
+        ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
         ({**DINOV2, "image_size": (28, 14)}, r"resizes positions of square images: image_size=\(28, 14\)"),
         ({**DINOV2, "patch_size": (7, 14)}, r"resizes positions of square images: patch_size=\(7, 14\)"),
         (
@@ -563,7 +573,9 @@ def test_what_has_no_place_is_refused(tmp_path: Path, make_bundle: Make, fields:
 def test_a_resnet_is_refused(tmp_path: Path) -> None:
     network = ResNet(ResNetConfig(image_size=(32, 32), depths=(1,), width=32, num_classes=0))
     bundle = Bundle(network, (), Preprocess(image_size=(32, 32)))
-    with pytest.raises(BundleError, match="a BiT ResNet cannot be written as huggingface: choose bit or timm"):
+    with pytest.raises(
+        BundleError, match="a BiT ResNet cannot be written as huggingface: choose bit, bit-torch or timm"
+    ):
         HUGGINGFACE.write(bundle, tmp_path / "model")
 
 

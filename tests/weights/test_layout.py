@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import BundleError
-from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import VARIANTS
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
@@ -23,11 +22,8 @@ from vitrail.weights.layout import (
     Layout,
     Pair,
     assemble,
-    bare_loss,
-    cannot_carry,
     default_preprocess,
     depth_of,
-    differing,
     file_grid,
     heads_of,
     moved_positions,
@@ -190,34 +186,3 @@ def test_depth_is_counted_by_the_largest_number() -> None:
     assert depth_of(tensors, "blocks.") == 12
     with pytest.raises(BundleError, match=r"x\.npz has no block layers\.0"):
         depth_of(tensors, "layers.")
-
-
-# --- what is not carried
-
-
-def test_every_field_without_a_place_is_named() -> None:
-    config = ViTConfig(pool="gap", registers=3, positions_at="every-layer", class_token=True)
-    known: dict[str, tuple[Any, ...]] = {
-        "pool": ("cls", "map"), "registers": (0,), "where": ("stem",), "has_class_token": (False,), "qk_norm": (False,),
-    }  # fmt: skip
-    message = (
-        r"^the layout theirs has no place for pool='gap' \(it knows 'cls', 'map'\); registers=3 \(it knows 0\); "
-        r"positions_at='every-layer' \(it knows 'stem'\); class_token=True \(it knows False\)$"
-    )
-    with pytest.raises(BundleError, match=message):
-        cannot_carry("theirs", config, known)
-    cannot_carry("theirs", ViTConfig(), {"pool": ("cls",)})
-
-
-def test_differing_values_are_named_with_the_librarys_own() -> None:
-    assert differing(ResNetConfig(), {"norm_eps": 1e-5, "weight_eps": 1e-8}, within="root.") == [
-        "root.weight_eps=1e-10 (its code has 1e-08)"
-    ]
-
-
-def test_what_bare_tensors_never_carry(make_bundle: Callable[..., Bundle]) -> None:
-    assert bare_loss(make_bundle(image_size=(12, 15))) == ["class names", "preprocessing"]
-    assert bare_loss(make_bundle(output="sigmoid")) == [
-        "class names", "preprocessing", "output='sigmoid'", "image_size=(12, 10)",
-    ]  # fmt: skip
-    assert bare_loss(make_bundle(image_size=(12, 15), positions="none"))[2:] == ["image_size=(12, 15)"]

@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from vitrail.errors import BundleError
 from vitrail.models.resnet import ResNetConfig
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.carried import KEPT, Table, bare_loss, carried, only, other_architecture, own
 from vitrail.weights.layout import (
     Checkpoint,
     Description,
     Hints,
     Pair,
-    bare_loss,
-    cannot_carry,
     default_preprocess,
     depth_of,
-    differing,
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
 
 __all__ = ["BIT", "BIT_TORCH", "Bit"]
+
+CARRIED: Table = {
+    "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
+    "weight_eps": own(1e-10), "weight_eps_on": only("variance"),
+}  # fmt: skip
 
 
 class Bit:
@@ -53,12 +55,12 @@ class Bit:
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         config = bundle.network.config
-        if not isinstance(config, ResNetConfig):
-            raise BundleError(f"a Vision Transformer cannot be written as {self.name}: choose google or timm")
-        cannot_carry(self.name, config, {"weight_eps_on": ("variance",)})
+        if config.architecture != "BiT":
+            raise other_architecture(self.name, config.architecture)
+        lost = [*bare_loss(self.name, bundle), *carried(self.name, config, CARRIED)]
         theirs = theirs_of(bundle.network.state_dict(), self.pairs(config))
         save_tensors(theirs, path, (".npz",) if self.npz else (".pth", ".pt", ".bin"))
-        return (*bare_loss(bundle), *differing(config, {"norm_eps": 1e-5, "weight_eps": 1e-10}))
+        return tuple(lost)
 
     def pairs(self, config: ResNetConfig) -> Iterator[Pair]:
         """All tensors of a config."""

@@ -19,19 +19,27 @@ from torch import Tensor
 from vitrail.errors import BundleError
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import Covered
-from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.resnet import RootConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.carried import (
+    KEPT,
+    SHAPE,
+    Table,
+    bare_loss,
+    carried,
+    nested,
+    only,
+    other_architecture,
+    own,
+)
 from vitrail.weights.layout import (
     Checkpoint,
     Description,
     Hints,
     Pair,
-    bare_loss,
-    cannot_carry,
     default_preprocess,
     depth_of,
-    differing,
     file_grid,
     moved_positions,
     theirs_of,
@@ -51,6 +59,12 @@ OLD_PARTS = {
 POOL_PARTS = ("probe", "MlpBlock_0/", "MultiHeadDotProductAttention_0/", "LayerNorm_0/")
 VT_POSITIONS = "Transformer/posembed_input/pos_embedding"
 BV_POSITIONS = "pos_embedding"
+
+
+ROOT: Table = {
+    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), "norm_eps": own(1e-6), "weight_eps": own(1e-5),
+    "weight_eps_on": own("deviation"),
+}  # fmt: skip
 
 
 class Google:
@@ -85,31 +99,25 @@ class Google:
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         config = bundle.network.config
-        if isinstance(config, ResNetConfig):
-            raise BundleError(f"a BiT ResNet cannot be written as {self.name}: choose bit")
-        pools = ("cls", "gap", "map") if self.big_vision else ("cls", "gap")
-        positions = ("learned", "sincos-2d") if self.big_vision else ("learned",)
-        cannot_carry(
-            self.name,
-            config,
-            {
-                "pool": pools, "positions": positions, "where": ("stem",), "registers": (0,), "final_norm": ("tokens",),
-                "layer_scale": (0.0,), "qk_norm": (False,), "qkv_bias": (True,), "dense_bias": (True,),
-                "patch_bias": (True,), "activation": ("gelu-tanh", "gelu"),
-                "has_class_token": (config.pool == "cls",), **({"root": (None,)} if self.big_vision else {}),
-            },
-        )  # fmt: skip
+        if config.architecture != "ViT":
+            raise other_architecture(self.name, config.architecture)
+        lost = [*bare_loss(self.name, bundle), *carried(self.name, config, self._carried(config))]
         state, config = moved_positions(bundle.network.state_dict(), config, "patches" if self.big_vision else "class")
         save_tensors(theirs_of(state, self.pairs(config)), path, (".npz",))
-        lost = bare_loss(bundle)
         if config.activation == "gelu":
             lost.append("the exact GELU (its code computes the tanh approximation)")
-        lost += differing(config, {"norm_eps": 1e-6, "position_resize": "linear-corners"})
-        if config.root:
-            own = RootConfig()
-            fields = ("norm_eps", "weight_eps", "weight_eps_on")
-            lost += differing(config.root, {name: getattr(own, name) for name in fields}, within="root.")
         return tuple(lost)
+
+    def _carried(self, config: ViTConfig) -> Table:
+        return {
+            **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "registers": only(0), "positions_at": only("stem"),
+            "root": only(None) if self.big_vision else nested(ROOT),
+            "pool": only("cls", "gap", "map") if self.big_vision else only("cls", "gap"),
+            "positions": only("learned", "sincos-2d") if self.big_vision else only("learned"),
+            "class_token": only(config.pool == "cls"), "final_norm": only("tokens"), "layer_scale": only(0.0),
+            "qk_norm": only(False), "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True),
+            "activation": only("gelu-tanh", "gelu"), "norm_eps": own(1e-6), "position_resize": own("linear-corners"),
+        }  # fmt: skip
 
     def pairs(self, config: ViTConfig) -> Iterator[Pair]:
         """All tensors of a config."""

@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import BundleError, ConfigError
 from vitrail.files import replacing_folder, write_json
-from vitrail.models.resnet import ResNetConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.carried import KEPT, SHAPE, Table, carried, only, other_architecture, output_loss, own
 from vitrail.weights.huggingface_config import (
     BLOCK,
     DINOV2,
     DINOV2_REGISTERS,
     FAMILIES,
+    OUTPUTS,
     PATCHES,
     POSITIONS,
     VIT,
@@ -37,14 +37,13 @@ from vitrail.weights.huggingface_config import (
     config_of,
     mlp_ratio,
 )
-from vitrail.weights.huggingface_preprocess import preprocess_of, preprocessor_config
+from vitrail.weights.huggingface_preprocess import PREPROCESS, preprocess_of, preprocessor_config
 from vitrail.weights.layout import (
     PRODUCER,
     Checkpoint,
     Description,
     Hints,
     Pair,
-    cannot_carry,
     patch_pair,
     theirs_of,
 )
@@ -103,18 +102,20 @@ class HuggingFace:
             preprocess=images.preprocess,
             pairs=tuple(pairs(config, gate_apart=f"{BLOCK}0.mlp.gate_proj.weight" in tensors)),
             classes=classes,
-            output="sigmoid" if settings.get("problem_type", str, "") == "multi_label_classification" else "softmax",
+            output=OUTPUTS.get(settings.get("problem_type", str, ""), "softmax"),
             ignored=ignored,
             notes=(*notes, *images.notes),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         config = bundle.network.config
-        if isinstance(config, ResNetConfig):
-            raise BundleError("a BiT ResNet cannot be written as huggingface: choose bit or timm")
+        if config.architecture != "ViT":
+            raise other_architecture(self.name, config.architecture)
         family = VIT if not config.layer_scale else DINOV2_REGISTERS if config.registers else DINOV2
-        _check_carried(config, family)
-        state, config, lost = _conformed(dict(bundle.network.state_dict()), config, family)
+        lost = _check_carried(config, family)
+        lost += output_loss(self.name, bundle, kept=("softmax", "sigmoid", "numbers"))
+        lost += carried(self.name, bundle.preprocess, PREPROCESS)
+        state, config, changed = _conformed(dict(bundle.network.state_dict()), config, family)
         tensors = theirs_of(state, pairs(config))
         if family.is_dinov2:
             tensors[MASK] = torch.zeros(1, config.width)
@@ -125,7 +126,7 @@ class HuggingFace:
             save_tensors(tensors, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**config_json(config, family, bundle), "producer": PRODUCER})
             write_json(partial / "preprocessor_config.json", preprocessor)
-        return (*lost, *_lost(config, family), *lost_preprocess)
+        return (*changed, *lost, *_lost(config, family), *lost_preprocess)
 
 
 def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
@@ -216,21 +217,24 @@ def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
 # --- writing
 
 
-def _check_carried(config: ViTConfig, family: Family) -> None:
-    carried: dict[str, tuple[Any, ...]] = {
-        "root": (None,), "pool": ("cls",), "registers": (0,), "positions": ("learned",), "where": ("stem",),
-        "final_norm": ("tokens",), "qk_norm": (False,), "dense_bias": (True,), "patch_bias": (True,),
-        "activation": ("gelu", "gelu-tanh"),
+def _check_carried(config: ViTConfig, family: Family) -> list[str]:
+    """Return what the file does not carry. Raise `BundleError` for what would change the result."""
+    dinov2_pool = only("cls+gap", "cls") if config.num_classes else only("cls")
+    table: Table = {
+        **SHAPE, "root": only(None), "class_token": only(True),
+        "pool": dinov2_pool if family.is_dinov2 else only("cls"),
+        "registers": KEPT if family.is_dinov2 else only(0),
+        "head_hidden": only(0) if config.num_classes or family.is_dinov2 else KEPT,
+        "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"),
+        "positions_cover": KEPT, "position_resize": own(family.position_resize),
+        "activation": only("gelu", "gelu-tanh", *(("swiglu",) if family.is_dinov2 else ())),
+        "layer_scale": KEPT, "qk_norm": only(False), "qkv_bias": KEPT, "dense_bias": only(True),
+        "patch_bias": only(True), "norm_eps": KEPT,
     }  # fmt: skip
-    if config.num_classes or family.is_dinov2:
-        carried["head_hidden"] = (0,)
-    if family.is_dinov2:
-        carried["activation"] += ("swiglu",)
-        carried["pool"] = ("cls+gap", "cls") if config.num_classes else ("cls",)
-        del carried["registers"]
-    cannot_carry(f"huggingface (model_type {family.model_type}: {family.why})", config, carried)
+    lost = carried(f"huggingface (model_type {family.model_type}: {family.why})", config, table)
     if family.is_dinov2:
         _check_dinov2(config)
+    return lost
 
 
 def _check_dinov2(config: ViTConfig) -> None:
@@ -269,8 +273,6 @@ def _conformed(
 
 def _lost(config: ViTConfig, family: Family) -> Iterator[str]:
     """What does not change the model's own answers, and is otherwise there."""
-    if config.position_resize != family.position_resize:
-        yield f"position_resize={config.position_resize!r} (its code has {family.position_resize!r})"
     if config.grid[0] != config.grid[1]:
         yield f"images of other sizes than {config.image_size} (its code resizes positions of square grids only)"
     if not family.is_dinov2 and not config.num_classes and not config.head_hidden:

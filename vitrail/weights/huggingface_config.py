@@ -11,7 +11,7 @@ from vitrail.errors import BundleError
 from vitrail.models.layers import Activation
 from vitrail.models.positions import PositionResize
 from vitrail.models.vit import ViTConfig
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, OutputKind
 from vitrail.weights.layout import Hints, depth_of, file_grid, heads_of
 from vitrail.weights.tensors import TensorFile
 
@@ -20,6 +20,7 @@ __all__ = [
     "DINOV2",
     "DINOV2_REGISTERS",
     "FAMILIES",
+    "OUTPUTS",
     "PATCHES",
     "POSITIONS",
     "VIT",
@@ -35,6 +36,10 @@ PATCHES = "embeddings.patch_embeddings.projection"
 POSITIONS = "embeddings.position_embeddings"
 BLOCK = "encoder.layer."
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
+OUTPUTS: dict[str, OutputKind] = {
+    "single_label_classification": "softmax", "multi_label_classification": "sigmoid", "regression": "numbers",
+}  # fmt: skip
+"""The library's `problem_type`, and the meaning of the outputs."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,7 @@ def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, 
     if config.num_classes:
         content["id2label"] = {str(number): name for number, name in enumerate(bundle.classes)}
         content["label2id"] = {name: number for number, name in enumerate(bundle.classes)}
-        multiple = bundle.output == "sigmoid"
-        content["problem_type"] = "multi_label_classification" if multiple else "single_label_classification"
+        content["problem_type"] = next(theirs for theirs, ours in OUTPUTS.items() if ours == bundle.output)
     return content
 
 

@@ -14,8 +14,9 @@ from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
 from vitrail.errors import BundleError
 from vitrail.models.vit import ViTConfig
+from vitrail.weights.carried import KEPT, Table
 
-__all__ = ["ReadPreprocess", "preprocess_of", "preprocessor_config"]
+__all__ = ["PREPROCESS", "ReadPreprocess", "preprocess_of", "preprocessor_config"]
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Pillow's numbers."""
@@ -23,6 +24,15 @@ RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic",
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
 IMAGENET: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 CUT: dict[str, Any] = {"size": {"shortest_edge": 256}, "crop_size": 224}
+
+PREPROCESS: Table = dict.fromkeys(
+    (
+        "image_size", "channels", "interpolation", "mean", "std",
+        # `preprocessor_config` says what is lost of these:
+        "resize", "crop_share", "pad_value", "antialias", "scaled_decode",
+    ),
+    KEPT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,8 @@ __all__ = [
     "Layout",
     "Pair",
     "assemble",
-    "bare_loss",
-    "cannot_carry",
     "default_preprocess",
     "depth_of",
-    "differing",
     "file_grid",
     "heads_of",
     "moved_positions",
@@ -178,41 +175,6 @@ def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
         lambda t: t.flatten(1),
         lambda t: t.reshape(-1, channels, *patch_size),
     )
-
-
-def cannot_carry(layout: str, config: AnyConfig, carried: Mapping[str, Iterable[Any]]) -> None:
-    """Raises `BundleError` that names every field whose value changes the arithmetic and has no place in a layout."""
-    fields = {"where": "positions_at", "has_class_token": "class_token"}
-    problems = [
-        f"{fields.get(name, name)}={getattr(config, name)!r} (it knows {', '.join(map(repr, values))})"
-        for name, values in carried.items()
-        if getattr(config, name) not in tuple(values)
-    ]
-    root = config.root if isinstance(config, ViTConfig) else None
-    if root is not None and root.stem != "7x7+pool" and "root" not in carried:
-        problems.append(f"root.stem={root.stem!r} (it knows '7x7+pool')")
-    if problems:
-        raise BundleError(f"the layout {layout} has no place for " + "; ".join(problems))
-
-
-def differing(of: object, own: Mapping[str, Any], within: str = "") -> list[str]:
-    """What is left out because a library's code has its own values of these fields."""
-    return [
-        f"{within}{name}={getattr(of, name)!r} (its code has {value!r})"
-        for name, value in own.items()
-        if getattr(of, name) != value
-    ]
-
-
-def bare_loss(bundle: Bundle) -> list[str]:
-    """What is left out wherever a file holds tensors and nothing else."""
-    config = bundle.network.config
-    lost = ["class names", "preprocessing"]
-    if bundle.output != "softmax":
-        lost.append(f"output={bundle.output!r}")
-    if isinstance(config, ViTConfig) and (config.positions != "learned" or config.grid[0] != config.grid[1]):
-        lost.append(f"image_size={config.image_size}")
-    return lost
 
 
 def moved_positions(

@@ -20,16 +20,14 @@ from vitrail.models.resnet import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.carried import KEPT, SHAPE, Table, bare_loss, carried, nested, only, output_loss, own
 from vitrail.weights.layout import (
     PRODUCER,
     Checkpoint,
     Description,
     Hints,
     Pair,
-    bare_loss,
-    cannot_carry,
     depth_of,
-    differing,
     heads_of,
     moved_positions,
     patch_pair,
@@ -44,6 +42,27 @@ BACKBONE = "patch_embed.backbone."
 ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "gelu_erf": "gelu"}
 TIMM_ROOT: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"}
 """timm's own epsilons of a hybrid's root."""
+
+BIT: Table = {
+    "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
+    "weight_eps": own(1e-8), "weight_eps_on": only("variance"),
+}  # fmt: skip
+ROOT: Table = {
+    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), **{name: own(value) for name, value in TIMM_ROOT.items()},
+}  # fmt: skip
+VIT: Table = {
+    **SHAPE, "root": nested(ROOT), "pool": only(*POOLS), "class_token": KEPT, "registers": KEPT, "head_hidden": only(0),
+    "final_norm": KEPT, "positions": only("learned", "none"), "positions_at": only("stem"), "positions_cover": KEPT,
+    "activation": only("gelu", "gelu-tanh", "swiglu"), "layer_scale": KEPT, "qk_norm": KEPT, "qkv_bias": KEPT,
+    "dense_bias": KEPT, "patch_bias": KEPT, "norm_eps": own(1e-6),
+}  # fmt: skip
+PREPROCESS: Table = dict.fromkeys(
+    (
+        "image_size", "channels", "resize", "crop_share", "interpolation", "mean", "std",
+        "pad_value", "antialias", "scaled_decode",  # of these `untold_preprocess` says what is lost
+    ),
+    KEPT,
+)  # fmt: skip
 
 
 class Timm:
@@ -66,7 +85,7 @@ class Timm:
             config = _vit_config(tensors, settings, sizes, hints)
         preprocess, notes = preprocess_of(config, stated, dinov2="mask_token" in tensors)
         ignored = tuple(name for name in ("mask_token",) if name in tensors)
-        if isinstance(config, ViTConfig) and config.has_class_token and config.positions_cover == "patches":
+        if config.architecture == "ViT" and config.has_class_token and config.positions_cover == "patches":
             notes = (*notes, f"positions are taken for {config.grid[0]} x {config.grid[1]} patches and no other token")
         if ignored:
             notes = (*notes, "mask_token, which only pre-training uses, was left out")
@@ -83,25 +102,27 @@ class Timm:
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         """A folder as on the hub; a path that ends in .safetensors becomes the bare file."""
         config, state = bundle.network.config, bundle.network.state_dict()
-        lost = _check(config)
-        if isinstance(config, ViTConfig) and config.registers and config.positions_cover == "class":
+        lost = carried(self.name, config, _carried(config))
+        if config.architecture == "ViT" and config.registers and config.positions_cover == "class":
             state, config = moved_positions(state, config, "patches")  # it has them for all of these tokens or for none
         theirs = theirs_of(state, pairs(config))
-        if isinstance(config, ViTConfig) and config.root and not config.root.depths:
+        if config.architecture == "ViT" and config.root and not config.root.depths:
             theirs = {name.replace(f"{BACKBONE}stem.", BACKBONE): tensor for name, tensor in theirs.items()}
         if path.suffix == ".safetensors":
+            bare = bare_loss(self.name, bundle)
             save_tensors(theirs, path, (".safetensors",))
-            return (*lost, *bare_loss(bundle), *_untold(config))
+            return (*lost, *bare, *_untold(config))
+        lost += output_loss(self.name, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
+        lost += carried(self.name, bundle.preprocess, PREPROCESS)
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
-        lost = (*lost, *untold_preprocess(bundle.preprocess))
-        return lost if bundle.output == "softmax" else (*lost, f"output={bundle.output!r}")
+        return (*lost, *untold_preprocess(bundle.preprocess))
 
 
 def pairs(config: AnyConfig) -> Iterator[Pair]:
     """All tensors of a config."""
-    if isinstance(config, ResNetConfig):
+    if config.architecture == "BiT":
         yield from _bit_pairs(config)
         return
     if config.root:
@@ -304,30 +325,17 @@ def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
-def _check(config: AnyConfig) -> tuple[str, ...]:
-    """What timm has no place for: an error where it changes the arithmetic, else named."""
-    if isinstance(config, ResNetConfig):
-        cannot_carry("timm", config, {"weight_eps_on": ("variance",)})
-        own: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8}
-    else:
-        cannot_carry(
-            "timm",
-            config,
-            {
-                "pool": tuple(POOLS), "positions": ("learned", "none"), "where": ("stem",), "head_hidden": (0,),
-                "activation": ("gelu", "gelu-tanh", "swiglu"),
-            },
-        )  # fmt: skip
-        own = {"norm_eps": 1e-6}
-        if config.positions == "learned":
-            own["position_resize"] = "bicubic-antialias"
-    root = None if isinstance(config, ResNetConfig) else config.root
-    return (*differing(config, own), *(differing(root, TIMM_ROOT, within="root.") if root else ()))
+def _carried(config: AnyConfig) -> Table:
+    if config.architecture == "BiT":
+        return BIT
+    # Positions of other kinds are refused, and without positions there is nothing to resize.
+    resize = own("bicubic-antialias") if config.positions == "learned" else KEPT
+    return {**VIT, "position_resize": resize}
 
 
 def _untold(config: AnyConfig) -> Iterator[str]:
     """What the folder's config.json says, and the bare tensors do not."""
-    if isinstance(config, ResNetConfig):
+    if config.architecture == "BiT":
         return
     yield f"heads={config.heads}"
     if config.activation == "gelu-tanh":

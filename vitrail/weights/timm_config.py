@@ -8,7 +8,6 @@ from typing import Any
 
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
-from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.bundle import Bundle
 
@@ -77,7 +76,7 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
         "num_classes": config.num_classes,
     }
     arguments: dict[str, Any]
-    if isinstance(config, ResNetConfig):
+    if config.architecture == "BiT":
         architecture, pool, arguments = "resnetv2_50x1_bit", "avg", {"layers": list(config.depths)}
     else:
         architecture, pool = "vit_base_patch16_224", POOLS[config.pool]

@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import BundleError
-from vitrail.models.resnet import ResNetConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.carried import KEPT, SHAPE, Table, bare_loss, carried, only, other_architecture, own
 from vitrail.weights.layout import (
     Checkpoint,
     Description,
     Hints,
     Pair,
-    bare_loss,
-    cannot_carry,
     default_preprocess,
     depth_of,
-    differing,
     file_grid,
     heads_of,
     moved_positions,
@@ -30,6 +27,13 @@ from vitrail.weights.tensors import save_tensors
 
 __all__ = ["TORCHVISION", "Torchvision"]
 
+CARRIED: Table = {
+    **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "root": only(None), "pool": only("cls"),
+    "class_token": only(True), "registers": only(0), "final_norm": only("tokens"), "positions": only("learned"),
+    "positions_at": only("stem"), "activation": only("gelu", "gelu-tanh"), "layer_scale": only(0.0),
+    "qk_norm": only(False), "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True),
+    "norm_eps": own(1e-6), "position_resize": own("bicubic-corners"),
+}  # fmt: skip
 BLOCK = "encoder.layers.encoder_layer_"
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
@@ -87,28 +91,18 @@ class Torchvision:
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         config = bundle.network.config
-        if isinstance(config, ResNetConfig):
-            raise BundleError("a BiT ResNet cannot be written as torchvision: choose bit or timm")
-        cannot_carry(
-            self.name,
-            config,
-            {
-                "root": (None,), "pool": ("cls",), "positions": ("learned",), "where": ("stem",), "registers": (0,),
-                "final_norm": ("tokens",), "layer_scale": (0.0,),
-                "qk_norm": (False,), "qkv_bias": (True,), "dense_bias": (True,), "patch_bias": (True,),
-                "activation": ("gelu", "gelu-tanh"),
-            },
-        )  # fmt: skip
+        if config.architecture != "ViT":
+            raise other_architecture(self.name, config.architecture)
+        lost = [*bare_loss(self.name, bundle), f"heads={config.heads}", *carried(self.name, config, CARRIED)]
         if config.patch_size[0] != config.patch_size[1] or config.image_size[0] != config.image_size[1]:
             raise BundleError(
                 f"torchvision takes square patches and images; these are {config.patch_size} and {config.image_size}"
             )
         state, config = moved_positions(bundle.network.state_dict(), config, "class")
         save_tensors(theirs_of(state, pairs(config)), path, (".pth", ".pt", ".bin"))
-        lost = [*bare_loss(bundle), f"heads={config.heads}"]
         if config.activation == "gelu-tanh":
             lost.append("the tanh approximation of GELU (its code computes the exact one)")
-        return (*lost, *differing(config, {"norm_eps": 1e-6, "position_resize": "bicubic-corners"}))
+        return tuple(lost)
 
 
 def pairs(config: ViTConfig) -> Iterator[Pair]:

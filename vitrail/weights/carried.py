@@ -1,0 +1,134 @@
+"""Tables of the options that another library's layout carries, and the check of a model against them.
+
+A layout lists every field of a config, of its root and of the preprocessing. A field that is in no list makes writing
+fail. A new option that changes the arithmetic can therefore never be exported silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vitrail.errors import BundleError
+from vitrail.weights.bundle import Bundle
+
+__all__ = [
+    "KEPT",
+    "SHAPE",
+    "Rule",
+    "Table",
+    "bare_loss",
+    "carried",
+    "nested",
+    "only",
+    "other_architecture",
+    "output_loss",
+    "own",
+]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values of a field that a layout accepts; by default any value, which the file keeps."""
+
+    only: tuple[Any, ...] | None = None
+    """Values that the file keeps. Other values are refused."""
+    own: tuple[Any, ...] = ()
+    """The value in the library's code, as a tuple of one. Other values are written, and reported as not carried."""
+    inside: Mapping[str, Rule] | None = None
+    """Table of a nested dataclass."""
+
+
+Table = Mapping[str, Rule]
+"""Rules of all fields of a dataclass, by their names."""
+
+KEPT = Rule()
+
+SHAPE: Table = {
+    "image_size": KEPT, "patch_size": KEPT, "channels": KEPT, "width": KEPT, "depth": KEPT, "heads": KEPT,
+    "mlp_width": KEPT, "num_classes": KEPT,
+}  # fmt: skip
+"""Rules of the fields of a Vision Transformer that the shapes of its tensors tell, or a note of the layout."""
+
+WITHOUT_EFFECT = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std")
+"""Fields that only training and initialisation use, so that a file need not carry them."""
+
+EFFECTIVE = {"class_token": "has_class_token", "positions_at": "where"}
+"""Fields whose default depends on other fields, and the properties with their effective values."""
+
+LAYOUTS_OF = {"ViT": "google, big-vision, timm, huggingface or torchvision", "BiT": "bit, bit-torch or timm"}
+TITLES = {"ViT": "a Vision Transformer", "BiT": "a BiT ResNet"}
+
+
+def only(*values: Any) -> Rule:
+    """Return the rule of a field of which the layout keeps these values and no others."""
+    return Rule(only=values)
+
+
+def own(value: Any) -> Rule:
+    """Return the rule of a field that has a fixed value in the library's code."""
+    return Rule(own=(value,))
+
+
+def nested(table: Table) -> Rule:
+    """Return the rule of a field that holds a dataclass or None."""
+    return Rule(inside=table)
+
+
+def other_architecture(layout: str, architecture: str) -> BundleError:
+    """Return the error for a network of an architecture that the layout has no names for."""
+    title = TITLES.get(architecture, f"a network of the architecture {architecture}")
+    return BundleError(
+        f"{title} cannot be written as {layout}: choose {LAYOUTS_OF.get(architecture, 'vitrail, our own layout')}"
+    )
+
+
+def carried(layout: str, options: Any, table: Table) -> list[str]:
+    """Return the options that a file of the layout does not carry because the library's code has its own values.
+
+    Raise `BundleError` that names every option that the layout cannot carry, and every field that is not in the table.
+    """
+    problems, lost = _compared(options, table, "")
+    if problems:
+        raise BundleError(f"the layout {layout} cannot carry {'; '.join(problems)}")
+    return lost
+
+
+def output_loss(layout: str, bundle: Bundle, *, kept: tuple[str, ...], noted: tuple[str, ...] = ()) -> list[str]:
+    """Return what a file does not carry of the meaning of the outputs. Raise `BundleError` for a meaning that is in
+    neither list."""
+    if bundle.output not in (*kept, *noted):
+        raise BundleError(f"the layout {layout} cannot carry output={bundle.output!r}")
+    return [f"output={bundle.output!r}"] if bundle.output in noted else []
+
+
+def bare_loss(layout: str, bundle: Bundle) -> list[str]:
+    """Return what is not carried by a file that holds tensors and nothing else."""
+    config = bundle.network.config
+    lost = ["class names", "preprocessing"]
+    lost += output_loss(layout, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
+    if config.architecture == "ViT" and (config.positions != "learned" or config.grid[0] != config.grid[1]):
+        lost.append(f"image_size={config.image_size}")
+    return lost
+
+
+def _compared(options: Any, table: Table, within: str) -> tuple[list[str], list[str]]:
+    """Return the problems, and the options that are not carried."""
+    problems, lost = [], []
+    for item in fields(options):
+        name = f"{within}{item.name}"
+        value = getattr(options, EFFECTIVE.get(item.name, item.name))
+        rule = table.get(item.name)
+        if rule is None:
+            if item.name not in WITHOUT_EFFECT:
+                problems.append(f"{name}={value!r} (an option that this layout does not know)")
+        elif rule.inside is not None and value is not None:
+            inner_problems, inner_lost = _compared(value, rule.inside, f"{name}.")
+            problems += inner_problems
+            lost += inner_lost
+        elif rule.only is not None and value not in rule.only:
+            problems.append(f"{name}={value!r} (only {', '.join(map(repr, rule.only))})")
+        elif rule.own and value != rule.own[0]:
+            lost.append(f"{name}={value!r} (its code has {rule.own[0]!r})")
+    return problems, lost
