@@ -21,16 +21,18 @@ FLOORS = (
     ("transfer",),
     ("bench",),
     ("training",),
-    ("tasks", "evaluation"),
+    ("tasks",),
+    ("evaluation",),
     ("weights",),
     ("models", "data"),
-    ("files", "hub", "machine", "page", "plain"),
+    ("files", "hub", "machine", "page", "plain", "settings"),
     ("errors",),
 )
 """From the roof down, as docs/design.md draws it. Rooms on one floor do not import each other."""
 
 INTERNAL = {
     "Bench", "BenchData", "Check", "Clock", "Convert", "Embed", "Evaluate", "Finetune", "Models", "Predict", "Resume",
+    "Train",
     "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not name: settings of verbs, and parts that only their own module puts together."""

@@ -88,13 +88,23 @@ def test_options_replace_what_the_rule_says(
     more = ["--train-blocks", "1", "--learning-rate", "0.02", "--average", "0.9", "--class-weights", "balanced"]
     assert main(["finetune", *words, *more, "--max-skipped", "0.1", *QUICK]) == 0
     config = json.loads((run / "run.json").read_text())["config"]
-    assert config["images"]["image_size"] == [24, 40] and config["batch_size"] == 16 and config["steps"] == 30
-    assert config["start"]["train_blocks"] == 1 and config["optimization"]["learning_rate"] == 0.02
+    assert (
+        config["images"]["image_size"] == [24, 40]
+        and config["run"]["batch_size"] == 16
+        and config["run"]["steps"] == 30
+    )
+    assert config["start"]["train_blocks"] == 1 and config["optimizer"]["learning_rate"] == 0.02
     assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.8, 1.0]
     out = capsys.readouterr().out
     assert "image size 24 x 40: as given" in out
     (replaced,) = re.findall(r"your options instead: (.*)", out)
-    assert set(replaced.split(", ")) == {"steps=30", "flip=False", "learning_rate=0.02", "average=0.9"}
+    assert set(replaced.split(", ")) == {
+        "steps=30",
+        "class_weights=balanced",
+        "flip=False",
+        "learning_rate=0.02",
+        "average=0.9",
+    }
     before, after = vitrail.load(model).network, vitrail.load(run / "model").network
     assert torch.equal(before.blocks[0].mlp.up.weight, after.blocks[0].mlp.up.weight)
     assert not torch.equal(before.blocks[1].mlp.up.weight, after.blocks[1].mlp.up.weight)
@@ -146,7 +156,7 @@ def test_the_papers_protocol(
         assert f"learning rate {rate}: " in out and Path("runs/p-learning-rates", rate, "model").is_dir()
     assert "was the best of 4" in out
     config = json.loads(Path("runs/p/run.json").read_text())["config"]
-    assert config["optimization"]["optimizer"] == "sgd" and config["validation_share"] == 0
+    assert config["optimizer"]["kind"] == "sgd" and config["data"]["validation_share"] == 0
 
 
 @pytest.mark.parametrize(
@@ -187,7 +197,7 @@ def test_epochs_replace_the_rules_steps(model: Path, badges: Path, tmp_path: Pat
     words = [str(model), "--data", str(badges), "--run", str(run), "--epochs", "1", "--batch-size", "8", *QUICK[2:]]
     assert main(["finetune", *words, "--max-skipped", "0.1"]) == 0
     record = json.loads((run / "run.json").read_text())
-    assert record["steps"] == -(-record["data"]["train"] // 8) and record["config"]["epochs"] == 1
+    assert record["steps"] == -(-record["data"]["train"] // 8) and record["config"]["run"]["epochs"] == 1
 
 
 @pytest.mark.parametrize("option", ["--learning-rate", "--learning_rate"])
@@ -199,7 +209,7 @@ def test_a_rate_that_is_given_is_the_papers_too(
     words = [str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), option, "0.02", *quick]
     assert main(["finetune", *words]) == 0
     record, out = json.loads((run / "run.json").read_text()), capsys.readouterr().out
-    assert record["config"]["optimization"]["learning_rate"] == 0.02 and record["data"]["validation"] == 0
+    assert record["config"]["optimizer"]["learning_rate"] == 0.02 and record["data"]["validation"] == 0
     assert "learning rate 0.02, as given" in out and [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Subset, Target
-from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import few_shot
 from vitrail.evaluation.classifiers.knn import knn
@@ -286,7 +285,7 @@ def test_settings_are_taken_as_files_give_them() -> None:
 
 def test_a_run_is_probed_on_its_averaged_weights(tiny: Callable[..., TrainConfig]) -> None:
     config = tiny(average=0.5, keep="last")
-    splits = open_data(config.data, validation_share=config.validation_share)
+    splits = config.data.open()
     evaluator = Together(evaluators_of("knn,fewshot", {"knn": {"k": [5]}, "fewshot": {"shots": [2]}}))
     result = train(config, probes=[Probe("features", 6, evaluator)])
     events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "probe"]

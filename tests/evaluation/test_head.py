@@ -21,7 +21,7 @@ from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
-from vitrail.tasks.classification import Classification
+from vitrail.tasks.classification import ClassificationObjective
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
 from vitrail.weights.bundle import Bundle
@@ -165,7 +165,7 @@ def test_it_agrees_with_predict(colour_folder: Path) -> None:
 def test_it_says_the_cross_entropy_that_training_minimises() -> None:
     network, source = make_network(), Pictures(20)
     (batch,) = evaluation_batches(source, PREPROCESS, batch_size=20)
-    output = Classification(network)(replace(batch, images=PREPROCESS.normalise(batch.images)))
+    output = ClassificationObjective(network)(replace(batch, images=PREPROCESS.normalise(batch.images)))
     result = measured(network, source)
     assert result["cross_entropy"] == pytest.approx(output.loss.item(), rel=1e-6)
     assert result["accuracy"] == pytest.approx(output.metrics["accuracy"].item())

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitrail.plain import from_plain
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
@@ -34,7 +33,7 @@ def test_the_docstring_states_the_command(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_names_agree(name: str) -> None:
     assert RECIPES[name].__name__ == name.replace("-", "_")
-    assert RECIPES[name]().name in (name, "")
+    assert RECIPES[name]().run.name in (name, "")
     assert RECIPES[name]() == RECIPES[name](), "a recipe is the same every time"
 
 
@@ -42,7 +41,7 @@ def test_the_names_agree(name: str) -> None:
 def test_the_network_is_built_and_takes_two_steps(
     name: str, tiny: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path
 ) -> None:
-    data = str(colour_folder) if name == "folder" else tiny().data
+    data = str(colour_folder) if name == "folder" else tiny().data.spec
     config = RECIPES[name]().override(
         data=data, run=str(tmp_path / "recipe"), steps=2, batch_size=6, device="cpu", threads=2, evaluations=1,
         checkpoints=1,
@@ -57,6 +56,6 @@ def test_the_network_is_built_and_takes_two_steps(
     assert all(torch.isfinite(tensor).all() for tensor in network.state_dict().values())
     assert network.head is not None and network.head.weight.abs().sum() > 0, "the head began at 0"
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
-    recorded = from_plain(TrainConfig, record["config"])
-    assert recorded.precision in ("bf16", "float32"), "what auto stood for, so that resuming elsewhere keeps it"
-    assert recorded.override(precision=config.precision) == config
+    recorded = TrainConfig.from_plain(record["config"])
+    assert recorded.run.precision in ("bf16", "float32"), "what auto stood for, so that resuming elsewhere keeps it"
+    assert recorded.override(precision=config.run.precision) == config

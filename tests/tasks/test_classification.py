@@ -16,7 +16,7 @@ from vitrail.data.pipeline import Batch
 from vitrail.data.source import Mixture, Sample, Target
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create
-from vitrail.tasks.classification import Classification, balanced_weights
+from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
 
 
 class Fixed(nn.Module):
@@ -67,7 +67,7 @@ FORMULAS = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 def test_loss_is_the_formulas(loss: str, smoothing: float) -> None:
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3
     labels = [0, 4, 2, 2, 1, 3]
-    objective = Classification(Fixed(logits), loss=loss, label_smoothing=smoothing)  # type: ignore[arg-type]
+    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)  # type: ignore[arg-type]
     expected = np.mean(
         [FORMULAS[loss](row, label, smoothing) for row, label in zip(logits.double().numpy(), labels, strict=True)]
     )
@@ -75,9 +75,9 @@ def test_loss_is_the_formulas(loss: str, smoothing: float) -> None:
 
 
 def test_known_values() -> None:
-    equal = Classification(Fixed(torch.zeros(3, 8)))(make_batch([0, 3, 7])).loss.item()
+    equal = ClassificationObjective(Fixed(torch.zeros(3, 8)))(make_batch([0, 3, 7])).loss.item()
     assert equal == pytest.approx(math.log(8))
-    yes_or_no = Classification(Fixed(torch.zeros(3, 8)), loss="sigmoid")(make_batch([0, 3, 7])).loss.item()
+    yes_or_no = ClassificationObjective(Fixed(torch.zeros(3, 8)), loss="sigmoid")(make_batch([0, 3, 7])).loss.item()
     assert yes_or_no == pytest.approx(8 * math.log(2))
 
 
@@ -87,11 +87,11 @@ def test_invalid_samples_have_no_weight(loss: str) -> None:
     wild = logits.clone()
     wild[1], wild[4] = 1e4, -1e4  # whatever the network says of them, it must not count
     network = Fixed(wild)
-    output = Classification(network, loss=loss)(  # type: ignore[arg-type]
+    output = ClassificationObjective(network, loss=loss)(  # type: ignore[arg-type]
         make_batch([0, -1, 2, 3, 1], [True, False, True, True, False])
     )
     rest = Fixed(logits[[0, 2, 3]])
-    expected = Classification(rest, loss=loss)(make_batch([0, 2, 3]))  # type: ignore[arg-type]
+    expected = ClassificationObjective(rest, loss=loss)(make_batch([0, 2, 3]))  # type: ignore[arg-type]
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(output.metrics["accuracy"], expected.metrics["accuracy"])
     output.loss.backward()
@@ -105,7 +105,7 @@ def test_invalid_samples_have_no_weight(loss: str) -> None:
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_a_batch_without_valid_samples_is_0(loss: str) -> None:
     network = Fixed(torch.randn(3, 4))
-    output = Classification(network, loss=loss)(make_batch([-1, 1, 2], [False] * 3))  # type: ignore[arg-type]
+    output = ClassificationObjective(network, loss=loss)(make_batch([-1, 1, 2], [False] * 3))  # type: ignore[arg-type]
     output.loss.backward()
     assert output.loss.item() == 0 and output.metrics["accuracy"].item() == 0
     assert network.logits.grad is not None and not network.logits.grad.any()
@@ -113,14 +113,14 @@ def test_a_batch_without_valid_samples_is_0(loss: str) -> None:
 
 def test_accuracy_counts_the_likeliest_class() -> None:
     logits = torch.tensor([[3.0, 1, 2], [0, 5, 1], [9, 0, 0], [1, 2, 3], [1, 2, 3]])
-    output = Classification(Fixed(logits))(make_batch([0, 1, 2, 2, -1], [True, True, True, True, False]))
+    output = ClassificationObjective(Fixed(logits))(make_batch([0, 1, 2, 2, -1], [True, True, True, True, False]))
     assert output.metrics["accuracy"].item() == 3 / 4
     assert not output.metrics["accuracy"].requires_grad
 
 
 def test_the_loss_of_bf16_logits_is_computed_in_float32() -> None:
     logits = torch.randn(4, 3).bfloat16()
-    output = Classification(Fixed(logits))(make_batch([0, 1, 2, 0]))
+    output = ClassificationObjective(Fixed(logits))(make_batch([0, 1, 2, 0]))
     assert output.loss.dtype == torch.float32
     expected = np.mean(
         [softmax_loss(row, label, 0.0) for row, label in zip(logits.double().numpy(), [0, 1, 2, 0], strict=True)]
@@ -138,7 +138,7 @@ def test_the_loss_of_a_mixture_is_the_mixture_of_losses(loss: str, smoothing: fl
     for row, (label, other, share) in enumerate(zip(labels, others, shares, strict=True)):
         targets[row, label] += share
         targets[row, other] += 1 - share
-    objective = Classification(Fixed(logits), loss=loss, label_smoothing=smoothing)  # type: ignore[arg-type]
+    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing)  # type: ignore[arg-type]
     found = objective(replace(make_batch(labels), targets=targets))
     rows = logits.double().numpy()
     expected = np.mean([
@@ -156,7 +156,7 @@ def test_several_labels_an_image_are_questions_of_their_own() -> None:
     logits = torch.tensor([[2.0, -1, 0.5], [0, 3, -2], [1, 1, 1]])
     targets = torch.tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 0]])
     batch = replace(make_batch([-1, -1, -1], [True, True, False]), targets=targets)
-    output = Classification(Fixed(logits), loss="sigmoid")(batch)
+    output = ClassificationObjective(Fixed(logits), loss="sigmoid")(batch)
     p = 1 / (1 + np.exp(-logits.double().numpy()))
     each = -np.log(np.where(targets.numpy() == 1, p, 1 - p)).sum(1)
     assert output.loss.item() == pytest.approx(each[:2].mean(), rel=1e-5)
@@ -167,7 +167,7 @@ def test_several_labels_an_image_are_questions_of_their_own() -> None:
 def test_overfits_one_batch(loss: str) -> None:
     torch.manual_seed(0)
     network = create("ViT-Pico/7", image_size=(14, 14), channels=1, num_classes=4, width=32, depth=2, heads=2)
-    objective = Classification(network, loss=loss)  # type: ignore[arg-type]
+    objective = ClassificationObjective(network, loss=loss)  # type: ignore[arg-type]
     batch = make_batch([0, 1, 2, 3] * 4)
     batch = Batch(torch.randn(16, 1, 14, 14), batch.labels, batch.valid, batch.samples, batch.epochs)
     optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-2)
@@ -183,16 +183,16 @@ def test_overfits_one_batch(loss: str) -> None:
 
 def test_an_unknown_loss_is_refused_with_the_choices(types_unchecked: None) -> None:
     with pytest.raises(ConfigError, match=r"^loss='hinge' is not one of 'softmax', 'sigmoid'$"):
-        Classification(nn.Identity(), loss="hinge")  # type: ignore[arg-type]
+        Classification(loss="hinge")  # type: ignore[arg-type]
 
 
 def test_label_smoothing_is_below_1() -> None:
     with pytest.raises(ConfigError, match=r"^label_smoothing=1.0 is not in \[0, 1\)$"):
-        Classification(nn.Identity(), label_smoothing=1.0)
+        Classification(label_smoothing=1.0)
     with pytest.raises(ConfigError, match=r"^label_smoothing=-0.1 is not in \[0, 1\)$"):
-        Classification(nn.Identity(), label_smoothing=-0.1)
+        Classification(label_smoothing=-0.1)
     with pytest.raises(ConfigError, match="label_smoothing=nan"):
-        Classification(nn.Identity(), label_smoothing=math.nan)
+        Classification(label_smoothing=math.nan)
 
 
 class Labelled:
@@ -244,7 +244,7 @@ WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0])
 def test_each_image_weighs_as_its_class_does(smoothing: float) -> None:
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)) * 3
     labels = [0, 4, 2, 2, 1, 3]
-    objective = Classification(Fixed(logits), label_smoothing=smoothing, class_weights=WEIGHTS)
+    objective = ClassificationObjective(Fixed(logits), label_smoothing=smoothing, class_weights=WEIGHTS)
     rows = logits.double().numpy()
     each = [
         float(WEIGHTS[label]) * softmax_loss(row, label, smoothing) for row, label in zip(rows, labels, strict=True)
@@ -259,12 +259,12 @@ def test_each_image_weighs_as_its_class_does(smoothing: float) -> None:
 def test_the_weighted_loss_of_a_mixture_is_the_mixture_of_weighted_losses(loss: str, smoothing: float) -> None:
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) * 3
     labels, others, shares = [0, 4, 2, 2], [4, 1, 3, 0], [1.0, 0.75, 0.4, 0.5]
-    objective = Classification(Fixed(logits), loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)  # type: ignore[arg-type]
+    objective = ClassificationObjective(Fixed(logits), loss=loss, label_smoothing=smoothing, class_weights=WEIGHTS)  # type: ignore[arg-type]
     alone = []
     for row in range(4):
         pair = []
         for label in (labels[row], others[row]):
-            one = Classification(
+            one = ClassificationObjective(
                 Fixed(logits[row : row + 1]),
                 loss=loss,
                 label_smoothing=smoothing,
@@ -284,7 +284,7 @@ def test_with_sigmoid_the_true_answers_weigh() -> None:
     logits = torch.tensor([[2.0, -1, 0.5], [0, 3, -2]])
     targets = torch.tensor([[1.0, 0, 1], [0, 0, 0]])
     weights = torch.tensor([0.5, 2.0, 3.0])
-    objective = Classification(Fixed(logits), loss="sigmoid", class_weights=weights)
+    objective = ClassificationObjective(Fixed(logits), loss="sigmoid", class_weights=weights)
     p = 1 / (1 + np.exp(-logits.double().numpy()))
     each = np.where(targets.numpy() == 1, -weights.numpy() * np.log(p), -np.log(1 - p)).sum(1)
     found = objective(replace(make_batch([-1, -1]), targets=targets)).loss.item()
@@ -296,13 +296,15 @@ def test_equal_weights_change_nothing() -> None:
     batch = make_batch([0, 1, 2, 3, 4], [True, True, False, True, True])
     for targets in (None, torch.full((5, 5), 0.2)):
         plain, weighted = (
-            Classification(Fixed(logits), label_smoothing=0.1, class_weights=weights)(replace(batch, targets=targets))
+            ClassificationObjective(Fixed(logits), label_smoothing=0.1, class_weights=weights)(
+                replace(batch, targets=targets)
+            )
             for weights in (None, torch.ones(5))
         )
         torch.testing.assert_close(weighted.loss, plain.loss)
 
 
 def test_class_weights_go_with_the_module_and_not_into_its_state() -> None:
-    objective = Classification(Fixed(torch.zeros(1, 5)), class_weights=WEIGHTS)
+    objective = ClassificationObjective(Fixed(torch.zeros(1, 5)), class_weights=WEIGHTS)
     assert set(objective.state_dict()) == {"network.logits"}
     assert objective.double().class_weights is not None and objective.class_weights.dtype == torch.float64

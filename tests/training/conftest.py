@@ -16,20 +16,18 @@ from torch import Tensor
 
 from vitrail.data.pipeline import TrainingBatches
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.sources import open_data
 from vitrail.data.sources.fashion_mnist import BUNDLED
 from vitrail.data.sources.idx import find_idx, read_idx
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.recipes import RECIPES
-from vitrail.tasks.classification import Classification
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import read_record
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.plan import Plan
+from vitrail.training.record import read_record
 from vitrail.training.run import train
 from vitrail.training.setup import Parts
 from vitrail.training.state.average import Average
@@ -130,9 +128,9 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
     gradients reach every weight at once."""
 
     def build(config: TrainConfig) -> tuple[TrainState, Plan]:
-        splits = open_data(config.data, validation_share=config.validation_share)
+        splits = config.data.open()
         preprocess = config.images
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.run.seed)
         network = VisionTransformer(
             config.model.resolve(
                 num_classes=len(splits.classes), image_size=preprocess.image_size, channels=preprocess.channels
@@ -140,21 +138,25 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
         )
         assert network.head is not None
         torch.nn.init.normal_(network.head.weight, std=0.1)
-        objective = Classification(network, loss=config.loss, label_smoothing=config.label_smoothing)
+        objective = config.task.objective(network, splits)
         batches = TrainingBatches(
-            splits.train, preprocess, batch_size=config.batch_size, seed=config.seed, readers=config.readers
+            splits.train,
+            preprocess,
+            batch_size=config.run.batch_size,
+            seed=config.run.seed,
+            readers=config.run.readers,
         )
-        steps = config.total_steps(len(splits.train))
-        rates = config.optimization
+        steps = config.run.total_steps(len(splits.train))
+        rates = config.optimizer
         plan = Plan(
             steps=steps,
             schedule=Schedule(rates.schedule, rates.learning_rate, steps, round(rates.warmup * steps)),
-            accumulation=config.accumulation,
+            accumulation=config.run.accumulation,
             clip=rates.clip,
-            seed=config.seed,
+            seed=config.run.seed,
             augment=config.augment,
             preprocess=preprocess,
-            precision=config.precision,
+            precision=config.run.precision,
             device=torch.device("cpu"),
             classes=len(splits.classes),
         )

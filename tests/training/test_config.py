@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from vitrail.data.augmentation.augment import Augment
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
+from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet import ResNetConfig
-from vitrail.plain import from_plain, to_plain
 from vitrail.recipes import RECIPES
-from vitrail.training.config import FLAT, PARTS, ModelConfig, OptimizerConfig, StartConfig, TrainConfig
+from vitrail.settings import bare_names
+from vitrail.tasks import TASKS, Classification
+from vitrail.training.config import RunConfig, TrainConfig
 
 PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 0}, "batch_size=0 is less than 1\naccumulation=1 is more than batch_size=0"),
@@ -104,20 +104,49 @@ def test_several_problems_are_named_at_once() -> None:
     assert "warmup=2.0 is not in [0, 1)" in lines
 
 
-def test_override_replaces_own_fields_and_those_of_parts() -> None:
+def test_override_replaces_the_fields_of_all_sections() -> None:
     before = TrainConfig()
-    after = before.override(steps=7, width=64, heads=2, mean=(0.1, 0.2, 0.3), shift=3, clip=0.5)
-    assert (after.steps, after.model.width, after.model.heads) == (7, 64, 2)
-    assert (after.images.mean, after.augment.shift, after.optimization.clip) == ((0.1, 0.2, 0.3), 3, 0.5)
-    restored = after.override(steps=None, width=None, heads=None, mean=(0.5,), shift=0, clip=1.0)
+    after = before.override(steps=7, width=64, heads=2, mean=(0.1, 0.2, 0.3), shift=3, clip=0.5, label_smoothing=0.2)
+    assert (after.run.steps, after.model.overrides) == (7, {"width": 64, "heads": 2})
+    assert (after.images.mean, after.augment.shift, after.optimizer.clip) == ((0.1, 0.2, 0.3), 3, 0.5)
+    assert after.task == Classification(label_smoothing=0.2)
+    restored = after.override(steps=None, width=None, heads=None, mean=(0.5,), shift=0, clip=1.0, label_smoothing=0.0)
     assert restored == before == TrainConfig(), "nothing else changed"
 
 
-def test_override_takes_no_whole_part() -> None:
-    names = {item.name for item in dataclasses.fields(TrainConfig)}
-    assert set(PARTS) <= names
+def test_override_takes_no_whole_section() -> None:
     with pytest.raises(ConfigError, match="unknown field 'model'"):
-        TrainConfig().override(model=ModelConfig(width=8))
+        TrainConfig().override(model=ModelConfig())
+
+
+def test_some_fields_have_another_bare_name() -> None:
+    config = TrainConfig().override(data="flowers", run="runs/x", optimizer="sgd", task="classification")
+    assert (config.data.spec, config.run.folder, config.optimizer.kind) == ("flowers", "runs/x", "sgd")
+
+
+def test_every_field_of_a_network_can_be_overridden() -> None:
+    fields = {
+        "class_token": True, "positions_cover": "all", "final_norm": "pooled", "position_resize": "bicubic-antialias",
+        "patch_size": (7, 4), "qkv_bias": False,
+    }  # fmt: skip
+    model = TrainConfig().override(variant="ViT-Pico/7", pool="gap", **fields).model
+    config = model.resolve(num_classes=3, image_size=(14, 12), channels=1)
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert (config.num_classes, config.image_size, config.channels) == (3, (14, 12), 1)
+
+
+def test_overrides_are_checked_against_the_variant() -> None:
+    with pytest.raises(ConfigError, match=r"^unknown field 'depths' of ViT-S/16; nearest: depth"):
+        ModelConfig(variant="ViT-S/16", overrides={"depths": (1, 1)})
+    with pytest.raises(ConfigError, match=r"^unknown field 'image_size' of a network"):
+        ModelConfig(overrides={"image_size": (8, 8)})
+    with pytest.raises(ConfigError, match=r"^unknown variant 'ViT-Q/7'"):
+        ModelConfig(variant="ViT-Q/7")
+
+
+def test_another_variant_drops_the_overrides_that_it_has_no_field_for() -> None:
+    model = ModelConfig(variant="ViT-S/16", overrides={"position_std": 0.3, "width": 32})
+    assert model.override(variant="BiT-R26x1").overrides == {"width": 32}
 
 
 def test_override_names_the_nearest_field() -> None:
@@ -134,19 +163,13 @@ def test_override_checks_the_result() -> None:
         TrainConfig().override(shift=-1)
 
 
-def test_no_two_parts_have_a_field_of_the_same_name() -> None:
-    own = [item.name for item in dataclasses.fields(TrainConfig) if item.name not in PARTS]
-    parts = [item.name for cls in PARTS.values() for item in dataclasses.fields(cls)]
-    assert len(set(own + parts)) == len(own + parts) == len(FLAT)
-    assert set(FLAT) == set(own + parts)
-    assert {item.name: item.type for item in dataclasses.fields(TrainConfig) if item.name in PARTS} == {
-        "start": "StartConfig", "model": "ModelConfig", "images": "Preprocess", "augment": "Augment",
-        "optimization": "OptimizerConfig",
-    }  # fmt: skip
-    assert {
-        "start": StartConfig, "model": ModelConfig, "images": Preprocess, "augment": Augment,
-        "optimization": OptimizerConfig,
-    } == PARTS  # fmt: skip
+@pytest.mark.parametrize("task", TASKS)
+def test_no_two_sections_have_a_field_of_the_same_bare_name(task: str) -> None:
+    config = TrainConfig().override(task=task)
+    sections = [getattr(config, item.name) for item in dataclasses.fields(config)]
+    names = [name for one in sections if not isinstance(one, ModelConfig) for name in bare_names(type(one))]
+    names += ["variant", *override_fields()]
+    assert len(set(names)) == len(names) and set(names) == set(config.settings())
 
 
 @pytest.mark.parametrize(
@@ -160,34 +183,36 @@ def test_no_two_parts_have_a_field_of_the_same_name() -> None:
     ],
 )
 def test_total_steps(fields: dict[str, Any], images: int, steps: int) -> None:
-    assert TrainConfig(**fields).total_steps(images) == steps
+    assert RunConfig(**fields).total_steps(images) == steps
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_to_json_and_back(recipe: str) -> None:
     config = RECIPES[recipe]().override(width=96, mean=(0.25,), image_size=(56, 28), seed=7, threads=3, run="runs/x")
-    text = json.dumps(to_plain(config))
-    back = from_plain(TrainConfig, json.loads(text))
+    text = json.dumps(config.to_plain())
+    back = TrainConfig.from_plain(json.loads(text))
     assert back == config
     assert isinstance(back.images.image_size, tuple) and isinstance(back.images.mean, tuple)
-    assert back.model.depth is None and back.steps is None
+    assert back.model.overrides["width"] == 96 and back.run.steps is None
 
 
 def test_json_with_an_unknown_field_or_a_wrong_type_is_refused() -> None:
-    plain = json.loads(json.dumps(to_plain(TrainConfig())))
+    plain = json.loads(json.dumps(TrainConfig().to_plain()))
     with pytest.raises(ConfigError, match=r"unknown field 'stepz'.*; nearest: steps"):
-        from_plain(TrainConfig, {**plain, "stepz": 3})
+        TrainConfig.from_plain({**plain, "run": {"stepz": 3}})
+    with pytest.raises(ConfigError, match="unknown task 'clasification'; nearest: classification"):
+        TrainConfig.from_plain({"task": {"name": "clasification"}})
     with pytest.raises(ConfigError, match="batch_size"):
-        from_plain(TrainConfig, {**plain, "batch_size": "many"})
+        TrainConfig.from_plain({**plain, "run": {**plain["run"], "batch_size": "many"}})
     with pytest.raises(ConfigError, match="learning_rate"):
-        from_plain(TrainConfig, {**plain, "optimization": {**plain["optimization"], "learning_rate": "fast"}})
+        TrainConfig.from_plain({**plain, "optimizer": {**plain["optimizer"], "learning_rate": "fast"}})
     with pytest.raises(ConfigError, match="object of named fields"):
-        from_plain(TrainConfig, None)
+        TrainConfig.from_plain(None)
 
 
 def test_a_whole_number_where_json_lost_the_point() -> None:
-    assert from_plain(TrainConfig, {"epochs": 3}).epochs == 3.0
-    assert isinstance(from_plain(TrainConfig, {"epochs": 3}).epochs, float)
+    assert TrainConfig.from_plain({"run": {"epochs": 3}}).run.epochs == 3.0
+    assert isinstance(TrainConfig.from_plain({"run": {"epochs": 3}}).run.epochs, float)
 
 
 def test_the_demo_takes_a_resnet() -> None:
@@ -196,6 +221,4 @@ def test_the_demo_takes_a_resnet() -> None:
     resolved = config.resolve(num_classes=3, image_size=(40, 56), channels=1)
     assert isinstance(resolved, ResNetConfig) and resolved.width == 32 and resolved.depths == (2, 2, 2, 2)
     with pytest.raises(ConfigError, match="unknown field 'qk_norm' of BiT-R26x1"):
-        RECIPES["demo"]().override(variant="BiT-R26x1", qk_norm=True).model.resolve(
-            num_classes=3, image_size=(40, 56), channels=1
-        )
+        RECIPES["demo"]().override(variant="BiT-R26x1", qk_norm=True)

@@ -154,7 +154,7 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
     config = small(tmp_path / "run", **wild)
     with pytest.raises(NonFiniteLoss) as caught:
         train(config)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.run.seed)
     state, plan = by_hand(config, prepare)
     for step in range(1, 400):
         figures = train_step(state, plan, next(state.batches))
@@ -172,7 +172,7 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
 def by_hand(config: TrainConfig, prepare: Callable[..., Any]) -> tuple[TrainState, Plan]:
     """The state that a run of `config` begins with."""
     state, plan = prepare(config)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.run.seed)
     network = state.objective.network
     fresh = type(network)(network.config)  # draws the weights as the run does
     network.load_state_dict(fresh.state_dict())

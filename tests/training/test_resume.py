@@ -29,7 +29,7 @@ StopAt = Callable[[int], Display]
 
 def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) -> Path:
     """Trains, and is stopped by a signal after each of the steps `cuts`."""
-    folder = Path(config.run or "")
+    folder = Path(config.run.folder or "")
     for number, cut in enumerate(cuts):
         with pytest.raises(Stopped, match=f"^stopped at step {cut} of 24; .*checkpoints/step-{cut}$") as caught:
             train(config, display=stop_at(cut)) if number == 0 else resume(folder, display=stop_at(cut))
@@ -83,7 +83,7 @@ def test_other_thread_counts_change_no_bit(
     with pytest.raises(Stopped):
         train(small(run), display=stop_at(13))
     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    record["config"]["threads"] = threads
+    record["config"]["run"]["threads"] = threads
     (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
     resume(run)
     assert outcome(run) == straight
@@ -124,7 +124,7 @@ def test_data_that_changed_is_refused(
     config = folder_config(colour_folder)
     with pytest.raises(Stopped):
         train(config, display=stop_at(5))
-    run = Path(config.run or "")
+    run = Path(config.run.folder or "")
     before = sorted((path.relative_to(run), path.stat().st_mtime_ns) for path in run.rglob("*"))
     added = colour_folder / "red" / "new.png"
     added.write_bytes((colour_folder / "red" / "00.png").read_bytes())

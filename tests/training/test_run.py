@@ -23,7 +23,6 @@ from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
-from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
@@ -47,9 +46,9 @@ def finished(
 def test_run_json_is_enough_to_do_it_again(finished: tuple[TrainConfig, RunResult]) -> None:
     config, result = finished
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
-    assert from_plain(TrainConfig, record["config"]) == config
-    assert record["config"]["seed"] == 5
-    assert record["steps"] == 24 and record["config"]["precision"] == "float32"
+    assert TrainConfig.from_plain(record["config"]) == config
+    assert record["config"]["run"]["seed"] == 5
+    assert record["steps"] == 24 and record["config"]["run"]["precision"] == "float32"
     assert (record["data"]["train"], record["data"]["validation"], record["data"]["test"]) == (200, 40, 40)
     assert record["data"]["classes"] == list("0123456789")
     assert record["machine"]["versions"]["torch"] == torch.__version__
@@ -79,7 +78,7 @@ def test_the_journal_tells_the_run(finished: tuple[TrainConfig, RunResult]) -> N
     for event in steps:
         assert 0 <= event["accuracy"] <= 1 and 0 < event["loss"] < 10 and event["gradient_norm"] > 0
         assert event["images_per_second"] > 0
-    peak = config.optimization.learning_rate
+    peak = config.optimizer.learning_rate
     assert [event["learning_rate"] for event in steps[:2]] == pytest.approx([peak / 2, peak])
     measured = [event for event in events if event["event"] == "evaluation"]
     assert [(event["step"], event["split"]) for event in measured[:6]] == [
@@ -118,8 +117,8 @@ def test_the_model_on_disk_is_the_one_returned(finished: tuple[TrainConfig, RunR
     for name, tensor in result.bundle.network.state_dict().items():
         assert torch.equal(tensor, bundle.network.state_dict()[name])
     assert bundle.classes == tuple("0123456789") and bundle.preprocess == config.images
-    assert bundle.provenance["seed"] == 5 and bundle.provenance["data"] == config.data
-    data = open_data(config.data, validation_share=0.1)
+    assert bundle.provenance["seed"] == 5 and bundle.provenance["data"] == config.data.spec
+    data = open_data(config.data.spec, validation_share=0.1)
     assert data.test is not None
     images = [data.test[index] for index in range(40)]
     guesses = bundle.predict([sample.image for sample in images])
@@ -333,10 +332,10 @@ def test_broken_images_are_skipped_and_named_once(
 ) -> None:
     broken = break_images(colour_folder)
     config = folder_config(colour_folder, steps=30, max_skipped=0.5, validation_share=0.2)
-    splits = open_data(config.data, validation_share=0.2)
+    splits = open_data(config.data.spec, validation_share=0.2)
     in_training = {splits.train.key(index) for index in range(len(splits.train))} & broken
     assert len(in_training) >= 2
-    run = Path(config.run or "")
+    run = Path(config.run.folder or "")
     with pytest.raises(Stopped):
         train(config, display=stop_at(17))
     assert 2 * len(splits.train) < 17 * 8, "all of the images were seen, some twice"
@@ -358,7 +357,7 @@ def test_too_many_broken_images_end_the_run(folder_config: Tiny, colour_folder: 
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.08)
     with pytest.raises(DataError, match=r"^4 training images cannot be decoded, more than the 3 that --max-skipped "):
         train(config)
-    events = read_journal(Path(config.run or "") / "journal.jsonl")
+    events = read_journal(Path(config.run.folder or "") / "journal.jsonl")
     assert {event["key"] for event in events if event["event"] == "skipped"} == broken
     assert "finished" not in [event["event"] for event in events]
     train(folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.1, overwrite=True))
@@ -383,7 +382,7 @@ def test_a_network_learns_the_colours(folder_config: Tiny, tmp_path: Path, colou
 def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Tiny) -> None:
     result = train(tiny(precision="float8", steps=60, flip=False, shift=0, learning_rate=0.01))
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
-    assert record["config"]["precision"] == "float8" and record["config"]["compile"] == "auto"
+    assert record["config"]["run"]["precision"] == "float8" and record["config"]["run"]["compile"] == "auto"
     losses = [event["loss"] for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "step"]
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
     assert result.metrics["test_accuracy"] > 0.3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 import vitrail
 from vitrail.errors import DataError, RunError
-from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
 from vitrail.transfer.rules import Given
@@ -31,21 +30,22 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(bundle: Bundle, model: Path, data: Path, **given: object) -> TrainConfig:
-    base = TrainConfig(data=str(data), start=StartConfig(init=str(model)), device="cpu")
+    base = TrainConfig().override(data=str(data), init=str(model), device="cpu")
     return plan(bundle, base, given=Given(**given)).config
 
 
 def test_the_plan_is_for_this_model_and_this_data(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     config = planned(tiny_bundle, model, colours)
     assert config.images == tiny_bundle.preprocess and config.start.init == str(model)
-    assert config.data == str(colours) and (config.batch_size, config.steps) == (4, 135)  # 27 images, 20 times each
+    assert config.data.spec == str(colours)
+    assert (config.run.batch_size, config.run.steps) == (4, 135)  # 27 images, 20 times each
     assert planned(tiny_bundle, model, colours, image_size=(28, 35)).images.image_size == (28, 35)
 
 
 def test_a_model_learns_another_task_and_is_looked_at(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    config = replace(planned(tiny_bundle, model, colours), steps=60, precision="float32")
+    config = planned(tiny_bundle, model, colours).override(steps=60, precision="float32")
     found = finetune(config, initial=tiny_bundle)
     assert isinstance(found, FinetuneResult) and found.trials == ()
     assert found.split == "test" and found.report is not None and found.report.images == 12
@@ -63,7 +63,7 @@ def test_a_model_learns_another_task_and_is_looked_at(
 def test_without_a_test_split_no_temperature_is_judged_by_what_it_was_fitted_to(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    config = replace(planned(tiny_bundle, model, colours / "train"), steps=2, precision="float32")
+    config = planned(tiny_bundle, model, colours / "train").override(steps=2, precision="float32")
     found = finetune(config, initial=tiny_bundle)
     assert found.split == "validation" and found.report is not None and found.report.scaled is None
 
@@ -71,8 +71,8 @@ def test_without_a_test_split_no_temperature_is_judged_by_what_it_was_fitted_to(
 def test_with_nothing_held_out_nothing_is_measured(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    base = TrainConfig(data=str(colours / "train"), start=StartConfig(init=str(model)), validation_share=0.0)
-    config = replace(plan(tiny_bundle, base).config, steps=2, precision="float32")
+    base = TrainConfig().override(data=str(colours / "train"), init=str(model), validation_share=0.0)
+    config = plan(tiny_bundle, base).config.override(steps=2, precision="float32")
     found = finetune(config, initial=tiny_bundle)
     assert (found.split, found.report, found.page) == (None, None, None)
     assert vitrail.load(found.run.folder / "model").classes == ("blue", "green", "red")
@@ -81,9 +81,9 @@ def test_with_nothing_held_out_nothing_is_measured(
 def test_the_papers_protocol_chooses_and_then_learns_from_all(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    base = TrainConfig(data=str(colours), start=StartConfig(init=str(model)), device="cpu", name="paper")
+    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu", name="paper")
     config = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21), batch_size=4)).config
-    config = replace(config, steps=4, precision="float32")
+    config = config.override(steps=4, precision="float32")
     heard: list[float] = []
     found = finetune(
         config, protocol="paper", rates=(0.003, 0.03), initial=tiny_bundle, on_trial=lambda t: heard.append(t.rate)
@@ -102,21 +102,21 @@ def test_the_papers_row_is_for_all_training_images(tiny_bundle: Bundle, model: P
     for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
         sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
         (in_folder / f"train-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
-    base = TrainConfig(data=str(in_folder), start=StartConfig(init=str(model)), device="cpu")
+    base = TrainConfig().override(data=str(in_folder), init=str(model), device="cpu")
     assert plan(tiny_bundle, base).reasons[1].startswith("1,770 steps of 32: 56,616 images"), "a tenth is held out"
     found = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21)))
-    assert (found.config.steps, found.config.validation_share) == (10_000, 0.02)
+    assert (found.config.run.steps, found.config.data.validation_share) == (10_000, 0.02)
     assert "21,000 images" in found.reasons[0]
 
 
 def test_a_folder_that_is_there_is_said_before_rates_are_tried(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    base = TrainConfig(data=str(colours), start=StartConfig(init=str(model)), device="cpu")
+    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu")
     config = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21), batch_size=4)).config
     (in_folder / "there").mkdir()
     with pytest.raises(RunError, match="run folder 'there' exists"):
-        finetune(replace(config, run="there", steps=2), protocol="paper", rates=(0.003, 0.03), initial=tiny_bundle)
+        finetune(config.override(run="there", steps=2), protocol="paper", rates=(0.003, 0.03), initial=tiny_bundle)
     assert not list(in_folder.glob("*-learning-rates"))
 
 
@@ -124,7 +124,7 @@ def test_data_that_is_mixed_in_may_bring_classes(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
     config = planned(tiny_bundle, model, colours)
-    config = replace(config, steps=2, precision="float32", mix=("0.3:fractals:2:5",))
+    config = config.override(steps=2, precision="float32", mix=("0.3:fractals:2:5",))
     found = finetune(config, initial=tiny_bundle)
     assert len(found.run.bundle.classes) == 5 and found.run.bundle.classes[:3] == ("blue", "green", "red")
     assert found.report is not None and found.report.images == 12
@@ -138,7 +138,7 @@ def test_classes_of_one_image_are_learned_and_nothing_is_measured(
         (in_folder / "data" / name).mkdir(parents=True)
         image = next((colours / "train" / name).iterdir())
         (in_folder / "data" / name / image.name).write_bytes(image.read_bytes())
-    config = replace(planned(tiny_bundle, model, in_folder / "data"), steps=2, precision="float32")
+    config = planned(tiny_bundle, model, in_folder / "data").override(steps=2, precision="float32")
     found = finetune(config, initial=tiny_bundle)
     assert (found.split, found.page, found.run.metrics) == (None, None, {})
 
@@ -150,13 +150,13 @@ def test_a_test_split_without_labels_is_not_measured(
     images = sorted(path.relative_to(in_folder) for path in (in_folder / "colours").rglob("*.png"))
     rows = [f"{one},{one.parent.name},train" if "train" in one.parts else f"{one},,test" for one in images]
     (in_folder / "data.csv").write_text("\n".join(["path,label,split", *rows]))
-    config = replace(planned(tiny_bundle, model, in_folder / "data.csv"), steps=2, precision="float32")
+    config = planned(tiny_bundle, model, in_folder / "data.csv").override(steps=2, precision="float32")
     found = finetune(config, initial=tiny_bundle)
     assert found.split == "validation" and set(found.run.metrics) == {"validation_accuracy"}
 
 
 def test_the_next_commands_can_be_pasted(tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path) -> None:
-    config = replace(planned(tiny_bundle, model, colours), steps=2, precision="float32", run="my run")
+    config = planned(tiny_bundle, model, colours).override(steps=2, precision="float32", run="my run")
     page = finetune(config, initial=tiny_bundle).page
     assert page is not None and "vitrail predict &#x27;my run/model&#x27;" in page.read_text(encoding="utf-8")
 
@@ -165,5 +165,5 @@ def test_data_that_cannot_be_used_says_so_before_anything_is_written(
     tiny_bundle: Bundle, model: Path, in_folder: Path
 ) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        plan(tiny_bundle, TrainConfig(data="nowhere", start=StartConfig(init=str(model))))
+        plan(tiny_bundle, TrainConfig().override(data="nowhere", init=str(model)))
     assert not (in_folder / "runs").exists()

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import variant_config
-from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.protocol import (
     Trial,
@@ -48,34 +47,34 @@ def test_rows_are_those_of_table_4(
 
 
 def test_settings_are_the_papers() -> None:
-    base = TrainConfig(data="pets", start=StartConfig(init="B_16.npz"), images=Preprocess(image_size=(224, 224)))
+    base = TrainConfig().override(data="pets", init="B_16.npz", image_size=(224, 224))
     network = variant_config("ViT-B/16", num_classes=21_843)
     found = paper_rule(base, network, DataFacts(3680, 37, 400, False, True), memory=PLENTY)
-    config, optimization = found.config, found.config.optimization
-    assert (config.steps, config.batch_size, config.images.image_size) == (500, 512, (384, 384))
-    assert (optimization.optimizer, optimization.momentum, optimization.weight_decay) == ("sgd", 0.9, 0.0)
+    config, optimization = found.config, found.config.optimizer
+    assert (config.run.steps, config.run.batch_size, config.images.image_size) == (500, 512, (384, 384))
+    assert (optimization.kind, optimization.momentum, optimization.weight_decay) == ("sgd", 0.9, 0.0)
     assert (optimization.schedule, optimization.clip, optimization.warmup) == ("cosine", 1.0, 0.2)
     assert optimization.layer_decay == 1 and optimization.average == 0
-    assert (config.label_smoothing, config.augment.mixup, config.augment.crop_area) == (0, None, (0.05, 1.0))
-    assert (config.data, config.start.init, config.validation_share) == ("pets", "B_16.npz", 0.1)
+    assert (config.task.label_smoothing, config.augment.mixup, config.augment.crop_area) == (0, None, (0.05, 1.0))
+    assert (config.data.spec, config.start.init, config.data.validation_share) == ("pets", "B_16.npz", 0.1)
     assert "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]
 
 
 def test_a_large_patch_divides_the_size_and_parts_fit() -> None:
-    base = TrainConfig(start=StartConfig(init="model"))
+    base = TrainConfig().override(init="model")
     facts = DataFacts(1000, 10, 400, False, True)
     network = variant_config("ViT-H/14", num_classes=10)
     assert paper_rule(base, network, facts, memory=PLENTY).config.images.image_size == (378, 378)
     small = paper_rule(base, network, facts, memory=16 * 10**9, given=Given(image_size=(140, 140))).config
-    assert small.images.image_size == (140, 140) and small.accumulation > 1 and small.batch_size == 512
+    assert small.images.image_size == (140, 140) and small.run.accumulation > 1 and small.run.batch_size == 512
 
 
 @pytest.fixture
 def base(tiny_bundle: Bundle, colours: Path, tmp_path: Path) -> TrainConfig:
     model = tiny_bundle.save(tmp_path / "model")
-    return TrainConfig(
-        data=str(colours), start=StartConfig(init=str(model)), images=tiny_bundle.preprocess, steps=3, batch_size=4,
-        validation_share=0.3, keep="last", evaluations=1, checkpoints=1,
+    return replace(TrainConfig(), images=tiny_bundle.preprocess).override(
+        data=str(colours), init=str(model), steps=3, batch_size=4, validation_share=0.3, keep="last", evaluations=1,
+        checkpoints=1,
     )  # fmt: skip
 
 
@@ -91,7 +90,7 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tmp_p
     for trial in trials:
         assert trial.folder == tmp_path / "rates" / f"{trial.rate:g}"
         record = json.loads((trial.folder / "run.json").read_text())
-        assert record["config"]["optimization"]["learning_rate"] == trial.rate
+        assert record["config"]["optimizer"]["learning_rate"] == trial.rate
         splits = {event["split"] for event in read_journal(trial.folder / "journal.jsonl") if "split" in event}
         assert splits == {"validation"}
 
@@ -102,13 +101,13 @@ def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tmp_path: Pat
     (more,) = [trial for trial in choose_rate(base, (0.01, 0.03), tmp_path / "rates") if trial.rate == 0.03]
     assert more.folder.exists() and choose_rate(base, (0.01, 0.02), tmp_path / "rates") == first
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert choose_rate(replace(base, accumulation=2), (0.01, 0.02), tmp_path / "rates") == first, "less memory is free"
+    assert choose_rate(base.override(accumulation=2), (0.01, 0.02), tmp_path / "rates") == first, "less memory is free"
     with pytest.raises(RunError, match=r"rates/0\.01 holds a run with other settings; choose another --name"):
-        choose_rate(replace(base, seed=1), (0.01,), tmp_path / "rates")
+        choose_rate(base.override(seed=1), (0.01,), tmp_path / "rates")
 
 
 def test_no_held_out_image_is_refused(base: TrainConfig, tmp_path: Path) -> None:
-    config = replace(base, validation_share=0.0, evaluations=0)
+    config = base.override(validation_share=0.0, evaluations=0)
     with pytest.raises(ConfigError, match="leaves no image to choose the learning rate by; give --learning-rate"):
         choose_rate(config, (0.01,), tmp_path / "rates")
     assert not (tmp_path / "rates").exists(), "no run was done for it"
@@ -119,9 +118,9 @@ def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
 ) -> None:
     data = tmp_path / "data"
     shutil.copytree(colours, data)
-    config = replace(base, data=str(data))
+    config = base.override(data=str(data))
     first = choose_rate(config, (0.01,), tmp_path / "rates")
-    assert choose_rate(replace(config, overwrite=True), (0.01,), tmp_path / "rates") == first, "the same settings"
+    assert choose_rate(config.override(overwrite=True), (0.01,), tmp_path / "rates") == first, "the same settings"
     network = copy.deepcopy(tiny_bundle.network)
     with torch.no_grad():
         network.blocks[0].mlp.up.weight += 1
@@ -133,23 +132,23 @@ def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
 
 
 def test_a_given_rate_leaves_nothing_to_hold_out() -> None:
-    base = TrainConfig(data="pets", start=StartConfig(init="B_16.npz"), evaluations=10)
+    base = TrainConfig().override(data="pets", init="B_16.npz", evaluations=10)
     network, facts = variant_config("ViT-B/16", num_classes=10), DataFacts(1000, 10, 400, False, True)
     found = paper_rule(base, network, facts, memory=PLENTY, given=Given(learning_rate=0.02))
-    assert (found.config.optimization.learning_rate, found.config.validation_share) == (0.02, 0.0)
-    assert found.config.evaluations == 0 and found.config.keep == "last"
+    assert (found.config.optimizer.learning_rate, found.config.data.validation_share) == (0.02, 0.0)
+    assert found.config.run.evaluations == 0 and found.config.run.keep == "last"
     assert "learning rate 0.02, as given" in found.reasons[-1] and "best of" not in found.reasons[-1]
 
 
 def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path, tmp_path: Path) -> None:
     check_last_run(base)
     with pytest.raises(ConfigError, match="patience=2 cannot be given with the paper's protocol"):
-        check_last_run(replace(base, patience=2))
+        check_last_run(base.override(patience=2))
     with pytest.raises(ConfigError, match="probe='knn' cannot be given with the paper's protocol"):
-        check_last_run(replace(base, probe="knn"))
+        check_last_run(base.override(probe="knn"))
     shutil.copytree(colours / "train", tmp_path / "data" / "train")
     shutil.copytree(colours / "test", tmp_path / "data" / "val")
-    check_last_run(replace(base, data=str(tmp_path / "data"), probe="knn"))
+    check_last_run(base.override(data=str(tmp_path / "data"), probe="knn"))
 
 
 def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
@@ -160,4 +159,4 @@ def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
 
 def test_the_last_run_learns_from_all_images(base: TrainConfig) -> None:
     config = whole_set(base, 0.03)
-    assert (config.optimization.learning_rate, config.validation_share, config.keep) == (0.03, 0.0, "last")
+    assert (config.optimizer.learning_rate, config.data.validation_share, config.run.keep) == (0.03, 0.0, "last")

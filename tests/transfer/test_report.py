@@ -21,8 +21,8 @@ from vitrail.errors import RunError, SaveError
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.evaluation.truth import SingleLabels
+from vitrail.models.config import ModelConfig
 from vitrail.models.variants import build
-from vitrail.plain import to_plain
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import Journal
@@ -107,16 +107,22 @@ def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
         folder.mkdir()
         config = TrainConfig().override(**{"data": "flowers", "image_size": (14, 21), "batch_size": 32, **fields})
         data = {"train": 320, "validation": 40, "test": 0, "fingerprint": "0", "classes": ["a", "b"], "notes": ["cut"]}
-        record = {"config": to_plain(config), "steps": steps, "init": None, "data": data, "machine": {"device": "X"}}
+        record = {
+            "format": 2,
+            "config": config.to_plain(),
+            "steps": steps,
+            "init": None,
+            "data": data,
+            "machine": {"device": "X"},
+        }
         (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
         for name, values in events:
             Journal(folder / "journal.jsonl").write(name, **values)
         network = build(
-            replace(
-                TrainConfig().model,
-                variant="ViT-Pico/7", width=16, depth=1, heads=2, mlp_width=32,
-            ).resolve(num_classes=2, image_size=(14, 21), channels=3)
-        )  # fmt: skip
+            ModelConfig(variant="ViT-Pico/7", overrides={"width": 16, "depth": 1, "heads": 2, "mlp_width": 32}).resolve(
+                num_classes=2, image_size=(14, 21), channels=3
+            )
+        )
         provenance = {} if kept is None else {"step": kept}
         return folder, Bundle(network, ("a", "b"), config.images, provenance=provenance)
 

@@ -17,7 +17,7 @@ from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError
 from vitrail.models.footprint import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
-from vitrail.training.config import StartConfig, TrainConfig
+from vitrail.training.config import TrainConfig
 from vitrail.transfer.rules import DataFacts, Given, Rule, facts_of, rule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -32,7 +32,7 @@ def ruled(
     facts: DataFacts, variant: str = "ViT-B/16", device: torch.device = CPU, memory: int = PLENTY, **chosen: object
 ) -> Rule:
     network: AnyConfig = variant_config(variant, num_classes=1000)
-    base = TrainConfig(data="photos", start=StartConfig(init="model"))
+    base = TrainConfig().override(data="photos", init="model")
     preprocess = Preprocess(image_size=network.image_size, resize="crop", mean=(0.4, 0.5, 0.6))
     return rule(base, network, preprocess, facts, device=device, memory=memory, given=Given(**chosen))
 
@@ -40,10 +40,10 @@ def ruled(
 def test_a_small_folder_on_a_cpu() -> None:
     found = ruled(facts(1000))
     config = found.config
-    assert (config.data, config.start.init) == ("photos", "model")
+    assert (config.data.spec, config.start.init) == ("photos", "model")
     assert config.images == Preprocess(image_size=(224, 224), resize="crop", mean=(0.4, 0.5, 0.6))
-    assert (config.batch_size, config.accumulation, config.steps) == (32, 1, 625)  # 20 times 1,000 images
-    assert (config.keep, config.loss, config.label_smoothing) == ("best", "softmax", 0.1)
+    assert (config.run.batch_size, config.run.accumulation, config.run.steps) == (32, 1, 625)  # 20 times 1,000 images
+    assert (config.run.keep, config.task.loss, config.task.label_smoothing) == ("best", "softmax", 0.1)
     assert config.augment.flip and config.augment.crop_area == (0.8, 1.0) and config.augment.mixup is None
     assert any("20,000 images seen, 20 times each" in reason for reason in found.reasons)
 
@@ -53,13 +53,13 @@ def test_a_small_folder_on_a_cpu() -> None:
 )
 def test_images_seen_on_a_cpu(images: int, batch: int, steps: int) -> None:
     config = ruled(facts(images)).config
-    assert (config.batch_size, config.steps) == (batch, steps)
+    assert (config.run.batch_size, config.run.steps) == (batch, steps)
 
 
 @pytest.mark.parametrize(("images", "steps"), [(1000, 4000), (19_999, 500), (20_000, 10_000), (500_000, 20_000)])
 def test_a_gpu_sees_what_bits_rule_says(images: int, steps: int) -> None:
     config = ruled(facts(images), device=GPU).config
-    assert config.steps == steps and config.batch_size * steps == 512 * (500 if images < 20_000 else steps)
+    assert config.run.steps == steps and config.run.batch_size * steps == 512 * (500 if images < 20_000 else steps)
     assert (config.augment.mixup == 0.1) == (images >= 20_000)
 
 
@@ -85,14 +85,14 @@ def test_image_sizes(variant: str, side: int | None, device: torch.device, expec
 def test_sides_keep_their_proportion() -> None:
     network = variant_config("ViT-B/16", image_size=(224, 448))
     preprocess = Preprocess(image_size=(224, 448))
-    base = TrainConfig(start=StartConfig(init="model"))
+    base = TrainConfig().override(init="model")
     found = rule(base, network, preprocess, facts(side=30), device=CPU, memory=PLENTY)
     assert found.config.images.image_size == (64, 128)
 
 
 def test_the_fewest_steps_are_not_said_to_see_each_image_20_times() -> None:
     found = ruled(facts(5))
-    assert found.config.steps == 100 and found.config.batch_size == 4
+    assert found.config.run.steps == 100 and found.config.run.batch_size == 4
     assert any(
         reason.startswith("100 steps of 4: no fewer, though 100 images, 20 times each") for reason in found.reasons
     )
@@ -101,37 +101,37 @@ def test_the_fewest_steps_are_not_said_to_see_each_image_20_times() -> None:
 
 def test_what_is_given_is_kept_and_others_follow_it() -> None:
     config = ruled(facts(1000), image_size=(96, 64), batch_size=128).config
-    assert config.images.image_size == (96, 64) and (config.batch_size, config.steps) == (128, 157)
-    assert config.optimization.learning_rate == pytest.approx(
-        2 * ruled(facts(1000)).config.optimization.learning_rate, rel=0.05
+    assert config.images.image_size == (96, 64) and (config.run.batch_size, config.run.steps) == (128, 157)
+    assert config.optimizer.learning_rate == pytest.approx(
+        2 * ruled(facts(1000)).config.optimizer.learning_rate, rel=0.05
     )
 
 
 def test_wide_networks_learn_slowly() -> None:
-    rates = [ruled(facts(), name).config.optimization.learning_rate for name in ("ViT-Ti/16", "ViT-B/16", "BiT-R50x1")]
+    rates = [ruled(facts(), name).config.optimizer.learning_rate for name in ("ViT-Ti/16", "ViT-B/16", "BiT-R50x1")]
     assert rates == [0.001, 0.00026, 9.8e-05]
 
 
 @pytest.mark.parametrize("chosen", [{"train_blocks": 0}, {"lora_rank": 8}])
 def test_where_few_weights_move_they_move_faster(chosen: dict[str, int]) -> None:
     config, usual = ruled(facts(), **chosen).config, ruled(facts()).config
-    assert config.optimization.learning_rate > usual.optimization.learning_rate
-    assert config.optimization.layer_decay == 1 > usual.optimization.layer_decay
+    assert config.optimizer.learning_rate > usual.optimizer.learning_rate
+    assert config.optimizer.layer_decay == 1 > usual.optimizer.layer_decay
 
 
 def test_several_labels_are_questions_of_their_own() -> None:
     config = ruled(facts(30_000, several_labels=True)).config
-    assert (config.loss, config.label_smoothing, config.augment.mixup) == ("sigmoid", 0.0, None)
+    assert (config.task.loss, config.task.label_smoothing, config.augment.mixup) == ("sigmoid", 0.0, None)
 
 
 def test_a_loss_that_is_given_is_smoothed_as_it_should_be() -> None:
     config = ruled(facts(), loss="sigmoid").config
-    assert (config.loss, config.label_smoothing) == ("sigmoid", 0.0)
+    assert (config.task.loss, config.task.label_smoothing) == ("sigmoid", 0.0)
 
 
 def test_without_a_validation_split_nothing_is_chosen_by_it() -> None:
     config = ruled(facts(validation=False)).config
-    assert (config.keep, config.evaluations) == ("last", 0)
+    assert (config.run.keep, config.run.evaluations) == ("last", 0)
 
 
 def test_no_image_is_refused() -> None:
@@ -142,11 +142,11 @@ def test_no_image_is_refused() -> None:
 @given(st.integers(1, 2_000_000), st.sampled_from([CPU, GPU]), st.integers(10**9, 10**11))
 def test_any_amount_of_data_has_settings_that_fit(images: int, device: torch.device, memory: int) -> None:
     config = ruled(facts(images), device=device, memory=memory).config
-    assert config.steps is not None and config.steps >= 100 and 4 <= config.batch_size <= 512
-    assert 1 <= config.accumulation <= config.batch_size
-    part = -(-config.batch_size // config.accumulation)
+    assert config.run.steps is not None and config.run.steps >= 100 and 4 <= config.run.batch_size <= 512
+    assert 1 <= config.run.accumulation <= config.run.batch_size
+    part = -(-config.run.batch_size // config.run.accumulation)
     needed = training_bytes(variant_config("ViT-B/16", num_classes=1000), part, None, "bf16")
-    assert needed <= 0.7 * memory or config.accumulation == config.batch_size
+    assert needed <= 0.7 * memory or config.run.accumulation == config.run.batch_size
 
 
 def test_the_data_is_looked_at(tmp_path: Path) -> None:

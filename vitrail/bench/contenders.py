@@ -20,8 +20,7 @@ from vitrail.models.compiled import Compiled, compile_blocks
 from vitrail.models.float8 import use_float8
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import build
-from vitrail.training.config import OptimizerConfig
-from vitrail.training.optimization.optimizer import make_optimizer
+from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer
 
 __all__ = ["COMPILED", "OURS", "PRODUCTS", "Entry", "Runner", "Settings", "entries", "make_step"]
 

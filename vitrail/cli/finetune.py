@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import tyro
@@ -12,16 +12,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.cli.options import Resume, given, parse
-from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.cli.options import Resume, given, parse, parse_run
+from vitrail.data.config import DataConfig
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.bootstrap import Figure
 from vitrail.evaluation.predictions.report import ClassificationReport
 from vitrail.plain import to_plain
-from vitrail.training.config import StartConfig, TrainConfig
-from vitrail.training.folder import read_record
+from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.monitoring.display import ConsoleDisplay, Display
+from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
+from vitrail.training.start import StartConfig
 from vitrail.transfer.finetune import FinetuneResult, Protocol, finetune, look_at, plan
 from vitrail.transfer.protocol import Trial, is_trial
 from vitrail.transfer.rules import Given, Rule
@@ -38,10 +39,6 @@ UNSET = 999_983
 """What an option is that the rule chooses and nobody gave; a default that it could be is one that a user could give."""
 
 
-KEPT = ("data", "device", "validation_share", "per_class", "subset_seed", "name")
-"""Options that say what the rule is about."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Finetune:
     """Fine-tune a pre-trained model on your images, and see where it errs.
@@ -56,7 +53,6 @@ class Finetune:
     protocol: Protocol = "rule"
     """rule: settings from the data's size and the machine. paper: those of the paper's Table 4; the learning rate is
     chosen on held-out images, and the model then learns from all of them."""
-    training: TrainConfig = field(default_factory=TrainConfig)
 
 
 def main(words: Sequence[str], started: float) -> int:
@@ -71,7 +67,7 @@ def main(words: Sequence[str], started: float) -> int:
             result = look_at(run or resume(folder, display=display, started=started), config)
         else:
             config, protocol, initial = _config(words, display)
-            rate = config.optimization.learning_rate
+            rate = config.optimizer.learning_rate
             result = finetune(
                 config,
                 protocol=protocol,
@@ -95,24 +91,23 @@ def main(words: Sequence[str], started: float) -> int:
 def _config(words: Sequence[str], display: Display) -> tuple[TrainConfig, Protocol, Bundle]:
     """The run, made in two readings of the words: the first says what is given, the second fills in the rest."""
     if {"-h", "--help"}.intersection(words):  # which shows defaults, and leaves
-        _parse(words, TrainConfig(data=""))
-    unset = TrainConfig(
-        data="", batch_size=UNSET, images=Preprocess(image_size=(UNSET, UNSET)), start=StartConfig(init="MODEL")
-    )
-    first = _parse(words, unset)
+        _parse(words, TrainConfig().override(data=""))
+    unset = TrainConfig().override(data="", batch_size=UNSET, image_size=(UNSET, UNSET), init="MODEL")
+    first, asked = _parse(words, unset)
     if not first.model:
         raise ConfigError("MODEL is missing: say which model to start from")
-    if not first.training.data:
+    if not asked.data.spec:
         raise ConfigError("--data is missing: say which images to fine-tune on")
     if (init := given(words, "--init")) is not None:
         raise ConfigError(f"--init {init} cannot be given beside {first.model!r}: MODEL is what is started from")
     initial = load(first.model, device="cpu")
-    kept = {name: getattr(first.training, name) for name in KEPT}
-    base = TrainConfig(start=StartConfig(init=first.model), **kept)
-    chosen = plan(initial, base, first.protocol, _choices(words, first.training))
-    rest = chosen.config if given(words, "--epochs") is None else replace(chosen.config, steps=None)
-    config = _parse(words, rest).training
-    usual, optimizer = chosen.config.optimization.optimizer, config.optimization.optimizer
+    run = RunConfig(device=asked.run.device, name=asked.run.name)
+    data = replace(asked.data, mix=(), max_skipped=DataConfig.max_skipped)
+    base = TrainConfig(start=StartConfig(init=first.model), data=data, run=run)
+    chosen = plan(initial, base, first.protocol, _choices(words, asked))
+    rest = chosen.config if given(words, "--epochs") is None else chosen.config.override(steps=None)
+    _, config = _parse(words, rest)
+    usual, optimizer = chosen.config.optimizer.kind, config.optimizer.kind
     if optimizer != usual and given(words, "--learning-rate") is None:
         raise ConfigError(
             f"optimizer={optimizer!r} needs a --learning-rate of its own: those of --protocol {first.protocol} are for "
@@ -124,14 +119,14 @@ def _config(words: Sequence[str], display: Display) -> tuple[TrainConfig, Protoc
 
 def _choices(words: Sequence[str], asked: TrainConfig) -> Given:
     """What is given of the choices that others depend on."""
-    size, batch = asked.images.image_size, asked.batch_size
+    size, batch = asked.images.image_size, asked.run.batch_size
     return Given(
         image_size=None if size == (UNSET, UNSET) else size,
         batch_size=None if batch == UNSET else batch,
         train_blocks=asked.start.train_blocks,
         lora_rank=asked.start.lora_rank,
-        learning_rate=None if given(words, "--learning-rate") is None else asked.optimization.learning_rate,
-        loss="sigmoid" if asked.loss == "sigmoid" else None,
+        learning_rate=None if given(words, "--learning-rate") is None else asked.optimizer.learning_rate,
+        loss="sigmoid" if asked.task.output == "sigmoid" else None,
     )
 
 
@@ -154,12 +149,12 @@ def _replaced(chosen: TrainConfig, config: TrainConfig) -> Iterator[str]:
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Those that decide how a model learns, by name."""
-    own = {name: getattr(config, name) for name in ("steps", "epochs", "loss", "label_smoothing", "keep")}
-    return own | to_plain(config.images) | to_plain(config.augment) | to_plain(config.optimization)
+    own = {name: getattr(config.run, name) for name in ("steps", "epochs", "keep")} | to_plain(config.task)
+    return own | to_plain(config.images) | to_plain(config.augment) | to_plain(config.optimizer)
 
 
-def _parse(words: Sequence[str], training: TrainConfig) -> Finetune:
-    return parse(Finetune, words, usage=USAGE, description=Finetune.__doc__ or "", default=Finetune(training=training))
+def _parse(words: Sequence[str], default: TrainConfig) -> tuple[Finetune, TrainConfig]:
+    return parse_run(Finetune, words, usage=USAGE, description=Finetune.__doc__ or "", default=default)
 
 
 def _tried(trial: Trial) -> str:

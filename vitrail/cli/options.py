@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
+from tyro._docstrings import get_field_docstring
 
-__all__ = ["Resume", "given", "parse"]
+from vitrail.models.config import ModelConfig, override_fields
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.settings import bare_names
+from vitrail.training.config import TrainConfig
+
+__all__ = ["Resume", "given", "parse", "parse_run"]
 
 T = TypeVar("T")
 
@@ -36,6 +44,40 @@ def parse(cls: type[T], words: Sequence[str], *, usage: str, description: str, d
     )
     assert parsed is not None, "tyro leaves rather than return nothing"
     return parsed
+
+
+def parse_run(
+    cls: type[T], words: Sequence[str], *, usage: str, description: str, default: TrainConfig
+) -> tuple[T, TrainConfig]:
+    """Return the options that are fields of `cls`, and the config with all others replaced in it."""
+    settings = {name: (kind, value) for name, kind, value in _settings(default)}
+    fields: list[tuple[str, Any, Any]] = [
+        (name, kind, dataclasses.field(default=value)) for name, (kind, value) in settings.items()
+    ]
+    whole: Any = dataclasses.make_dataclass("Options", fields, bases=(cls,), frozen=True, kw_only=True)
+    parsed = parse(whole, words, usage=usage, description=description)
+    changed = {name: getattr(parsed, name) for name in settings if getattr(parsed, name) != settings[name][1]}
+    return parsed, default.override(**changed)
+
+
+def _settings(config: TrainConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every setting of a run: its bare name, its type with its help, and its value."""
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if isinstance(value, ModelConfig):
+            yield "variant", _with_help(ModelConfig, "variant"), value.variant
+            for name in override_fields():
+                home = ViTConfig if name in ViTConfig.__dataclass_fields__ else ResNetConfig
+                if name != "root":
+                    yield name, _with_help(home, name, optional=True), value.overrides.get(name)
+        else:
+            for bare, name in bare_names(type(value)).items():
+                yield bare, _with_help(type(value), name), getattr(value, name)
+
+
+def _with_help(cls: Any, name: str, *, optional: bool = False) -> Any:
+    kind = get_type_hints(cls)[name]
+    return Annotated[kind | None if optional else kind, tyro.conf.arg(help=get_field_docstring(cls, name, ()))]
 
 
 def given(words: Sequence[str], option: str) -> str | None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.options import Resume, given, parse
+from vitrail.cli.options import Resume, given, parse, parse_run
 from vitrail.errors import ConfigError, Stopped, nearest
+from vitrail.models.config import ModelConfig
 from vitrail.recipes import RECIPES
-from vitrail.training.config import ModelConfig, TrainConfig
+from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle, Prediction
@@ -27,6 +28,11 @@ DESCRIPTION = """Train a Vision Transformer from scratch, or from a model with -
 RECIPE is one of {recipes}; the options below show its settings and replace them. Without one it is demo, on bundled
 images, or folder where --data names something else. With --init the architecture is the model's, and so are image size
 and normalisation unless given. Ctrl-C saves and stops; go on with: vitrail train --resume RUN."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """The options of the verb that are not settings of a run: none."""
 
 
 def main(words: Sequence[str], started: float) -> int:
@@ -55,7 +61,8 @@ def _config(words: Sequence[str]) -> tuple[TrainConfig, Bundle | None]:
         initial = load(init, device="cpu")
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig(), images=initial.preprocess)
     description = DESCRIPTION.format(recipes=", ".join(RECIPES))
-    return parse(TrainConfig, rest, usage=USAGE, description=description, default=recipe), initial
+    _, config = parse_run(Train, rest, usage=USAGE, description=description, default=recipe)
+    return config, initial
 
 
 def _default_recipe(words: Sequence[str]) -> str:

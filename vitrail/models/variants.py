@@ -19,6 +19,7 @@ __all__ = [
     "AnyNetwork",
     "Variant",
     "build",
+    "config_type",
     "create",
     "variant_config",
 ]
@@ -115,6 +116,11 @@ def build(config: AnyConfig) -> AnyNetwork:
     """Return the network that a config describes, with random weights."""
     network_class: Any = ARCHITECTURES[config.architecture][1]
     return network_class(config)
+
+
+def config_type(name: str) -> type[ViTConfig] | type[ResNetConfig]:
+    """Return the class of the config that `name` stands for. Raises `ConfigError` for an unknown name."""
+    return type(_named(name))
 
 
 def _named(name: str) -> AnyConfig:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from vitrail.data.augmentation.augment import Augment
+from vitrail.data.config import DataConfig
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.training.config import ModelConfig, OptimizerConfig, TrainConfig
+from vitrail.models.config import ModelConfig
+from vitrail.tasks import Classification
+from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.training.optimization.optimizer import OptimizerConfig
 
 __all__ = ["demo"]
 
@@ -22,15 +26,11 @@ def demo() -> TrainConfig:
     How it was chosen is told in docs/log.md.
     """
     return TrainConfig(
-        name="demo",
-        data="bundled",
-        validation_share=0.05,
-        epochs=26.0,
-        batch_size=32,
-        label_smoothing=0.1,
-        keep="last",
-        model=ModelConfig(variant="Conv+ViT-Pico/8", position_std=0.3),
+        data=DataConfig(spec="bundled", validation_share=0.05),
+        task=Classification(label_smoothing=0.1),
+        model=ModelConfig(variant="Conv+ViT-Pico/8", overrides={"position_std": 0.3}),
         images=Preprocess(image_size=(32, 32), channels=1, mean=(0.286,), std=(0.353,)),
         augment=Augment(flip=True, erase=0.5),
-        optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
+        run=RunConfig(name="demo", epochs=26.0, batch_size=32, keep="last"),
     )

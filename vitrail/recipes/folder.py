@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.training.config import ModelConfig, OptimizerConfig, TrainConfig
+from vitrail.models.config import ModelConfig
+from vitrail.tasks import Classification
+from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.training.optimization.optimizer import OptimizerConfig
 
 __all__ = ["folder"]
 
@@ -18,11 +21,10 @@ def folder() -> TrainConfig:
     Time and result depend on the images; a network from scratch needs hundreds of them in each class to be of use.
     """
     return TrainConfig(
-        epochs=40.0,
-        batch_size=64,
-        label_smoothing=0.1,
-        model=ModelConfig(variant="ViT-Nano/8", position_std=0.3),
+        task=Classification(label_smoothing=0.1),
+        model=ModelConfig(variant="ViT-Nano/8", overrides={"position_std": 0.3}),
         images=Preprocess(image_size=(64, 64), channels=3, resize="crop"),
         augment=Augment(flip=True, shift=4),
-        optimization=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
+        optimizer=OptimizerConfig(learning_rate=1e-3, weight_decay=0.05, beta2=0.95),
+        run=RunConfig(epochs=40.0, batch_size=64),
     )

@@ -1,28 +1,11 @@
-"""Batch -> loss and metrics. An objective is a module around a network; training knows nothing else of it."""
+"""Tasks, one file each: what training needs of the data, its objective, its metrics and the model that it saves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from vitrail.tasks.classification import Classification
+from vitrail.tasks.task import Task
 
-from jaxtyping import Float
-from torch import Tensor
+__all__ = ["TASKS", "Classification", "Task"]
 
-from vitrail.data.pipeline import Batch
-
-__all__ = ["LossOutput", "Objective"]
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """What an objective says of a batch: means over its valid samples, as tensors that nobody has waited for."""
-
-    loss: Float[Tensor, ""]
-    metrics: dict[str, Float[Tensor, ""]]
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """An `nn.Module` around a network."""
-
-    def __call__(self, batch: Batch) -> LossOutput: ...
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification,)}
+"""Every task by its name."""

@@ -1,8 +1,9 @@
-"""Learning to name the class of an image."""
+"""Classification: one label per image, or several."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,27 +11,79 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
-from vitrail.data.source import Mixture, Source, class_indices
+from vitrail.data.source import Mixture, Source, class_indices, target_kind
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
-from vitrail.tasks import LossOutput
+from vitrail.settings import below_one, one_of, raise_problems
+from vitrail.tasks.task import LossOutput, Task
+from vitrail.weights.bundle import OutputKind
 
-__all__ = ["Classification", "Loss", "balanced_weights"]
+__all__ = ["Classification", "ClassificationObjective", "Loss", "balanced_weights"]
 
 Loss = Literal["softmax", "sigmoid"]
 """Loss of classification: classes that exclude each other, or one yes-or-no question per class."""
 
+ClassWeights = Literal["none", "balanced"]
 
-class Classification(nn.Module):
-    """Cross-entropy of the network's logits with `batch.targets`, or with the labels where it has none; the accuracy.
 
-    "softmax" treats the classes as alternatives. "sigmoid" asks of each class by itself, and sums over them: what the
-    paper's group uses where an image can have several labels (JFT; Scaling ViT section 3.3). Raises `ConfigError`.
+@dataclass(frozen=True, kw_only=True)
+class Classification(Task):
+    """Learn the classes of images: one label per image, or several with the sigmoid loss.
 
-    With `class_weights` each image's loss counts as much as its class says: a mixture's as much as the mixture of its
-    classes does, and of the sigmoid loss, which may have several true classes or none, the true answers alone do.
+    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    """
 
-    The accuracy is how often the likeliest class is the label, or one of several, over the samples that count. A mixed
-    image keeps the label of the image that it was made from: its larger share with mixup, but not always with CutMix.
+    name: ClassVar[str] = "classification"
+
+    loss: Loss = "softmax"
+    """softmax: every image has one class. sigmoid: each class is a yes-or-no question of its own, so an image can have
+    several labels or none."""
+    label_smoothing: float = 0.0
+    """Fraction of the target that is spread over all classes."""
+    class_weights: ClassWeights = "none"
+    """balanced: weight the loss so that every class counts equally, however many images it has."""
+
+    def __post_init__(self) -> None:
+        raise_problems(
+            [
+                *below_one(self, "label_smoothing"),
+                *one_of(self, loss=Loss, class_weights=ClassWeights),
+            ]
+        )
+
+    @property
+    def output(self) -> OutputKind:
+        return self.loss
+
+    def check_data(self, splits: Splits, spec: str) -> None:
+        """Raise `ConfigError` if images have several labels and the loss takes one."""
+        if target_kind(splits.train) == "classes" and self.loss != "sigmoid":
+            raise ConfigError(
+                f"data {spec!r} has images of several classes, which loss={self.loss!r} cannot learn; choose "
+                "loss='sigmoid'"
+            )
+
+    def objective(self, network: nn.Module, splits: Splits) -> nn.Module:
+        """Return the network with the cross-entropy loss of these settings."""
+        weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
+        return ClassificationObjective(
+            network, loss=self.loss, label_smoothing=self.label_smoothing, class_weights=weights
+        )
+
+
+class ClassificationObjective(nn.Module):
+    """Cross-entropy of the network's logits with `batch.targets`, or with `batch.labels` if there are no targets.
+
+    The softmax loss treats the classes as alternatives. The sigmoid loss treats each class as a question of its own and
+    sums over the classes, as the paper's group does if an image can have several labels (JFT; Scaling ViT section 3.3).
+
+    With `class_weights` the loss of each image is multiplied by the weight of its class, and that of a mixed image by
+    the mean of its classes' weights. In the sigmoid loss, which may have several true classes or none, the weights
+    apply to the true answers only.
+
+    The accuracy is the fraction of counted samples whose likeliest class is the label, or one of several labels. A
+    mixed image keeps the label of the image that it was made from: the larger part with mixup, but not always with
+    CutMix.
     """
 
     class_weights: Float[Tensor, " classes"] | None
@@ -44,10 +97,6 @@ class Classification(nn.Module):
         class_weights: Float[Tensor, " classes"] | None = None,
     ) -> None:
         super().__init__()
-        if loss not in get_args(Loss):
-            raise ConfigError(f"loss={loss!r} is not one of {', '.join(map(repr, get_args(Loss)))}")
-        if not 0 <= label_smoothing < 1:
-            raise ConfigError(f"label_smoothing={label_smoothing} is not in [0, 1)")
         self.network = network
         self.loss = loss
         self.label_smoothing = label_smoothing

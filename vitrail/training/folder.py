@@ -1,21 +1,17 @@
-"""A run's folder: finding a place for a new one, and reading what an old one says of itself."""
+"""The folder of a run: its place, and when it may be replaced."""
 
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 from vitrail.errors import RunError
 from vitrail.files import saving
-from vitrail.plain import from_plain
 from vitrail.training.config import TrainConfig
-from vitrail.training.start import Origin
 
-__all__ = ["Record", "check_place", "new_folder", "place_of", "read_record"]
+__all__ = ["check_place", "new_folder", "place_of"]
 
 
 ENTRIES = (
@@ -40,7 +36,7 @@ def check_place(folder: Path, config: TrainConfig) -> None:
     """Raises `RunError` where the run could not have this folder."""
     if not folder.exists():
         return
-    if not config.overwrite:
+    if not config.run.overwrite:
         raise RunError(
             f"run folder {str(folder)!r} exists; choose another --run, go on with --resume {folder}, "
             "or replace it with --overwrite"
@@ -57,32 +53,8 @@ def check_place(folder: Path, config: TrainConfig) -> None:
 
 def place_of(config: TrainConfig) -> Path:
     """The folder that `--run` names, or else the first of runs/NAME, runs/NAME-2 and so on that is not there yet."""
-    if config.run is not None:
-        return Path(config.run)
-    name = re.sub(r"[^\w.-]+", "-", config.name or Path(config.data).resolve().name).strip("-.") or "run"
+    if config.run.folder is not None:
+        return Path(config.run.folder)
+    name = re.sub(r"[^\w.-]+", "-", config.run.name or Path(config.data.spec).resolve().name).strip("-.") or "run"
     numbers = (f"{name}-{number}" if number > 1 else name for number in range(1, 1_000_000))
     return next(path for path in (Path("runs") / numbered for numbered in numbers) if not path.exists())
-
-
-class Record(NamedTuple):
-    """What resuming needs of `run.json`."""
-
-    config: TrainConfig
-    fingerprint: str
-    images: int
-    origin: Origin | None
-    """The model that the run started from, if any."""
-
-
-def read_record(folder: Path) -> Record:
-    """Raises `RunError` when the folder is not a run's, or its `run.json` was damaged."""
-    path = folder / "run.json"
-    if not path.is_file():
-        raise RunError(f"{str(folder)!r} is not a run's folder: it has no run.json")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        config = from_plain(TrainConfig, record["config"])
-        origin = Origin.from_plain(record.get("init"))
-        return Record(config, str(record["data"]["fingerprint"]), int(record["data"]["train"]), origin)
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{path} is damaged: {error}") from error

@@ -21,7 +21,7 @@ from vitrail.machine import keep_freed_memory
 from vitrail.models.lora import merged
 from vitrail.models.variants import AnyNetwork
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import new_folder, read_record
+from vitrail.training.folder import new_folder
 from vitrail.training.loop import fit
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Examiner, Probe, check_probes
@@ -30,6 +30,7 @@ from vitrail.training.monitoring.journal import Journal, read_journal
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.monitoring.watch import Intervals, Outlets, Watch
+from vitrail.training.record import read_record
 from vitrail.training.setup import Parts
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state.checkpoint import Checkpoints
@@ -74,9 +75,9 @@ def train(
     started = time.perf_counter() if started is None else started
     if initial is not None and config.start.init is None:
         raise ConfigError("initial is a model to start from, and config.start.init does not say where it is from")
-    parts = Parts(config, initial or open_initial(config), measure_test=measure_test)
+    parts = Parts(config, initial or open_initial(config.start), measure_test=measure_test)
     check_probes((*parts.probes, *probes), parts.splits)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.run.seed)
     network, notes = parts.network()
     folder = new_folder(config)
     try:
@@ -105,7 +106,7 @@ def resume(
     record = read_record(folder)
     model = None
     if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
-        model = open_again(record.config, str(folder), record.origin.sha256)
+        model = open_again(record.config.start, str(folder), record.origin.sha256)
     parts = Parts(record.config, model, record.origin, measure_test=measure_test)
     if record.fingerprint != parts.fingerprint:
         raise RunError(
@@ -114,7 +115,7 @@ def resume(
         )
     check_probes((*parts.probes, *probes), parts.splits)
     recover_folder(folder / "model")
-    torch.manual_seed(record.config.seed)
+    torch.manual_seed(record.config.run.seed)
     network, notes = parts.network()
     return _Run(parts, folder, display or Display(), started).go(network, notes, probes, resuming=True)
 
@@ -183,7 +184,7 @@ class _Run:
         return ["the run ended before its first checkpoint: starting from the beginning"]
 
     def _intervals(self) -> Intervals:
-        config, validation = self.parts.config, self.parts.splits.validation
+        config, validation = self.parts.config.run, self.parts.splits.validation
 
         def every(count: int) -> int:
             return math.ceil(self.parts.steps / count)
@@ -204,8 +205,8 @@ class _Run:
             evaluator=Accuracy(),
             train=parts.splits.train,
             validation=parts.splits.validation,
-            readers=config.readers,
-            best_in=self.folder / "model" if config.keep == "best" else None,
+            readers=config.run.readers,
+            best_in=self.folder / "model" if config.run.keep == "best" else None,
             probes=(*parts.probes, *probes),
         )
 
@@ -217,11 +218,12 @@ class _Run:
             self.display.say(line)
         count = sum(parameter.numel() for parameter in network.parameters())
         moving = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        name = config.start.init or config.model.variant or "ViT-Pico/7"
+        name = config.start.init or config.model.name
         self.display.say(
             f"{name} with {count:,} parameters{f', {moving:,} of them trained,' if moving < count else ''} on "
             f"{len(parts.splits.train):,} images of {len(parts.splits.classes)} classes: {parts.steps:,} steps of "
-            f"{config.batch_size} in {config.precision} on {parts.device}{COMPILED[parts.compile]}, into {self.folder}"
+            f"{config.run.batch_size} in {config.run.precision} on {parts.device}{COMPILED[parts.compile]}, into "
+            f"{self.folder}"
         )
 
     def _finish(self, bundle: Bundle, state: TrainState, summary: dict[str, float]) -> RunResult:
@@ -232,7 +234,7 @@ class _Run:
         if parts.config.start.lora_rank is not None:
             bundle.network = merged(bundle.network)
         bundle.provenance["step"] = state.step
-        if parts.config.keep == "best" and state.best.step >= 0:
+        if parts.config.run.keep == "best" and state.best.step >= 0:
             best = load_bundle(folder / "model", device=str(parts.device))
             bundle.network.load_state_dict(best.network.state_dict())
             bundle.provenance["step"] = state.best.step
@@ -240,7 +242,7 @@ class _Run:
         def skip(item: Skipped) -> None:
             journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
-        outputs, evaluator = Outputs(bundle, readers=parts.config.readers, on_skip=skip), Accuracy()
+        outputs, evaluator = Outputs(bundle, readers=parts.config.run.readers, on_skip=skip), Accuracy()
         for split, source in (("validation", parts.splits.validation), ("test", parts.splits.test)):
             if source is not None:
                 result = evaluator(outputs, parts.splits.train, source)

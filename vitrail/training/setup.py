@@ -10,8 +10,7 @@ from typing import Any
 from vitrail.data.augmentation.crop import crop_box
 from vitrail.data.pipeline import TrainingBatches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import fingerprint, target_kind
-from vitrail.data.sources import mix_in, open_data
+from vitrail.data.source import fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Together, evaluators_of
@@ -19,14 +18,13 @@ from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import compile_blocks, resolve_compile
 from vitrail.models.float8 import check_float8, use_float8
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
-from vitrail.plain import to_plain
-from vitrail.tasks.classification import Classification, balanced_weights
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.layers import check_choice, choose_weights
 from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.plan import Plan
+from vitrail.training.record import FORMAT
 from vitrail.training.start import Origin, fitted, network_from
 from vitrail.training.state.average import Average
 from vitrail.training.state.state import TrainState
@@ -51,15 +49,15 @@ class Parts:
 
         Raises `UserError` for settings and data that cannot work.
         """
-        self.device = pick_device(config.device)
+        self.device = pick_device(config.run.device)
         # Resolved here and recorded so, or a run resumed on another machine would go on in another number format.
-        self.config = config = replace(config, precision=resolve_precision(config.precision, self.device))
+        self.config = config = config.override(precision=resolve_precision(config.run.precision, self.device))
         self.preprocess: Preprocess = config.images
         self.model, self.origin = model, origin
         # The shape of the network is checked before the data is looked at; the number of classes cannot be wrong.
         network_config = self._network_config(num_classes=2)
-        self.compile = resolve_compile(config.compile, self.device, network_config)
-        if config.precision == "float8":
+        self.compile = resolve_compile(config.run.compile, self.device, network_config)
+        if config.run.precision == "float8":
             check_float8(network_config)
         check_choice(config.start, network_config)
         self.splits = self._open()
@@ -68,7 +66,7 @@ class Parts:
         self.fingerprint = fingerprint(self.splits.train, self.splits.validation, self.splits.test)
         if not measure_test:
             self.splits = replace(self.splits, test=None)
-        self.steps = config.total_steps(len(self.splits.train))
+        self.steps = config.run.total_steps(len(self.splits.train))
 
     def network(self) -> tuple[AnyNetwork, tuple[str, ...]]:
         """The run's network on its device, ready to be trained, and what to say of its weights.
@@ -78,7 +76,13 @@ class Parts:
         """
         notes: tuple[str, ...] = ()
         if self.model is not None:
-            network, notes = network_from(self.model, self.config, self.splits.classes)
+            network, notes = network_from(
+                self.model,
+                self.config.start.init,
+                self.preprocess.image_size,
+                self.config.model.overrides,
+                self.splits.classes,
+            )
             if self.origin is None:
                 self.origin = Origin(weights_sha256(self.model.network), network.config)
             self.model = None
@@ -86,71 +90,68 @@ class Parts:
             network = build(self._network_config(len(self.splits.classes)))
         choose_weights(network, self.config.start)
         network.to(self.device)
-        if self.config.precision == "float8":
+        if self.config.run.precision == "float8":
             use_float8(network)
         compile_blocks(network, self.compile)
         return network, notes
 
     def state(self, network: AnyNetwork) -> TrainState:
         """The state before the first step."""
-        config, optimization = self.config, self.config.optimization
-        train = self.splits.train
-        weights = balanced_weights(train).to(self.device) if config.class_weights == "balanced" else None
-        objective = Classification(
-            network, loss=config.loss, label_smoothing=config.label_smoothing, class_weights=weights
-        )
+        config, optimizer = self.config, self.config.optimizer
+        objective = config.task.objective(network, self.splits).to(self.device)
         area = config.augment.settings.crop_area
         batches = TrainingBatches(
-            train,
+            self.splits.train,
             self.preprocess,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            readers=config.readers,
-            crop=None if area is None else functools.partial(crop_box, config.seed, area=area),
+            batch_size=config.run.batch_size,
+            seed=config.run.seed,
+            readers=config.run.readers,
+            crop=None if area is None else functools.partial(crop_box, config.run.seed, area=area),
         )
-        average = Average(objective, optimization.average) if optimization.average else None
-        return TrainState(objective, make_optimizer(objective, optimization), batches, average=average)
+        average = Average(objective, optimizer.average) if optimizer.average else None
+        return TrainState(objective, make_optimizer(objective, optimizer), batches, average=average)
 
     def plan(self) -> Plan:
         """How the run takes its steps."""
-        config, optimization = self.config, self.config.optimization
-        warmup_steps = round(optimization.warmup * self.steps)
+        config, optimizer = self.config, self.config.optimizer
+        warmup_steps = round(optimizer.warmup * self.steps)
         return Plan(
             steps=self.steps,
-            schedule=Schedule(optimization.schedule, optimization.learning_rate, self.steps, warmup_steps),
-            accumulation=config.accumulation,
-            clip=optimization.clip,
-            seed=config.seed,
+            schedule=Schedule(optimizer.schedule, optimizer.learning_rate, self.steps, warmup_steps),
+            accumulation=config.run.accumulation,
+            clip=optimizer.clip,
+            seed=config.run.seed,
             augment=config.augment,
             preprocess=self.preprocess,
-            precision=config.precision,
+            precision=config.run.precision,
             device=self.device,
             classes=len(self.splits.classes),
-            patience=config.patience,
-            most_skipped=skips_allowed(len(self.splits.train), config.max_skipped),
+            patience=config.run.patience,
+            most_skipped=skips_allowed(len(self.splits.train), config.data.max_skipped),
         )
 
     def bundle(self, network: AnyNetwork) -> Bundle:
         """The model that the run makes, of this network."""
         config = self.config
         provenance: dict[str, Any] = {
-            "data": config.data,
+            "data": config.data.spec,
             "data_fingerprint": self.fingerprint,
-            "validation_share": config.validation_share if self.splits.validation is not None else 0.0,
-            "recipe": config.name,
-            "seed": config.seed,
+            "validation_share": config.data.validation_share if self.splits.validation is not None else 0.0,
+            "recipe": config.run.name,
+            "seed": config.run.seed,
             "steps": self.steps,
-            "kept": config.keep,
+            "kept": config.run.keep,
         }
         if self.origin is not None:
             provenance |= {"init": config.start.init, "init_sha256": self.origin.sha256}
-        return Bundle(network, self.splits.classes, self.preprocess, output=config.loss, provenance=provenance)
+        return Bundle(network, self.splits.classes, self.preprocess, output=config.task.output, provenance=provenance)
 
     def record(self) -> dict[str, Any]:
         """What `run.json` says: enough to do the run again, and to know what it was done on."""
         splits = {"train": self.splits.train, "validation": self.splits.validation, "test": self.splits.test}
         return {
-            "config": to_plain(self.config),
+            "format": FORMAT,
+            "config": self.config.to_plain(),
             "steps": self.steps,
             "init": None if self.origin is None else self.origin.to_plain(),
             "data": {
@@ -165,7 +166,9 @@ class Parts:
     def _network_config(self, num_classes: int) -> AnyConfig:
         images = self.preprocess
         if self.model is not None:
-            return fitted(self.model.network.config, self.config, num_classes)
+            return fitted(
+                self.model.network.config, self.config.start.init, images, self.config.model.overrides, num_classes
+            )
         if self.origin is not None:
             return self.origin.network
         return self.config.model.resolve(
@@ -173,23 +176,13 @@ class Parts:
         )
 
     def _open(self) -> Splits:
-        config = self.config
-        splits: Splits = open_data(
-            config.data,
-            validation_share=config.validation_share,
-            per_class=config.per_class,
-            subset_seed=config.subset_seed,
-        )
-        if target_kind(splits.train) == "classes" and config.loss != "sigmoid":
-            raise ConfigError(
-                f"data {config.data!r} has images of several classes, which loss={config.loss!r} cannot learn; choose "
-                "loss='sigmoid'"
-            )
-        return mix_in(splits, config.mix)
+        splits = self.config.data.open()
+        self.config.task.check_data(splits, self.config.data.spec)
+        return splits
 
     def _probes(self) -> tuple[Probe, ...]:
         """What the config wants to be measured during the run. Few-shot takes what small classes have."""
-        config = self.config
+        config = self.config.run
         if not config.probe:
             return ()
         steps = config.total_steps(len(self.splits.train))
@@ -199,12 +192,12 @@ class Parts:
 
     def _check_choosing(self) -> None:
         """What chooses by the validation split needs one, and measurements on it."""
-        config = self.config
+        config = self.config.run
         if self.splits.validation is not None and config.evaluations:
             return
         leave = (
-            f"needs a validation split and evaluations to choose by; validation_share={config.validation_share} and "
-            f"evaluations={config.evaluations} leave none."
+            "needs a validation split and evaluations to choose by; "
+            f"validation_share={self.config.data.validation_share} and evaluations={config.evaluations} leave none."
         )
         if config.keep == "best":
             raise ConfigError(f"keep='best' {leave} Choose keep='last'")

@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, RunError
+from vitrail.models.lora import Projection
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.plain import from_plain, to_plain
-from vitrail.training.config import TrainConfig
+from vitrail.settings import above_zero, at_least, raise_problems
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 
-__all__ = ["Origin", "fitted", "network_from", "open_again", "open_initial"]
+__all__ = ["Origin", "StartConfig", "fitted", "network_from", "open_again", "open_initial"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """The model that a run starts from, and which of its weights are trained.
+
+    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    """
+
+    init: str | None = None
+    """Model to start from instead of random weights: its folder or its run's, another library's file or folder, or a
+    name on the hub. Its head is kept if the classes have the same names; otherwise a new head of zeros replaces it."""
+    train_blocks: int | None = None
+    """With --init: number of last blocks that are trained, with final norm, pooling and head. 0 trains the head alone;
+    by default all weights are trained. The blocks of a ResNet are its residual units."""
+    lora_rank: int | None = None
+    """With --init: rank of the low-rank updates of the blocks (2106.09685), which are trained with the head alone."""
+    lora_alpha: float | None = None
+    """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
+    lora_on: tuple[Projection, ...] = ("query", "value")
+    """Weights of each block that are updated: query, key, value, out, up, down."""
+
+    def __post_init__(self) -> None:
+        problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]
+        for name in ("train_blocks", "lora_rank") if self.init is None else ():
+            if (value := getattr(self, name)) is not None:
+                problems.append(f"{name}={value} keeps weights as they are: it needs init, a model to start from")
+        if self.lora_rank is None and self.lora_alpha is not None:
+            problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank")
+        if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
+            problems.append(f"lora_on={self.lora_on} needs lora_rank")
+        if self.lora_rank is not None and self.train_blocks is not None:
+            problems.append(f"train_blocks={self.train_blocks} and lora_rank={self.lora_rank} exclude each other")
+        raise_problems(problems)
 
 
 @dataclass(frozen=True)
@@ -42,58 +79,64 @@ class Origin:
         return cls(str(values["sha256"]), from_plain(ARCHITECTURES[values["architecture"]][0], values["network"]))
 
 
-def open_initial(config: TrainConfig) -> Bundle | None:
-    """The model that `config` has the run start from, on the CPU. Raises `BundleError`."""
-    return None if config.start.init is None else load(config.start.init, device="cpu")
+def open_initial(start: StartConfig) -> Bundle | None:
+    """Return the model that a run starts from, on the CPU. Raises `BundleError`."""
+    return None if start.init is None else load(start.init, device="cpu")
 
 
-def open_again(config: TrainConfig, run: str, sha256: str) -> Bundle:
-    """The model for a run that has no checkpoint to go on from. Raises `RunError` where it is gone or is another."""
-    begins = f"run {run} ended before its first checkpoint, so it starts from model {config.start.init!r} again"
+def open_again(start: StartConfig, run: str, sha256: str) -> Bundle:
+    """Return the model for a run without a checkpoint. Raises `RunError` if it is gone or its weights have changed."""
+    begins = f"run {run} ended before its first checkpoint, so it starts from model {start.init!r} again"
     try:
-        bundle = open_initial(config)
+        bundle = open_initial(start)
     except BundleError as error:
         raise RunError(f"{begins}, which cannot be loaded: {error}") from None
     assert bundle is not None, "a run without a model has no hash of one"
     if weights_sha256(bundle.network) != sha256:
-        raise RunError(f"{begins}, whose weights are others now than when the run began")
+        raise RunError(f"{begins}, whose weights have changed since the run started")
     return bundle
 
 
-def fitted(model: AnyConfig, config: TrainConfig, num_classes: int) -> AnyConfig:
-    """The config of the model's network with a new head for so many classes, for the run's images.
+def fitted(
+    model: AnyConfig, init: str | None, images: Preprocess, overrides: Mapping[str, Any], num_classes: int
+) -> AnyConfig:
+    """Return the config of a model's network with a new head for this many classes, for the run's images.
 
-    Raises `ConfigError` for images that it cannot take, and for settings that a network of its kind does not have.
+    Raises `ConfigError` for images that it cannot take, and for overrides that a network of its kind does not have.
     """
-    if config.images.channels != model.channels:
+    if images.channels != model.channels:
         raise ConfigError(
-            f"channels={config.images.channels} is not the {model.channels} that model {config.start.init!r} takes; "
+            f"channels={images.channels} is not the {model.channels} that model {init!r} takes; "
             f"choose {model.channels}: the images are converted"
         )
     known = {item.name for item in fields(model)}
-    given = config.model.given
-    for name, value in given.items():
+    for name, value in overrides.items():
         if name not in known:
-            raise ConfigError(f"{name}={value} is of transformers, and model {config.start.init!r} is a ResNet")
-    if "head_hidden" in known:
-        given = {**given, "head_hidden": 0}
-    return replace(model, image_size=config.images.image_size, num_classes=num_classes, **given)
+            raise ConfigError(f"{name}={value} is a setting of transformers, and model {init!r} is a ResNet")
+    hidden = {"head_hidden": 0} if "head_hidden" in known else {}
+    return replace(model, image_size=images.image_size, num_classes=num_classes, **{**overrides, **hidden})
 
 
-def network_from(bundle: Bundle, config: TrainConfig, classes: tuple[str, ...]) -> tuple[AnyNetwork, tuple[str, ...]]:
-    """A network with the model's weights, copied, for the run's images and classes, and what to say of it.
+def network_from(
+    bundle: Bundle,
+    init: str | None,
+    image_size: tuple[int, int],
+    overrides: Mapping[str, Any],
+    classes: tuple[str, ...],
+) -> tuple[AnyNetwork, tuple[str, ...]]:
+    """Return a network with a copy of the model's weights for the run's images and classes, and notes for the user.
 
-    Classes of the same names in the same order keep the head, and the hidden layer before it; others get a new one, all
-    zero, and no hidden layer (paper, section 3.2).
+    If the classes have the same names in the same order, the head and the hidden layer before it are kept. Otherwise
+    the network gets a new head, all zero, and no hidden layer (paper, section 3.2).
     """
-    resized = adapted(bundle, image_size=config.images.image_size)
+    resized = adapted(bundle, image_size=image_size)
     if bundle.classes == classes:
-        headed, note = resized, f"the head of model {config.start.init!r} is kept: the classes are the same"
+        headed, note = resized, f"the head of model {init!r} is kept: the classes are the same"
     else:
         headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=classes)
         before = f"replaces that of {len(bundle.classes)}" if bundle.classes else "is added"
-        note = f"a new head of {len(classes)} classes, all zero, {before} of model {config.start.init!r}"
+        note = f"a new head of {len(classes)} classes, all zero, {before} of model {init!r}"
     with torch.device("meta"):
-        network = build(replace(headed.network.config, **config.model.given))
+        network = build(replace(headed.network.config, **overrides))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
     return network, (*resized.notes, note)

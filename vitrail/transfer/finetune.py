@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from vitrail.data.source import Source
-from vitrail.data.sources import mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.evaluation.predictions.calibration import fit_temperature
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
@@ -58,7 +57,7 @@ def plan(bundle: Bundle, config: TrainConfig, protocol: Protocol = "rule", given
     Of `config`, everything is kept that the rule does not choose; `given` is what the user chose of the rest. Raises
     `DataError` for data that cannot be used, `ConfigError` where nothing is left to train on.
     """
-    device = pick_device(config.device)
+    device = pick_device(config.run.device)
     facts, memory, network = facts_of(_opened(config)), available_memory(device), bundle.network.config
     chosen = rule(config, network, bundle.preprocess, facts, device=device, memory=memory, given=given)
     if protocol == "paper":
@@ -101,7 +100,7 @@ def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ())
     The temperature of its calibration is fitted on the validation split, and the rest is of the test split; where there
     is no test split, no temperature is fitted, since it could only be judged by the images it was fitted to.
     """
-    there = _labelled(mix_in(_opened(config), config.mix))
+    there = _labelled(config.data.open())
     if not there:
         return FinetuneResult(run, None, None, None, trials)
     split, source = next(iter(there.items()))
@@ -115,24 +114,19 @@ def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ())
     model = run.folder / "model"
     commands = (
         ("vitrail", "predict", str(model), str(run.folder / "examples")),
-        ("vitrail", "evaluate", str(model), "--data", config.data, "--split", split),
+        ("vitrail", "evaluate", str(model), "--data", config.data.spec, "--split", split),
     )
     page = write_report(run.folder, run.bundle, source, split, found, next_commands=tuple(map(shlex.join, commands)))
     return FinetuneResult(run, split, found, page, trials)
 
 
 def _opened(config: TrainConfig) -> Splits:
-    return open_data(
-        config.data,
-        validation_share=config.validation_share,
-        per_class=config.per_class,
-        subset_seed=config.subset_seed,
-    )
+    return replace(config.data, mix=()).open()
 
 
 def _images(config: TrainConfig) -> int:
     """How many there are to train on where none are held out."""
-    return len(_opened(replace(config, validation_share=0.0)).train)
+    return len(_opened(config.override(validation_share=0.0)).train)
 
 
 def _labelled(splits: Splits) -> dict[str, Source]:
@@ -145,4 +139,4 @@ def _labelled(splits: Splits) -> dict[str, Source]:
 
 
 def _predictions(bundle: Bundle, source: Source, config: TrainConfig) -> Predictions:
-    return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.output, readers=config.readers)
+    return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.output, readers=config.run.readers)

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.source import fingerprint
-from vitrail.data.sources import mix_in, open_data
-from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import AnyConfig
-from vitrail.training.config import OptimizerConfig, TrainConfig
-from vitrail.training.folder import read_record
+from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.optimization.optimizer import OptimizerConfig
+from vitrail.training.record import read_record
 from vitrail.training.run import resume, train
 from vitrail.training.start import open_initial
 from vitrail.transfer.rules import DataFacts, Given, Rule, accumulation, scaled_size
@@ -87,25 +86,28 @@ def paper_rule(base: TrainConfig, network: AnyConfig, facts: DataFacts, *, memor
     batch = given.batch_size or BATCH
     parts, why_parts = accumulation(network, size, batch, memory)
     chosen = given.learning_rate is None
-    config = replace(
-        base,
+    run = replace(
+        base.run,
         steps=row.steps,
         batch_size=batch,
         accumulation=parts,
-        label_smoothing=0.0,
-        validation_share=row.share if chosen else 0.0,
-        evaluations=base.evaluations if chosen else 0,
+        evaluations=base.run.evaluations if chosen else 0,
+        keep="last",
+    )
+    config = replace(
+        base.override(label_smoothing=0.0),
+        data=replace(base.data, validation_share=row.share if chosen else 0.0),
         images=replace(base.images, image_size=size),
         augment=Augment(flip=True, crop_area=(0.05, 1.0)),
-        optimization=OptimizerConfig(
-            optimizer="sgd",
+        optimizer=OptimizerConfig(
+            kind="sgd",
             learning_rate=row.rates[0] if given.learning_rate is None else given.learning_rate,
             warmup=row.warmup / row.steps,
             weight_decay=0.0,
             momentum=0.9,
             clip=1.0,
         ),
-        keep="last",
+        run=run,
     )
     rates = ", ".join(f"{rate:g}" for rate in row.rates)
     why_rate = (
@@ -139,21 +141,20 @@ def choose_rate(
     Raises `ConfigError` where no image is held out to choose by, `RunError` where a run that is there is of other
     settings, data or weights, and what `train` does.
     """
-    splits = mix_in(_opened(config, config.validation_share), config.mix)
+    splits = config.data.open()
     nothing = (
-        f"validation_share={config.validation_share} leaves no image to choose the learning rate by; give "
+        f"validation_share={config.data.validation_share} leaves no image to choose the learning rate by; give "
         "--learning-rate, or more images"
     )
     if not splits.validation:
         raise ConfigError(nothing)
-    initial = initial or open_initial(config)
+    initial = initial or open_initial(config.start)
     weights = None if initial is None else weights_sha256(initial.network)
     begun = fingerprint(splits.train, splits.validation, splits.test), weights
     trials = []
     for rate in rates:
         place = folder / f"{rate:g}"
-        optimization = replace(config.optimization, learning_rate=rate)
-        trial_config = replace(config, optimization=optimization, keep="last", run=str(place), overwrite=False)
+        trial_config = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
         metrics = _metrics(trial_config, place, begun, initial, display)
         if "validation_accuracy" not in metrics:  # none has a label, or none can be decoded
             raise ConfigError(nothing)
@@ -171,7 +172,7 @@ def _metrics(
         return train(config, initial=initial, display=display, measure_test=False).metrics
     there = read_record(place)
     # Parts of a batch follow from the memory that is free at the moment, and change no result.
-    alike = replace(config, precision=there.config.precision, accumulation=there.config.accumulation)
+    alike = config.override(precision=there.config.run.precision, accumulation=there.config.run.accumulation)
     what = "" if there.config == alike else "settings"
     if not what and (there.fingerprint, there.origin and there.origin.sha256) != begun:
         what = "data or weights"
@@ -196,28 +197,18 @@ def is_trial(folder: Path) -> bool:
 
 def check_last_run(config: TrainConfig) -> None:
     """Raises `ConfigError` for what the last run could not do, before others are done for it."""
-    if config.patience is not None:
+    if config.run.patience is not None:
         raise ConfigError(
-            f"patience={config.patience} cannot be given with the paper's protocol: its last run learns from all "
+            f"patience={config.run.patience} cannot be given with the paper's protocol: its last run learns from all "
             "images, so none says when to stop. Leave it out, or choose --protocol rule"
         )
-    if config.probe and not _opened(config, 0.0).validation:
+    if config.run.probe and not replace(config.data, validation_share=0.0, mix=()).open().validation:
         raise ConfigError(
-            f"probe={config.probe!r} cannot be given with the paper's protocol: its last run learns from all images, "
-            "so none is left to measure on. Leave it out, or choose --protocol rule"
+            f"probe={config.run.probe!r} cannot be given with the paper's protocol: its last run learns from all "
+            "images, so none is left to measure on. Leave it out, or choose --protocol rule"
         )
 
 
 def whole_set(config: TrainConfig, rate: float) -> TrainConfig:
     """The last run: with the rate that was chosen, from all training images."""
-    return replace(
-        config,
-        optimization=replace(config.optimization, learning_rate=rate),
-        validation_share=0.0,
-        evaluations=0,
-        keep="last",
-    )
-
-
-def _opened(config: TrainConfig, share: float) -> Splits:
-    return open_data(config.data, validation_share=share, per_class=config.per_class, subset_seed=config.subset_seed)
+    return config.override(learning_rate=rate, validation_share=0.0, evaluations=0, keep="last")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,8 @@ from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, table
 from vitrail.plain import to_plain
 from vitrail.training.config import TrainConfig
-from vitrail.training.folder import read_record
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.record import read_record
 from vitrail.transfer import charts
 from vitrail.transfer.charts import MarkedPoint, Point, Series
 from vitrail.transfer.sections import (
@@ -102,8 +103,8 @@ def _headline(config: TrainConfig, split: str, report: ClassificationReport) -> 
     images = f"on {plural(report.images, f'{split} image')} of {plural(report.num_classes, 'class')}"
     yield f"<p><strong>{metric.value:.2%} {name}</strong>{interval} {escape(images)}.</p>"
     method = "trained from scratch" if config.start.init is None else "fine-tuned"
-    yield f'<p class="dim">{escape(f"{_model(config)}, {method} on {config.data}.")}</p>'
-    if split == "validation" and config.keep == "best":
+    yield f'<p class="dim">{escape(f"{_model(config)}, {method} on {config.data.spec}.")}</p>'
+    if split == "validation" and config.run.keep == "best":
         yield (
             '<p class="dim">The best weights were chosen on the same images, so expect slightly worse metrics on new '
             "images.</p>"
@@ -114,35 +115,33 @@ def _settings(
     config: TrainConfig, record: dict[str, Any], events: Sequence[dict[str, Any]], bundle: Bundle
 ) -> Iterator[str]:
     """Yield a table of the settings that decide a result, and of the run's time and memory."""
-    rates, data = config.optimization, record["data"]
+    rates, data = config.optimizer, record["data"]
     splits = ", ".join(f"{data[name]:,} {name}" for name in ("train", "validation", "test") if data[name])
     height, width = bundle.preprocess.image_size
-    epochs = record["steps"] * config.batch_size / max(data["train"], 1)
+    epochs = record["steps"] * config.run.batch_size / max(data["train"], 1)
     optimizer = {
         "sgd": f"SGD with momentum {rates.momentum:g}",
         "adamw": f"AdamW with betas {rates.beta1:g} and {rates.beta2:g}",
-    }[rates.optimizer]
+    }[rates.kind]
     decay = "" if rates.layer_decay == 1 else f", layer decay {rates.layer_decay:g}"
     rows = [
         ("model", f"{_model(config)}, {sum(one.numel() for one in bundle.network.parameters()):,} parameters"),
         ("trained weights", _trained(config)),
-        ("data", f"{config.data}: {splits} images of {plural(len(bundle.classes), 'class')}"),
+        ("data", f"{config.data.spec}: {splits} images of {plural(len(bundle.classes), 'class')}"),
         ("image size", f"{height} x {width} pixels (height x width)"),
-        ("steps", f"{record['steps']:,} with a batch size of {config.batch_size:,} ({epochs:,.1f} epochs)"),
+        ("steps", f"{record['steps']:,} with a batch size of {config.run.batch_size:,} ({epochs:,.1f} epochs)"),
         ("optimizer", f"{optimizer}, weight decay {rates.weight_decay:g}"),
         ("learning rate", f"{rates.learning_rate:g}, {rates.schedule}, warm-up {rates.warmup:.0%} of the steps{decay}"),
         ("augmentation", _augmentation(config.augment)),
     ]
-    for name, value in (
-        ("averaging", f"exponential moving average of the weights, decay {rates.average:g}" if rates.average else ""),
-        ("label smoothing", f"{config.label_smoothing:g}" if config.label_smoothing else ""),
-        ("class weights", config.class_weights if config.class_weights != "none" else ""),
-    ):
-        if value:
-            rows.append((name, value))
+    if rates.average:
+        rows.append(("averaging", f"exponential moving average of the weights, decay {rates.average:g}"))
+    for item in dataclasses.fields(config.task):
+        if (value := getattr(config.task, item.name)) != item.default:
+            rows.append((item.name.replace("_", " "), f"{value:g}" if isinstance(value, float) else str(value)))
     if (step := bundle.provenance.get("step")) is not None:
-        rows.append(("saved weights", f"the {config.keep} ones, of step {step:,}"))
-    rows += [("precision", config.precision), ("seed", str(config.seed))]
+        rows.append(("saved weights", f"the {config.run.keep} ones, of step {step:,}"))
+    rows += [("precision", config.run.precision), ("seed", str(config.run.seed))]
     for event in events:
         if event["event"] == "ended early":
             rows.append(
@@ -159,7 +158,7 @@ def _settings(
 
 
 def _model(config: TrainConfig) -> str:
-    return config.start.init or config.model.variant or "ViT-Pico/7"
+    return config.start.init or config.model.name
 
 
 def _trained(config: TrainConfig) -> str:
@@ -201,7 +200,7 @@ def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundl
             "Training loss" + (f", means of {group} reports" if group > 1 else ""),
             charts.line_chart([Series("loss", losses)], label=_description("Training loss", losses), from_zero=True),
         ),
-        _accuracy_chart(events, bundle.provenance.get("step"), config.keep),
+        _accuracy_chart(events, bundle.provenance.get("step"), config.run.keep),
         (
             "Learning rate" + (f", in 10{str(power).translate(SUPERSCRIPT)}" if power else ""),
             charts.line_chart(

@@ -24,7 +24,8 @@ from vitrail.models.footprint import training_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.tasks.classification import Loss
-from vitrail.training.config import OptimizerConfig, TrainConfig
+from vitrail.training.config import TrainConfig
+from vitrail.training.optimization.optimizer import OptimizerConfig
 
 __all__ = ["DataFacts", "Given", "Rule", "accumulation", "facts_of", "rule", "scaled_size"]
 
@@ -115,7 +116,7 @@ def rule(
     `ConfigError` where there is no image to train on.
     """
     if not facts.images:
-        raise ConfigError(f"data {base.data!r} has no image to fine-tune on")
+        raise ConfigError(f"data {base.data.spec!r} has no image to fine-tune on")
     gpu = device.type == "cuda"
     size, why_size = given.image_size, "as given"
     if size is None:
@@ -126,22 +127,24 @@ def rule(
     steps = max(LEAST_STEPS, math.ceil(seen / batch))
     if steps * batch >= seen + batch:
         why_seen = f"no fewer, though {seen:,} images, {seen / facts.images:.3g} times each, would be done sooner"
-    optimization, why_rate = _optimization(network, batch, given)
+    optimizer, why_rate = _optimizer(network, batch, given)
     augment, why_augment = _augment(facts)
     questions = facts.several_labels or given.loss == "sigmoid"
-    config = replace(
-        base,
+    run = replace(
+        base.run,
         steps=steps,
         batch_size=batch,
         accumulation=parts,
-        loss="sigmoid" if questions else "softmax",
-        label_smoothing=0.0 if questions else 0.1,
-        images=replace(preprocess, image_size=size),
-        augment=augment,
-        optimization=optimization,
         keep="best" if facts.validation else "last",
         evaluations=10 if facts.validation else 0,
         checkpoints=5,
+    )
+    config = replace(
+        base.override(loss="sigmoid" if questions else "softmax", label_smoothing=0.0 if questions else 0.1),
+        images=replace(preprocess, image_size=size),
+        augment=augment,
+        optimizer=optimizer,
+        run=run,
     )
     reasons = (
         f"image size {size[0]} x {size[1]}: {why_size}",
@@ -196,7 +199,7 @@ def accumulation(network: AnyConfig, size: tuple[int, int], batch: int, memory: 
     return batch, f", image by image to fit into {memory / 1e9:.3g} GB of memory"
 
 
-def _optimization(network: AnyConfig, batch: int, given: Given) -> tuple[OptimizerConfig, str]:
+def _optimizer(network: AnyConfig, batch: int, given: Given) -> tuple[OptimizerConfig, str]:
     width = network.width if isinstance(network, ViTConfig) else network.embed_width
     moving = "lora" if given.lora_rank is not None else "head" if given.train_blocks == 0 else "all"
     rate = float(f"{RATES[moving] / width * math.sqrt(batch / 32):.2g}")

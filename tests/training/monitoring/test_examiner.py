@@ -83,7 +83,7 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
     wanted = next(event for event in averaged if event["step"] == step)
     assert (kept["weights"], kept["accuracy"]) == ("averaged", wanted["accuracy"])
     result.bundle.network.load_state_dict(weights_by_step[8])
-    validation = open_data(config.data, validation_share=0.1).validation
+    validation = open_data(config.data.spec, validation_share=0.1).validation
     assert validation is not None
     measured = Accuracy()(Outputs(result.bundle), validation, validation)
     assert measured["cross_entropy"] == pytest.approx(during[2]["cross_entropy"], rel=1e-6)
@@ -140,7 +140,7 @@ def test_patience_is_remembered(
     with pytest.raises(Stopped):
         config = from_model(initial(classes=COLOURS), colour_folder, patience=2, **STILL)
         train(config, display=stop_at(9))
-    run = resume(Path(config.run or "")).folder
+    run = resume(Path(config.run.folder or "")).folder
     assert [event["step"] for event in events_of(run, "evaluation")][:-1] == [4, 8, 12]
 
 
@@ -155,7 +155,7 @@ def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no
         patch.setattr("vitrail.training.run.write_examples", fail)
         with pytest.raises(MemoryError):
             train(config)
-    result = resume(Path(config.run or ""))
+    result = resume(Path(config.run.folder or ""))
     assert events_of(result.folder, "step")[-1]["step"] == 12 and result.summary["steps"] == 12
     assert len(events_of(result.folder, "ended early")) == 1
 

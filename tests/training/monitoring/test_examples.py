@@ -80,8 +80,8 @@ def test_a_run_writes_held_out_images(tiny: Callable[..., TrainConfig]) -> None:
     folder = result.folder / "examples"
     assert len(result.examples) == 10
     assert sorted(folder.iterdir()) == [example.path for example in result.examples]
-    images = np.frombuffer((Path(config.data) / "t10k-images-idx3-ubyte").read_bytes(), np.uint8, offset=16)
-    labels = (Path(config.data) / "t10k-labels-idx1-ubyte").read_bytes()[8:]
+    images = np.frombuffer((Path(config.data.spec) / "t10k-images-idx3-ubyte").read_bytes(), np.uint8, offset=16)
+    labels = (Path(config.data.spec) / "t10k-labels-idx1-ubyte").read_bytes()[8:]
     for number, example in enumerate(result.examples):
         with Image.open(example.path) as picture:
             assert np.array_equal(np.asarray(picture), images.reshape(-1, 28, 28)[number * 5])

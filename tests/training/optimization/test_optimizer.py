@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.models.variants import create
-from vitrail.training.config import OptimizerConfig, StartConfig
 from vitrail.training.optimization.layers import choose_weights, layers_of
-from vitrail.training.optimization.optimizer import make_optimizer, split_by_decay
+from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer, split_by_decay
+from vitrail.training.start import StartConfig
 
 
 class Pair(nn.Module):

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.training.config import ScheduleName
-from vitrail.training.optimization.schedule import Schedule
+from vitrail.training.optimization.schedule import Schedule, ScheduleName
 
 KINDS = get_args(ScheduleName)
 schedules = st.integers(1, 200).flatmap(

@@ -238,7 +238,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
     tiny: Callable[..., TrainConfig], lock: Callable[[Path], None]
 ) -> None:
     config = tiny(checkpoints=4)
-    folder = Path(config.run or "") / "checkpoints"
+    folder = Path(config.run.folder or "") / "checkpoints"
 
     class Lock(Display):
         def step(self, step: int, figures: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from vitrail.models.layers import StochasticDepth
 from vitrail.models.lora import add_adapters, check_adapters
 from vitrail.models.resnet import ResNet, ResNetConfig
 from vitrail.models.variants import AnyConfig, AnyNetwork
-from vitrail.training.config import StartConfig
+from vitrail.training.start import StartConfig
 
 __all__ = ["Layers", "block_count", "check_choice", "choose_weights", "layers_of"]
 

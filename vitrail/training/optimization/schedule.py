@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from vitrail.training.config import ScheduleName
+__all__ = ["Schedule", "ScheduleName"]
 
-__all__ = ["Schedule"]
+ScheduleName = Literal["cosine", "linear", "constant"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,75 @@
+"""The choice of a network: the name of a variant, and fields of its config that depart from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vitrail.errors import ConfigError, nearest
+from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.variants import AnyConfig, config_type, variant_config
+from vitrail.models.vit import ViTConfig
+from vitrail.plain import from_plain
+
+__all__ = ["ModelConfig", "override_fields"]
+
+DEFAULT_VARIANT = "ViT-Pico/7"
+
+FROM_DATA = ("image_size", "channels", "num_classes")
+"""Fields that follow from the images and the classes, so they cannot be overridden."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network to train: a variant, and overrides of any field of its `ViTConfig` or `ResNetConfig`.
+
+    Raises `ConfigError` for an unknown variant, and for overrides that its config has no field for.
+    """
+
+    variant: str | None = None
+    """Size and patch, as `vitrail models` lists them: ViT-S/16, the hybrid R50+ViT-B/16, BiT-R50x1. By default
+    ViT-Pico/7. With --init the network is that of the model to start from."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the variant's config by name, such as {"width": 96, "class_token": True}."""
+
+    def __post_init__(self) -> None:
+        known = override_fields(self.variant)
+        for name in self.overrides:
+            if name not in known:
+                of = self.variant or "a network"
+                raise ConfigError(f"unknown field {name!r} of {of}; {nearest(name, known)}")
+        overrides = dict(self.overrides)
+        if isinstance(root := overrides.get("root"), dict):  # as JSON holds it
+            overrides["root"] = from_plain(RootConfig, root)
+        object.__setattr__(self, "overrides", overrides)
+
+    @property
+    def name(self) -> str:
+        """The variant, or its default."""
+        return self.variant or DEFAULT_VARIANT
+
+    def override(self, **fields: Any) -> ModelConfig:
+        """Return a copy with another variant or other overrides; None removes an override.
+
+        If the variant changes, earlier overrides that the new one has no field for are dropped.
+        """
+        variant = fields.pop("variant", self.variant)
+        known = override_fields(variant)
+        kept = {name: value for name, value in self.overrides.items() if name in known}
+        overrides = {name: value for name, value in {**kept, **fields}.items() if value is not None}
+        return dataclasses.replace(self, variant=variant, overrides=overrides)
+
+    def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> AnyConfig:
+        """Return the network's config for images and classes of these numbers. Raises `ConfigError`."""
+        shape = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
+        return variant_config(self.name, **shape, **self.overrides)  # type: ignore[arg-type]
+
+
+def override_fields(variant: str | None = None) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields that can be overridden, by name: those of the variant's config, or of all configs for None."""
+    types = (ViTConfig, ResNetConfig) if variant is None else (config_type(variant),)
+    return {
+        item.name: item for cls in reversed(types) for item in dataclasses.fields(cls) if item.name not in FROM_DATA
+    }

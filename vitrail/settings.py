@@ -1,0 +1,68 @@
+"""Settings: dataclasses whose fields have bare names, and the range checks that they share.
+
+A run's config is made of several such dataclasses. The command line and `TrainConfig.override` know their fields by
+bare names, which are unique over all of them. The bare name is the field's own name unless `named` gives another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from vitrail.errors import ConfigError
+
+__all__ = ["above_zero", "at_least", "bare_names", "below_one", "named", "one_of", "raise_problems"]
+
+
+def named(bare_name: str) -> dict[str, str]:
+    """Return the metadata of a field that the command line and `override` know by another name."""
+    return {"bare_name": bare_name}
+
+
+def bare_names(cls: Any) -> dict[str, str]:
+    """Return the names of the fields of a settings dataclass, by their bare names."""
+    return {item.metadata.get("bare_name", item.name): item.name for item in dataclasses.fields(cls)}
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raise `ConfigError` with all problems, one a line, if there are any."""
+    if lines := list(problems):
+        raise ConfigError("\n".join(lines))
+
+
+def at_least(settings: Any, **limits: int | float) -> Iterator[str]:
+    """Yield a message for every value that is below its limit. A value of None is allowed."""
+    for name, value in _values(settings, limits):
+        if not value >= limits[name]:
+            yield f"{name}={value} is less than {limits[name]}"
+
+
+def above_zero(settings: Any, *names: str) -> Iterator[str]:
+    """Yield a message for every value that is not a finite number above 0. A value of None is allowed."""
+    for name, value in _values(settings, names):
+        if not 0 < value < math.inf:
+            yield f"{name}={value} is not above 0"
+
+
+def below_one(settings: Any, *names: str) -> Iterator[str]:
+    """Yield a message for every value that is not in [0, 1)."""
+    for name, value in _values(settings, names):
+        if not 0 <= value < 1:
+            yield f"{name}={value} is not in [0, 1)"
+
+
+def one_of(settings: Any, **choices: Any) -> Iterator[str]:
+    """Yield a message for every value that is not one of its choices, which are a `Literal` type."""
+    for name, value in _values(settings, choices):
+        if value not in get_args(choices[name]):
+            yield f"{name}={value!r} is not one of {', '.join(map(repr, get_args(choices[name])))}"
+
+
+def _values(settings: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the values that are not None, with their bare names."""
+    fields = bare_names(settings)
+    for name in names:
+        if (value := getattr(settings, fields[name])) is not None:
+            yield name, value

@@ -1,0 +1,108 @@
+"""`run.json`: the record of a run that resuming and reports read, in all formats that there have been."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vitrail.data.config import DataConfig
+from vitrail.errors import ConfigError, RunError
+from vitrail.settings import bare_names
+from vitrail.tasks import Classification
+from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.training.optimization.optimizer import OptimizerConfig
+from vitrail.training.start import Origin
+
+__all__ = ["FORMAT", "Record", "read_record"]
+
+FORMAT = 2
+"""Format 1 has no "format" field. Its config is flat, its task is always classification, and its model section lists
+every field that could be overridden, with null for those that were not."""
+
+
+class Record(NamedTuple):
+    """The part of `run.json` that resuming needs."""
+
+    config: TrainConfig
+    fingerprint: str
+    """A hash of the keys and targets of all samples."""
+    images: int
+    """Number of training images."""
+    origin: Origin | None
+    """The model that the run started from, if any."""
+
+
+def read_record(folder: Path) -> Record:
+    """Read the `run.json` of a run's folder.
+
+    Raises `RunError` if the folder is not a run's, if `run.json` is damaged, or if it has a newer format.
+    """
+    path = folder / "run.json"
+    if not path.is_file():
+        raise RunError(f"{str(folder)!r} is not a run's folder: it has no run.json")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise RunError(f"{path} is damaged: it holds {type(values).__name__} and not an object of named fields")
+    number = values.get("format", 1)
+    if not isinstance(number, int) or number < 1:
+        raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
+    if number > FORMAT:
+        raise RunError(
+            f"{path} has format {number}, and this version of Vitrail reads formats up to {FORMAT}; install a newer "
+            "version to use this run"
+        )
+    config = _part(path, values, "config")
+    data = _part(path, values, "data")
+    try:
+        return Record(
+            TrainConfig.from_plain(_sections(config) if number == 1 else config),
+            str(_field(path, data, "data.fingerprint")),
+            int(_field(path, data, "data.train")),
+            Origin.from_plain(values.get("init")),
+        )
+    except (ConfigError, TypeError, KeyError) as error:
+        raise RunError(f"{path} is damaged: {error}") from error
+
+
+def _part(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
+    part = _field(path, values, name)
+    if not isinstance(part, dict):
+        raise RunError(f"{path} is damaged: {name!r} is not an object of named fields")
+    return part
+
+
+def _field(path: Path, values: dict[str, Any], name: str) -> Any:
+    """Return the field whose path ends in this name. Raises `RunError` if it is missing."""
+    if (last := name.rpartition(".")[2]) not in values:
+        raise RunError(f"{path} is damaged: the field {name!r} is missing")
+    return values[last]
+
+
+def _sections(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of format 1 in the sections of format 2."""
+    rest = dict(flat)
+    sections: dict[str, Any] = {name: rest.pop(name) for name in ("start", "images", "augment") if name in rest}
+    if "model" in rest:
+        overrides = {name: value for name, value in rest.pop("model").items() if value is not None}
+        sections["model"] = {"variant": overrides.pop("variant", None), "overrides": overrides}
+        if str(sections["model"]["variant"]).startswith("BiT"):
+            overrides.pop("position_std", None)  # recipes set it for every variant, and a ResNet ignored it
+    if "optimization" in rest:
+        sections["optimizer"] = _renamed(rest.pop("optimization"), OptimizerConfig)
+    for name, cls in (("data", DataConfig), ("run", RunConfig), ("task", Classification)):
+        names = bare_names(cls)
+        sections[name] = _renamed({bare: rest.pop(bare) for bare in names if bare in rest}, cls)
+    sections["task"]["name"] = Classification.name
+    if rest:
+        raise ConfigError(f"unknown field {min(rest)!r}")
+    return sections
+
+
+def _renamed(values: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
+    """Return the values of bare names by the names of the fields."""
+    names = bare_names(cls)
+    return {names.get(name, name): value for name, value in values.items()}
