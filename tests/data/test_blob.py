@@ -83,9 +83,7 @@ except SaveError as error:
     print(error)
 """
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert finished.stdout.startswith(
-        f"could not save images laid out for random access to {tmp_path / 'pieces'}: File"
-    )
+    assert finished.stdout.startswith(f"could not save unpacked images to {tmp_path / 'pieces'}: File")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -95,9 +95,9 @@ def test_a_data_set_by_its_name(hub: Hub, parquet: Callable[..., bytes]) -> None
         *(f"data/train-00001-of-00002.parquet:{row}" for row in range(2)),
     ]
     assert [splits.test.target(index) for index in range(4)] == [1, 1, 0, 0]
-    assert len(splits.notes) == 1 and splits.notes[0].startswith(f"data {SPEC!r}: its images were laid out")
+    assert len(splits.notes) == 1 and splits.notes[0].startswith(f"data {SPEC!r}: the images were unpacked")
     check_source(splits.train)
-    again = open_hub_data(SPEC, None)  # nothing is fetched or laid out again
+    again = open_hub_data(SPEC, None)  # nothing is fetched or unpacked again
     assert hub.fetched() == [] and again.notes == ()
     shutil.rmtree(Path(os.environ["HF_HOME"]))
     restart_client()
@@ -156,7 +156,7 @@ def test_configurations_of_a_readme(hub: Hub, parquet: Callable[..., bytes]) -> 
     texts = [f"config_name: big-{name}\n  data_files:\n  - split: train\n    path: {name}/train-*" for name in "xy"]
     hub.add(NAME, {**files, "README.md": card(*texts)})
     assert message(SPEC) == (
-        f"data {SPEC!r} has several configurations, big-x, big-y: choose one by putting its name behind a colon, like "
+        f"data {SPEC!r} has several configurations: big-x, big-y; choose one by adding a colon and its name, such as "
         "hf:org/name:big-x"
     )
     assert [len(open_hub_data(f"{SPEC}:big-{name}", None).train) for name in "xy"] == [1, 2]
@@ -170,7 +170,7 @@ def test_configurations_of_a_readme(hub: Hub, parquet: Callable[..., bytes]) -> 
 
 def test_configurations_by_folders(hub: Hub, parquet: Callable[..., bytes]) -> None:
     hub.add(NAME, {f"{name}/train/0000.parquet": parquet([0] * length) for name, length in (("x", 1), ("y", 2))})
-    assert "several configurations, x, y" in message(SPEC)
+    assert "several configurations: x, y" in message(SPEC)
     assert len(open_hub_data(f"{SPEC}:y", None).train) == 2
     hub.add(NAME, {f"{name}/0000.parquet": parquet([0] * length) for name, length in (("x", 1), ("y", 2))})
     assert len(open_hub_data(SPEC, None).train) == 3  # folders without splits are of one
@@ -188,11 +188,15 @@ def test_splits_that_are_not_ours(hub: Hub, parquet: Callable[..., bytes]) -> No
     hub.add(NAME, files)
     splits = open_hub_data(SPEC, None)
     assert len(splits.train) == 2
-    assert splits.notes[0] == f"data {SPEC!r}: extra, train_full left out, being none of train, val, test"
+    assert splits.notes[0] == f"data {SPEC!r}: skipped extra, train_full, because only train, val and test are read"
     hub.add(NAME, {name.replace("train-", "train_a-"): content for name, content in files.items()})
-    assert message(SPEC) == f"data {SPEC!r} has train_a and train_full: which is the train split?"
+    assert (
+        message(SPEC)
+        == f"data {SPEC!r} has train_a and train_full, but only one of them can be the train split; open a "
+        "configuration with one of them"
+    )
     hub.add(NAME, {name: content for name, content in files.items() if "train" not in name} | {"test.parquet": b""})
-    assert message(SPEC) == f"data {SPEC!r} has the splits extra, test but no train to learn from"
+    assert message(SPEC) == f"data {SPEC!r} has the splits extra, test but no train split"
     hub.add(NAME, {name: content for name, content in files.items() if "extra" in name})
     assert len(open_hub_data(SPEC, None).train) == 2
 
@@ -211,7 +215,7 @@ def test_without_parquet_the_conversion_is_read(
     )
     splits = open_hub_data(SPEC, None)
     assert keys_of(splits.train) == [f"default/partial-train/0000.parquet:{row}" for row in range(2)]
-    assert splits.notes[0] == f"data {SPEC!r}: of train the hub has converted only the first part"
+    assert splits.notes[0] == f"data {SPEC!r}: the hub has converted only the first part of train"
     assert len(splits.test) == 1
     with monkeypatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -219,11 +223,9 @@ def test_without_parquet_the_conversion_is_read(
         assert len(open_hub_data(SPEC, None).train) == 2
     restart_client()
     hub.repositories[NAME].refs["v1"] = hub.repositories[NAME].refs["main"]
-    assert message(f"{SPEC}@v1").startswith(
-        f"data {SPEC + '@v1'!r} has no files of .parquet; its files are README.md, "
-    )
+    assert message(f"{SPEC}@v1").startswith(f"data {SPEC + '@v1'!r} has no .parquet files; its files are README.md, ")
     hub.repositories[NAME].commit({"README.md": b""}, CONVERTED)
-    assert message(SPEC) == f"data {SPEC!r} has no files of .parquet, as the hub has converted it either"
+    assert message(SPEC) == f"data {SPEC!r} has no .parquet files, and neither has the hub's own conversion"
 
 
 # --- without a network
@@ -239,7 +241,7 @@ def test_without_a_network_the_cache_serves(
     expected = cut_off(hub, monkeypatch, way)
     assert keys_of(open_hub_data(f"{SPEC}:x", None).train) == keys
     text = message(f"{SPEC}:y")
-    assert "is not whole in the cache" in text and expected in text
+    assert "is incomplete in the cache" in text and expected in text
     assert text.endswith("lacks y/train-00000-of-00002.parquet, y/train-00001-of-00002.parquet")
     text = message("hf:org/other")
     assert "data 'hf:org/other' is not in the cache" in text and expected in text
@@ -249,7 +251,7 @@ def test_without_a_network_the_cache_serves(
     shutil.rmtree(os.environ["VITRAIL_DATA"])
     next(Path(os.environ["HF_HOME"]).rglob("train-00001-of-00002.parquet")).unlink()
     text = message(SPEC)
-    assert "1 of 2 files of x/train-* are there; the first that is not has number 1" in text and expected in text
+    assert "1 of 2 files x/train-* are there; the first missing file is x/train-00001-of-*" in text and expected in text
 
 
 def test_a_cache_on_a_disk_without_links(hub: Hub, parquet: Callable[..., bytes]) -> None:
@@ -327,7 +329,7 @@ def test_refusals(hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.M
 
 def test_names_that_are_none(hub: Hub) -> None:
     for spec in ("hf:", "hf:mnist", "hf:a/b/c", "hf:org/name:", "hf:org/name@", "hf:org/na..me", "hf:../name"):
-        assert message(spec).startswith(f"data {spec!r} is not a name on the hub, which has the form hf:org/name, ")
+        assert message(spec).startswith(f"data {spec!r} is not a name on the hub; write hf:org/name, ")
     assert hub.requests == []
 
 

@@ -34,7 +34,7 @@ IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where images are laid out."""
+    """Folder of the unpacked images."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
     return tmp_path / "cache" / "parquet"
 
@@ -188,7 +188,7 @@ def test_a_file_is_to_train_on_whatever_its_name(tmp_path: Path, pictures: list[
 def test_folders_of_several_data_sets(tmp_path: Path, pictures: list[bytes]) -> None:
     for name in ("large/train", "small/train", "small/test"):
         write(tmp_path / f"{name}-00000-of-00001.parquet", {"image": images(pictures), "label": [0] * 30})
-    assert "several data sets in its folders large, small; open one of them, like " in message(tmp_path)
+    assert "several data sets, in the folders large, small; open one of them, such as " in message(tmp_path)
     assert len(open_parquet(tmp_path / "small", None).test) == 30
 
 
@@ -203,11 +203,11 @@ def test_unlabelled_rows_have_none(tmp_path: Path, pictures: list[bytes]) -> Non
     splits = open_parquet(tmp_path, None)
     assert labels_of(splits.train) == [1, None, None, 0] and labels_of(splits.validation) == [None, 1]
     assert splits.test is None
-    assert splits.notes[0] == f"{tmp_path}: the test split is left out, because none of its images has a label"
+    assert splits.notes[0] == f"{tmp_path}: the test split is skipped, because none of its images has a label"
     write(tmp_path / "test.parquet", {"image": images(pictures[6:8])})
     assert open_parquet(tmp_path, None).notes[0] == splits.notes[0]
     write(tmp_path / "test.parquet", {"image": images([]), "label": pa.array([], pa.int64())}, features)
-    assert "the test split is left out, because it is empty" in open_parquet(tmp_path, None).notes[0]
+    assert "the test split is skipped, because it is empty" in open_parquet(tmp_path, None).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -332,11 +332,12 @@ def test_columns_are_chosen_where_there_are_several(tmp_path: Path, pictures: li
         },
         {"fine_label": class_label("a", "b"), "coarse_label": class_label("c", "d")},
     )  # fmt: skip
-    assert "several columns of images, left, right: choose one by putting ?image=left behind" in message(path)
+    assert "several columns of images: left, right; choose one by adding, for example, ?image=left" in message(path)
     left = Path(f"{path}?image=left")
-    assert "several columns of labels, fine_label, coarse_label: choose one by putting ?label=fine_label" in message(
-        left
+    expected = (
+        "several columns of labels: fine_label, coarse_label; choose one by adding, for example, ?label=fine_label"
     )
+    assert expected in message(left)
     splits = open_parquet(Path(f"{path}?image=right&label=coarse_label"), None)
     assert splits.classes == ("c", "d")
     assert samples_of(splits.train) == [("a.parquet:0", pictures[2], 1), ("a.parquet:1", pictures[3], 1)]
@@ -346,7 +347,7 @@ def test_columns_are_chosen_where_there_are_several(tmp_path: Path, pictures: li
     assert list(cache.iterdir()) == laid_out
     assert "has no column 'coarse'; nearest: coarse_label" in message(Path(f"{path}?image=left&label=coarse"))
     assert "has no column 'up'; " in message(Path(f"{path}?image=up"))
-    assert "column 'id' is of type int64, which holds no images" in message(Path(f"{path}?image=id"))
+    assert "column 'id' has the type int64, which holds no images" in message(Path(f"{path}?image=id"))
     for query in ("", "label", "label=", "labels=id", "label=id&x=1"):
         assert f"ends in ?{query}, which chooses no column; write ?image=COLUMN" in message(Path(f"{path}?{query}"))
 
@@ -392,10 +393,10 @@ def test_images_by_their_paths(tmp_path: Path, pictures: list[bytes]) -> None:
     assert [source[0].image, source[1].image] == pictures[:2]
     for bad in ("images/2.png", "../outside.png", str(tmp_path / "outside.png"), "images"):
         text = message(with_path(bad))
-        assert f"row 1: the image is not in the file, which gives only the path {bad!r}, and {folder} has no" in text
+        assert f"row 1: the row has no image but only the path {bad!r}, and the folder {folder} does" in text
 
 
-# --- laid out once
+# --- unpacked once
 
 
 def test_images_are_laid_out_once_and_anew_when_the_file_changes(
@@ -405,8 +406,8 @@ def test_images_are_laid_out_once_and_anew_when_the_file_changes(
     notes = open_parquet(path, None).notes
     size = sum(map(len, pictures[:2]))
     assert notes == (
-        f"{path}: its images were laid out for random access, once, in {cache}, which takes {size / 1e6:.2f} MB; what "
-        "is deleted there is made again when it is needed",
+        f"{path}: the images were unpacked once into {cache} ({size / 1e6:.2f} MB), for random access; files deleted "
+        "there are made again when they are needed",
     )
     (laid_out,) = cache.iterdir()
     before = laid_out.stat()
@@ -486,13 +487,13 @@ def test_a_disk_that_is_too_small(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
         text = message(path, kind=SaveError)
-    size = float(re.search(r"which takes (\S+) MB, and 0\.00 MB are free there", text)[1])  # type: ignore[index]
+    size = float(re.search(r" takes (\S+) MB, but only 0\.00 MB are free there", text)[1])  # type: ignore[index]
     assert (
         str(cache) in text and "VITRAIL_DATA" in text and size == pytest.approx(sum(map(len, pictures)) / 1e6, abs=0.01)
     )
     cache.parent.mkdir()
     cache.write_text("a file where a folder should be")
-    assert f"could not save images laid out for random access to {cache}" in message(path, kind=SaveError)
+    assert f"could not save unpacked images to {cache}" in message(path, kind=SaveError)
 
 
 def test_workers_need_no_pyarrow(tmp_path: Path, pictures: list[bytes]) -> None:
@@ -529,9 +530,9 @@ def test_not_parquet(tmp_path: Path, pictures: list[bytes]) -> None:
         assert message(path).startswith(f"{path} cannot be read as Parquet: ")
     path.unlink()
     assert f"there is no file or folder {path}" in message(path)
-    assert f"{tmp_path} has no files of .parquet in it" in message(tmp_path)
+    assert f"{tmp_path} has no .parquet files in it" in message(tmp_path)
     path.mkdir()
-    assert "has no files of .parquet" in message(path)
+    assert "has no .parquet files" in message(path)
 
 
 @pytest.mark.parametrize("compression", ["snappy", "gzip", "zstd"])
@@ -550,28 +551,29 @@ def test_a_damaged_page(tmp_path: Path, cache: Path, compression: str) -> None:
 def test_no_images(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"text": ["a"], "label": [0], "image": ["1.png"], "data": [b""]})
     text = message(path)
-    assert "has no column of images, which is a struct of bytes and path, or binary and called image or img" in text
-    assert text.endswith("its columns are: text (string), label (int64), image (string), data (binary)")
+    columns = "text (string), label (int64), image (string), data (binary)"
+    assert f"has no column of images: its columns are {columns}; a column of images is a struct of bytes and" in text
+    assert text.endswith("or a binary column called image or img")
 
 
 def test_no_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"image": images([]), "label": pa.array([], pa.int64())})
-    assert message(path) == f"{path} has no rows to learn from: its training split is empty"
+    assert message(path) == f"{path} has an empty training split; training needs at least one row"
 
 
 @pytest.mark.parametrize(
     ("labels", "names", "expected"),
     [
-        ([0, 2], "ab", "row 1: the label 2 in column 'label' is out of range; the classes are 0 to 1, and -1 is none"),
+        ([0, 2], "ab", "row 1: the label 2 in column 'label' is out of range; the classes are 0 to 1, and -1 means no"),
         ([0, -2], "ab", "row 1: the label -2 in column"),
-        ([0, -2], "", "the classes are numbered from 0, and -1 is none"),
+        ([0, -2], "", "the classes are numbered from 0, and -1 means no label"),
         ([[0], [1, 2]], "ab", "row 1: the label 2 in column"),
         ([0, 2**40], "ab", "row 1: the label 1099511627776 in column"),
         ([0, 2**31], "", "row 1: the label 2147483648 in column"),
         ([0, 123_456], "", "the labels have no names and go up to 123,456, so they are not class numbers"),
-        ([0.0, 1.5], "", "column 'label' is of type double, which is no label"),
-        ([{"a": 1}] * 2, "", "column 'label' is of type struct<a: int64>, which is no label"),
-        ([[["a"]]] * 2, "", "which is no label"),
+        ([0.0, 1.5], "", "column 'label' has the type double, which holds no labels"),
+        ([{"a": 1}] * 2, "", "column 'label' has the type struct<a: int64>, which holds no labels"),
+        ([[["a"]]] * 2, "", "which holds no labels"),
         ([0, 1], ["a\n", "b"], "classes with unprintable names: ['a\\n']"),
     ],
 )
@@ -609,7 +611,7 @@ def test_files_that_disagree(tmp_path: Path, pictures: list[bytes], second: str)
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_row_groups(tmp_path: Path) -> None:
-    """320 MB of images in row groups of 20 MB are laid out and read with a fraction of that in memory."""
+    """320 MB of images in row groups of 20 MB are unpacked and read with a fraction of that in memory."""
     piece = np.random.default_rng(0).bytes(200_000)
     table = pa.table({"image": images([piece] * 1600), "label": [0, 1] * 800})
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, row_group_size=100)

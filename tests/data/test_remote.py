@@ -279,7 +279,7 @@ def test_headers_are_asked_for_and_images_are_not(server: Server) -> None:
 
 def test_a_shard_cut_short_on_a_server(server: Server, encode: Callable[..., bytes]) -> None:
     server.files["/x.tar"] = tar_of(encode, 1, 2)[:5000]
-    with pytest.raises(DataError, match=r"x\.tar is cut short: it ends at byte 5,000, inside '002\.bmp'|after"):
+    with pytest.raises(DataError, match=r"x\.tar is truncated: it ends at byte 5,000, inside '002\.bmp'|after"):
         open_shards(f"plain://{server.address}/x.tar", None)
 
 

@@ -209,7 +209,9 @@ def test_a_pack_that_was_stopped_goes_on_after_its_whole_shards(folder: Path, tm
     kept = packed_before(parse("it", (out / UNFINISHED).read_bytes()))
     assert 11 <= kept <= 20 and seen[0] <= 12 and seen[-1] == 20
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-    with pytest.raises(DataError, match=rf"{out} is not packed to the end; go on with: vitrail data pack SPEC {out}"):
+    with pytest.raises(
+        DataError, match=rf"{out} is not packed completely; continue with: vitrail data pack SPEC {out}"
+    ):
         open_shards(str(out), None)
     assert looks_like_shards(str(out))
     pack(opened(folder), out, shard_size=9_000, progress=seen.append)
@@ -319,7 +321,7 @@ def test_a_shard_of_another_size_than_was_written_is_noticed(folder: Path, tmp_p
     name = manifest.shards["train"][1].name
     with (out / name).open("ab") as file:
         file.write(bytes(512))
-    with pytest.raises(DataError, match=rf"{name} has [\d,]+ bytes, and the dataset\.json beside it says"):
+    with pytest.raises(DataError, match=rf"{name} has [\d,]+ bytes, but the dataset\.json beside it states"):
         open_shards(str(out), None)
     (out / name).unlink()
     with pytest.raises(DataError, match=rf"shard .*{name} does not exist"):

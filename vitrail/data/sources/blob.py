@@ -81,7 +81,7 @@ def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
     A piece is anything that holds bytes; None is written as 0 bytes. The file appears complete or not at all. Of
     several processes, one writes and the others wait for it. Raises `SaveError`, and whatever `pieces` raises.
     """
-    with saving("images laid out for random access", path):
+    with saving("unpacked images", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(path) as (file, partial):
             try:

@@ -1,7 +1,7 @@
-"""Data sets on the Hugging Face hub, by name: `hf:org/name`. Their Parquet files are fetched into the client's cache.
+"""Data sets on the Hugging Face hub, such as `hf:org/name`. Parquet files are downloaded into the hub client's cache.
 
-A repository says in its README (or in the names of its folders) which files belong to which configuration and split.
-One without Parquet files is read as the hub itself has converted it, from the revision refs/convert/parquet.
+The README of a repository, or the names of its folders, say which files belong to which configuration and split. If a
+repository has no Parquet files, the hub's own conversion is used, from the revision refs/convert/parquet.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ PREFIX = "hf:"
 CONVERTED = "refs/convert/parquet"
 README = "README.md"
 SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?", re.S)
-"""What `datasets` calls the files of a split; older versions put a hash behind."""
+"""Name that `datasets` gives to the files of a split. Older versions append a hash."""
 ATTEMPTS = 3
-"""Times that each file is asked for, beside those within the client; pauses of 1 and 2 seconds between them."""
+"""Number of requests per file, besides the client's own retries, with pauses of 1 and 2 seconds between them."""
 CONNECTIONS = 4
 
 Configurations = dict[str, dict[str, list[str]]]
-"""By configuration and split, as the repository calls them, the files."""
+"""The files by configuration and split, with the repository's own names."""
 
 
 class _Listing(NamedTuple):
-    """What a repository holds."""
+    """The files of a repository."""
 
     repository: Repository
     commit: str
     names: list[str]
     why: str
-    """Why the hub cannot be asked, so that all must come from the cache; "" where it can."""
+    """Reason why the hub cannot be reached, so that all files must come from the cache; "" if it can be reached."""
 
 
 def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
-    """Opens `hf:ORG/NAME[@REVISION][:CONFIG][?image=COLUMN&label=COLUMN]`, fetching what is not in the cache.
+    """Open `hf:ORG/NAME[@REVISION][:CONFIG][?image=COLUMN&label=COLUMN]`, downloading files that are not in the cache.
 
-    Without a network, or in offline mode, what an earlier call fetched is used. Raises `DataError` where there is no
-    such repository, revision or configuration, access is refused, it has no Parquet files, or the hub cannot be reached
-    and the cache does not hold all of the data; `SaveError` where the disk is full or cannot be written.
+    Without a network, or in offline mode, only the cache is used. Raises `DataError` if the repository, revision or
+    configuration does not exist, access is refused, there are no Parquet files, or the hub cannot be reached and the
+    cache is incomplete. Raises `SaveError` if the disk is full or not writable.
     """
     text, choice = split_choice(spec)
     name, colon, config = text.removeprefix(PREFIX).partition(":")
     repository = parse("dataset", spec, name)
     if repository is None or (colon and not config):
         raise DataError(
-            f"data {spec!r} is not a name on the hub, which has the form hf:org/name, hf:org/name@revision or "
+            f"data {spec!r} is not a name on the hub; write hf:org/name, hf:org/name@revision or "
             "hf:org/name:configuration"
         )
     found = _listing(repository)
     configurations, preferred = _configurations(found)
     if not configurations:
         if repository.revision != "main":
-            raise DataError(f"data {spec!r} has no files of {SUFFIX}; its files are {listed(found.names)}")
+            raise DataError(f"data {spec!r} has no {SUFFIX} files; its files are {listed(found.names)}")
         _keep(found)
         found = _converted(found)
         configurations, preferred = _by_folder(found.names), None
         if not configurations:
-            raise DataError(f"data {spec!r} has no files of {SUFFIX}, as the hub has converted it either")
+            raise DataError(f"data {spec!r} has no {SUFFIX} files, and neither has the hub's own conversion")
     splits, notes = _splits(spec, configurations[_chosen(spec, configurations, config, preferred)])
     paths = _files(found, [name for names in splits.values() for name in names])
     _keep(found)
@@ -84,11 +84,14 @@ def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str
     return open_files(f"data {spec!r}", files, choice, classes, notes, numbers=numbers)
 
 
-# --- what there is
+# --- the files of a repository
 
 
 def _listing(repository: Repository) -> _Listing:
-    """From the hub; or else as it was kept when the files were fetched, or what of the repository is in the cache."""
+    """Return the files of a repository, as listed by the hub.
+
+    If the hub cannot be reached, the list is the one saved by an earlier call, or else the files in the cache.
+    """
     answer = listing(repository)
     if not isinstance(answer, str):
         commit, names = answer
@@ -96,7 +99,7 @@ def _listing(repository: Repository) -> _Listing:
     try:
         kept = json.loads(_kept(repository).read_text(encoding="utf-8"))
         return _Listing(repository, kept["commit"], kept["names"], answer)
-    except (OSError, ValueError, KeyError, TypeError):  # another program fetched it, or none
+    except (OSError, ValueError, KeyError, TypeError):  # no earlier call of ours saved a list
         folder = cached_folder(repository, answer)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     _check_shards(repository, names, answer)
@@ -104,7 +107,7 @@ def _listing(repository: Repository) -> _Listing:
 
 
 def _keep(found: _Listing) -> None:
-    """For use offline, once what is needed is in the cache. A list of an earlier commit makes way."""
+    """Save the list of files for offline use. It replaces the list of an earlier commit."""
     if found.why:
         return
     place = _kept(found.repository)
@@ -115,7 +118,7 @@ def _keep(found: _Listing) -> None:
             partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
             partial.replace(place)
     except OSError as error:
-        raise SaveError(f"{found.repository.title}: its list of files cannot be kept in {place}: {error}") from error
+        raise SaveError(f"{found.repository.title}: the list of files cannot be saved in {place}: {error}") from error
 
 
 def _kept(repository: Repository) -> Path:
@@ -124,7 +127,7 @@ def _kept(repository: Repository) -> Path:
 
 
 def _converted(original: _Listing) -> _Listing:
-    """The repository as the hub has converted it."""
+    """Return the files of the hub's own conversion of a repository. Raises `DataError`."""
     try:
         return _listing(original.repository._replace(revision=CONVERTED))
     except DataError as error:
@@ -135,29 +138,31 @@ def _converted(original: _Listing) -> _Listing:
 
 
 def _check_shards(repository: Repository, names: Iterable[str], why: str) -> None:
-    """Files that are counted in their names must all be there."""
+    """Raise `DataError` if the names of files state how many there are, and some of them are missing."""
     for name in names:
         match = SHARD.fullmatch(Path(name).name.removesuffix(SUFFIX))
         if match is None or not name.endswith(SUFFIX):
             continue
         number, count = len(match["number"]), int(match["count"])
         stem = f"{name[: name.rfind('/') + 1]}{match['split']}-"
-        held = {other for other in names if other.startswith(stem) and f"-of-{match['count']}" in other}
-        if len(held) != count:
-            lacking = next(i for i in range(count) if not any(h.startswith(f"{stem}{i:0{number}}-of-") for h in held))
+        present = {other for other in names if other.startswith(stem) and f"-of-{match['count']}" in other}
+        if len(present) != count:
+            prefixes = (f"{stem}{index:0{number}}-of-" for index in range(count))
+            missing = next(prefix for prefix in prefixes if not any(file.startswith(prefix) for file in present))
             raise DataError(
-                f"{repository.title} is not whole in the cache, and {why}: {len(held)} of {count} files of {stem}* are "
-                f"there; the first that is not has number {lacking}"
+                f"{repository.title} is incomplete in the cache, and {why}: {len(present)} of {count} files {stem}* "
+                f"are there; the first missing file is {missing}*"
             )
 
 
 def _files(found: _Listing, names: Sequence[str]) -> dict[str, Path]:
-    """The path of each file, fetched unless it is there."""
+    """Return the path of each file, downloading the files that are not in the cache. Raises `DataError`."""
     if found.why:
         folder = cached_folder(found.repository._replace(revision=found.commit), found.why)
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise DataError(
-                f"{found.repository.title} is not whole in the cache, and {found.why}: {folder} lacks {listed(missing)}"
+                f"{found.repository.title} is incomplete in the cache, and {found.why}: "
+                f"{folder} lacks {listed(missing)}"
             )
         return {name: folder / name for name in names}
     with ThreadPoolExecutor(CONNECTIONS) as threads:
@@ -166,16 +171,19 @@ def _files(found: _Listing, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _identity(path: Path) -> str:
-    """The client's cache keeps a file under its hash, save on disks without links."""
+    """Return text that identifies the content of a file: its hash if the client's cache stores files by hash."""
     target = path.resolve()
     return f"hub {target.name}" if target.parent.name == "blobs" else identity_of(path)
 
 
-# --- which of it is meant
+# --- the configuration and the splits
 
 
 def _configurations(found: _Listing) -> tuple[Configurations, str | None]:
-    """By the README where it says so, else by the names of folders; and the one that the README calls the default."""
+    """Return the configurations, and the one that the README calls the default.
+
+    Configurations come from the README if it states any, else from the names of folders.
+    """
     if not any(name.endswith(SUFFIX) for name in found.names):
         return {}, None
     stated: list[dict[str, Any]] = []
@@ -193,10 +201,10 @@ def _configurations(found: _Listing) -> tuple[Configurations, str | None]:
 
 
 def _stated(readme: Path) -> list[dict[str, Any]]:
-    """The field `configs` in the YAML at the top of a README; nothing where that cannot be read."""
+    """Return the field `configs` of the YAML at the top of a README; empty if it cannot be read."""
     text = readme.read_text(encoding="utf-8", errors="replace")
     match = re.match(r"\s*---[ \t]*\r?\n(.*?\n)---", text, re.S)
-    yaml = importlib.import_module("yaml")  # which huggingface_hub brings
+    yaml = importlib.import_module("yaml")  # a dependency of huggingface_hub
     try:
         card = yaml.safe_load(match[1]) if match else None
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -210,7 +218,7 @@ def _stated(readme: Path) -> list[dict[str, Any]]:
 
 
 def _matched(entry: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
-    """The files of each split of one configuration in a README: of patterns, of a folder, or else all."""
+    """Return the files per split of one configuration in a README, which gives patterns, a folder, or neither."""
     folder = str(entry.get("data_dir") or "").strip("./")
     within = [name for name in names if not folder or name.startswith(f"{folder}/")]
     stated = entry.get("data_files")
@@ -235,7 +243,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
-    """A path with * (within a folder), ** (through folders), ? and [abc] as a regular expression."""
+    """Return a path with * (within a folder), ** (across folders), ? and [abc] as a regular expression."""
     translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]/\\]+\])", glob.removeprefix("./"))
     return re.compile(
@@ -248,7 +256,10 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _by_folder(names: Iterable[str]) -> Configurations:
-    """Folders with splits in them are configurations: `plain/train/0000.parquet`, but not `data/train-0.parquet`."""
+    """Return the files by configuration, where a folder with splits in it is a configuration.
+
+    For example, `plain/train/0000.parquet` belongs to the configuration `plain`, but `data/train-0.parquet` to none.
+    """
     result: dict[str, list[str]] = {}
     for name in names:
         if not name.endswith(SUFFIX):
@@ -260,12 +271,12 @@ def _by_folder(names: Iterable[str]) -> Configurations:
 
 
 def _whole(path: str) -> str:
-    """A path without the word by which the hub marks that it converted the first 5 GB of a split only."""
+    """Return a path without the prefix by which the hub marks that it converted only the first 5 GB of a split."""
     return re.sub(r"(^|/)partial-", r"\1", path)
 
 
 def _by_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """Files by the split that their names or folders give; "" for none."""
+    """Return the files by the split that their names or folders state; "" if they state none."""
     result: dict[str, list[str]] = {}
     for name in names:
         match = SHARD.fullmatch(Path(name).name.removesuffix(SUFFIX))
@@ -286,29 +297,34 @@ def _chosen(spec: str, configurations: Configurations, wanted: str, preferred: s
         return preferred or "default"
     example = spec.partition("?")[0]
     raise DataError(
-        f"data {spec!r} has several configurations, {', '.join(names)}: choose one by putting its name behind a colon, "
-        f"like {example}:{names[0]}"
+        f"data {spec!r} has several configurations: {', '.join(names)}; choose one by adding a colon and its name, "
+        f"such as {example}:{names[0]}"
     )
 
 
 def _splits(spec: str, found: Mapping[str, list[str]]) -> tuple[dict[Split, list[str]], list[str]]:
-    """Our splits of a configuration's, and notes on what is left out. One split alone is there to train on."""
+    """Return the files of our splits, and notes on skipped splits. If there is only one split, it is for training."""
     result: dict[Split, list[str]] = {}
     taken: set[str] = set()
-    for split, words in SPLITS.items():
-        exact = [name for name in found if name.lower() in words]
+    for split, names in SPLITS.items():
+        exact = [name for name in found if name.lower() in names]
         alike = exact or [name for name in found if split_of(name) == split]
         if len(alike) > 1:
-            raise DataError(f"data {spec!r} has {' and '.join(alike)}: which is the {split} split?")
+            raise DataError(
+                f"data {spec!r} has {' and '.join(alike)}, but only one of them can be the {split} split; open a "
+                "configuration with one of them"
+            )
         if alike:
             result[split] = sorted(set(found[alike[0]]))
             taken.add(alike[0])
     if not result and len(found) == 1:
         return {"train": sorted(next(iter(found.values())))}, _partial(spec, found)
     if "train" not in result:
-        raise DataError(f"data {spec!r} has the splits {', '.join(found)} but no train to learn from")
-    left_out = [name or "files of no split" for name in found if name not in taken]
-    notes = [f"data {spec!r}: {', '.join(left_out)} left out, being none of train, val, test"] if left_out else []
+        raise DataError(f"data {spec!r} has the splits {', '.join(found)} but no train split")
+    skipped = [name or "files of no split" for name in found if name not in taken]
+    notes = (
+        [f"data {spec!r}: skipped {', '.join(skipped)}, because only train, val and test are read"] if skipped else []
+    )
     return result, notes + _partial(spec, {name: found[name] for name in taken})
 
 
@@ -316,4 +332,4 @@ def _partial(spec: str, found: Mapping[str, list[str]]) -> list[str]:
     partial = [split or "data" for split, names in found.items() if any(_whole(name) != name for name in names)]
     if not partial:
         return []
-    return [f"data {spec!r}: of {', '.join(partial)} the hub has converted only the first part"]
+    return [f"data {spec!r}: the hub has converted only the first part of {', '.join(partial)}"]

@@ -1,8 +1,8 @@
-"""Parquet files of images, in Hugging Face's convention: a struct of bytes and path, and a label that is a number.
+"""Parquet files of images in Hugging Face's convention: a struct of bytes and path, and a label that is a number.
 
-Parquet is read a row group at a time, so a shuffled order would unpack everything again for each image. The first use
-therefore lays the images of each file out one after the other, once, under `$VITRAIL_DATA` or ~/.cache/vitrail; that
-takes as much disk as the images. Labels are read from the Parquet file each time, which takes little.
+Parquet is read one row group at a time, so in a shuffled order every image would cost the unpacking of a row group.
+The first use therefore unpacks the images of each file, once, into a cache under `$VITRAIL_DATA` or ~/.cache/vitrail.
+The cache takes as much disk space as the images. Labels are read from the Parquet file each time, which is fast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SUFFIX = ".parquet"
 
 
 class Choice(NamedTuple):
-    """Columns that the user chose, as `?image=COLUMN&label=COLUMN` behind a name."""
+    """The columns that the user chose by `?image=COLUMN&label=COLUMN` after a name."""
 
     image: str | None = None
     label: str | None = None
@@ -54,16 +54,16 @@ class ParquetFile(NamedTuple):
     """One file of a split."""
 
     name: str
-    """Relative, the same on every machine; keys begin with it."""
+    """Relative path, the same on every machine. The keys of the samples begin with it."""
     path: Path
     identity: str
-    """Tells this content from all others: what is laid out for one is found again by it."""
+    """Text that identifies the content. The cache of unpacked images is found by it."""
 
 
 class ParquetSource:
-    """The rows of some Parquet files, in order. Keys are a file's name and the row: `train/0000.parquet:17`.
+    """The rows of some Parquet files, in order. A key is the file's name and the row, as in `train/0000.parquet:17`.
 
-    A row without an image has 0 bytes, which nothing can decode. Memory: 12 bytes a row.
+    A row without an image has 0 bytes, so it cannot be decoded. Memory: 12 bytes per row.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class ParquetSource:
         return "class" if self._targets.starts is None else "classes"
 
     def stamp(self, index: int) -> str:
-        """The name of the file's laid-out images, which is a hash of its place, size and time, and the row."""
+        """Return the name of the file of unpacked images (a hash of the path, size and time) and the row."""
         file, row = self._place(index)
         return f"{self._blobs[file].path.name} {row}"
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The file and its row."""
+        """Return the number of the file and the row in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         file = bisect.bisect_right(self._firsts, index) - 1
@@ -117,16 +117,16 @@ class ParquetSource:
 
 
 def looks_like_parquet(path: Path) -> bool:
-    """Whether this is a Parquet file by its name, or a folder that has one, two folders down at most."""
+    """Return True for the path of a Parquet file, and for a folder with one at most two folders down."""
     place = Path(_location(str(path)))
     return place.suffix.lower() == SUFFIX or (place.is_dir() and _has_parquet(place, 2, is_root=True))
 
 
 def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
-    """Opens a Parquet file, or a folder of them whose names or folders say which split they are of.
+    """Open a Parquet file, or a folder of them. The names of files or folders determine the splits.
 
-    `?image=COLUMN&label=COLUMN` behind the path chooses columns. Where images are not laid out for random access yet,
-    that is done and said in a note. Raises `DataError`, and `SaveError` where the disk is too small for that.
+    `?image=COLUMN&label=COLUMN` after the path chooses columns. Images that are not unpacked yet are unpacked, and a
+    note says so. Raises `DataError`, and `SaveError` if the disk has too little space for the unpacked images.
     """
     text, choice = split_choice(str(location))
     root = Path(text)
@@ -137,7 +137,7 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple
         several = sorted(folder for folder in folders if split_of(folder) is None)
         if len(several) > 1:
             raise DataError(
-                f"{root} has several data sets in its folders {', '.join(several)}; open one of them, like "
+                f"{root} holds several data sets, in the folders {', '.join(several)}; open one of them, such as "
                 f"{root / several[0]}"
             )
     elif root.is_file():
@@ -145,8 +145,8 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple
     else:
         raise DataError(f"there is no file or folder {root}")
     if not names:
-        raise DataError(f"{root} has no files of {SUFFIX} in it")
-    single = len(names) == 1 and Path(text).is_file()  # which may be called after any split, and is all there is
+        raise DataError(f"{root} has no {SUFFIX} files in it")
+    single = len(names) == 1 and Path(text).is_file()  # a file alone is for training, whatever its name
     splits: dict[Split, list[str]] = {"train": names} if single else by_split(str(root), names)
     files = {
         split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
@@ -156,9 +156,9 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple
 
 
 def split_choice(text: str) -> tuple[str, Choice]:
-    """A name without what chooses columns behind it, and that. What exists under the whole name has none behind it.
+    """Return the name without its choice of columns, and the choice. A path that exists is kept whole, even with a "?".
 
-    Raises `DataError` where what is behind the ? is something else.
+    Raises `DataError` if the text after the "?" is not a choice of columns.
     """
     location = _location(text)
     if location == text:
@@ -168,8 +168,8 @@ def split_choice(text: str) -> tuple[str, Choice]:
     unknown = next((name for name in chosen if name not in Choice._fields), None)
     if unknown is not None or not chosen or not all(chosen.values()):
         raise DataError(
-            f"{text!r} ends in ?{query}, which chooses no column; write ?image=COLUMN, ?label=COLUMN, or both with & "
-            "between them"
+            f"{text!r} ends in ?{query}, which chooses no column; write ?image=COLUMN, ?label=COLUMN, or both joined "
+            "by &"
         )
     return location, Choice(**chosen)
 
@@ -187,13 +187,13 @@ def open_files(
     *,
     numbers: tuple[str, ...] = (),
 ) -> Splits:
-    """Make the splits from their files. `title` names the data in messages. Raise what `open_parquet` raises.
+    """Return the splits of some files. `title` names the data in messages. Raises the errors of `open_parquet`.
 
     The targets are the numbers in the columns `numbers`, if there are any, else the labels.
     """
     opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
     if not sum(file.rows for file in opened["train"]):
-        raise DataError(f"{title} has no rows to learn from: its training split is empty")
+        raise DataError(f"{title} has an empty training split; training needs at least one row")
     image, label = _columns(opened, choice)
     if numbers:
         return _open_numbers(title, files, opened, image, numbers, tuple(notes))
@@ -206,18 +206,18 @@ def open_files(
         rows = sum(file.rows for file in some)
         if split != "train" and (rows == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
             reason = "none of its images has a label" if rows else "it is empty"
-            notes.append(f"{title}: the {split} split is left out, because {reason}")
+            notes.append(f"{title}: the {split} split is skipped, because {reason}")
             del kept[split]
             labels.pop(split, None)
     if label is None:
         notes.append(
-            f"{title} has no column of labels, so its images have none; if one of {opened['train'][0].described} is "
-            "meant, put ?label= and its name behind the data's name"
+            f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
+            f"{opened['train'][0].described}, add ?label= and its name to the data's name"
         )
         names = classes or ()
     else:
         names, labels = number(title, labels, classes)
-    blobs, said = _lay_out(
+    blobs, unpacking_notes = _unpack(
         title, [pair for split, some in kept.items() for pair in zip(files[split], some, strict=True)], image
     )
     sources = {
@@ -226,7 +226,7 @@ def open_files(
         )
         for split in kept
     }
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *said))
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *unpacking_notes))
 
 
 def _open_numbers(
@@ -246,19 +246,21 @@ def _open_numbers(
             notes += (f"{title}: the {split} split is skipped, because none of its images has a number",)
             del values[split]
     pairs = [pair for split in values for pair in zip(files[split], opened[split], strict=True)]
-    blobs, said = _lay_out(title, pairs, image)
+    blobs, unpacking_notes = _unpack(title, pairs, image)
     sources = {
         split: ParquetSource(
             [file.name for file in files[split]], [blobs[file] for file in files[split]], values[split], numbers
         )
         for split in values
     }
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *said))
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *unpacking_notes))
 
 
 def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -> tuple[str, str | None]:
-    """The columns of images and labels, by the first file to train on; the others must have them too, save that the
-    labels of a whole split can be missing."""
+    """Return the columns of images and labels, found in the first training file.
+
+    All other files must have the same columns, but a whole split may lack labels. Raises `DataError`.
+    """
     first = opened["train"][0]
     image = first.image_column(choice.image)
     label = first.label_column(choice.label)
@@ -266,20 +268,23 @@ def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -
         for file in some:
             file.image_column(image)
             if label is not None and (label in file.types) != (label in some[0].types):
-                raise DataError(f"{some[0].path} and {file.path}: only one of the two has the column {label!r}")
+                raise DataError(
+                    f"{some[0].path} and {file.path}: only one of the two has the column {label!r}; all files of a "
+                    "split need it"
+                )
     return image, label
 
 
 def identity_of(path: Path) -> str:
-    """Of a file that may be changed: its place, size and time."""
+    """Return the path, size and time of a file, which together change when the file changes."""
     status = path.stat()
     return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
 
 
-def _lay_out(
+def _unpack(
     title: str, files: Sequence[tuple[ParquetFile, ParquetColumns]], column: str
 ) -> tuple[dict[ParquetFile, Blob], tuple[str, ...]]:
-    """The images of each file for random access, written where they are not yet, and a note if any was."""
+    """Return the unpacked images of each file, unpacking those that are not in the cache, and a note if any was."""
     folder = cache_folder("parquet")
     places = {file: folder / _blob_name(file, column) for file, _ in files}
     blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
@@ -291,8 +296,8 @@ def _lay_out(
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise SaveError(
-            f"{title}: its images are laid out for random access in {folder}, which takes {_size(needed)}, and "
-            f"{_size(free)} are free there; set VITRAIL_DATA to a folder on a larger disk"
+            f"{title}: unpacking the images into {folder} takes {_size(needed)}, but only {_size(free)} are free "
+            "there; set VITRAIL_DATA to a folder on a larger disk"
         )
     written = 0
     for file, columns in missing:
@@ -300,10 +305,10 @@ def _lay_out(
         written += int(blobs[file].offsets[-1])
     for file, columns in missing:
         if len(blobs[file]) != columns.rows:
-            raise DataError(f"{file.path} changed while it was read; try again")
+            raise DataError(f"{file.path} changed while it was read; run the command again")
     note = (
-        f"{title}: its images were laid out for random access, once, in {folder}, which takes {_size(written)}; what "
-        "is deleted there is made again when it is needed"
+        f"{title}: the images were unpacked once into {folder} ({_size(written)}), for random access; files deleted "
+        "there are made again when they are needed"
     )
     return blobs, (note,)
 
@@ -314,7 +319,10 @@ def _blob_name(file: ParquetFile, column: str) -> str:
 
 
 def _has_parquet(folder: Path, depth: int, *, is_root: bool) -> bool:
-    """A folder of images is left at the first one, for it may hold a million."""
+    """Return True if a folder has a Parquet file at most `depth` folders down.
+
+    The search of a subfolder ends at its first image, because a folder of images may hold a million of them.
+    """
     subfolders = []
     try:
         with os.scandir(folder) as entries:

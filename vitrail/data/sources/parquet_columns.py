@@ -1,4 +1,4 @@
-"""What is read from a Parquet file: which columns hold images and labels, the labels as numbers, the images' bytes."""
+"""The contents of one Parquet file: its columns of images and labels, the labels as numbers, and the images' bytes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["ParquetColumns"]
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label")
 BATCH_BYTES = 2**23
-"""About how much is decoded at once; with four times as much it took no less time, and twice the memory."""
+"""Approximate number of bytes that are decoded at once. Four times as many took as long and twice the memory."""
 
 
 class ParquetColumns:
-    """A Parquet file by its footer: what columns it has, in Hugging Face's convention for images.
+    """The columns of a Parquet file, read from its footer in Hugging Face's convention for images.
 
-    There an image is a struct of its file's bytes and path, and metadata of the schema say which columns are images
-    and what the classes' names are. Raises `DataError` where it is not a Parquet file, or is damaged.
+    In that convention an image is a struct of its file's bytes and path. Metadata of the schema say which columns are
+    images, and name the classes. Raises `DataError` if the file is not a Parquet file or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,17 +44,17 @@ class ParquetColumns:
 
     @property
     def described(self) -> str:
-        """Names and types of all columns, for messages."""
+        """The names and types of all columns, for messages."""
         return ", ".join(f"{name} ({kind})" for name, kind in self.types.items()) or "none"
 
     def image_column(self, wanted: str | None) -> str:
-        """The name of the column of images, `wanted` if given. Raises `DataError` where there is none, or several."""
+        """Return the name of the column of images, `wanted` if given. Raises `DataError` unless exactly one fits."""
         if wanted is not None:
             self._require(wanted)
             if not self._holds_bytes(wanted):
                 raise DataError(
-                    f"{self.path}: column {wanted!r} is of type {self.types[wanted]}, which holds no images; they are "
-                    "binary, or a struct with binary bytes"
+                    f"{self.path}: column {wanted!r} has the type {self.types[wanted]}, which holds no images; a "
+                    "column of images is binary, or a struct with a binary field called bytes"
                 )
             return wanted
         found = [name for name in self.types if self._is_image(name) and self._holds_bytes(name)]
@@ -62,18 +62,18 @@ class ParquetColumns:
             return "image"
         if len(found) > 1:
             raise DataError(
-                f"{self.path} has several columns of images, {', '.join(found)}: choose one by putting "
-                f"?image={found[0]} behind the data's name"
+                f"{self.path} has several columns of images: {', '.join(found)}; choose one by adding, for example, "
+                f"?image={found[0]} to the data's name"
             )
         if not found:
             raise DataError(
-                f"{self.path} has no column of images, which is a struct of bytes and path, or binary and called "
-                f"{' or '.join(IMAGES)}; its columns are: {self.described}"
+                f"{self.path} has no column of images: its columns are {self.described}; a column of images is a "
+                f"struct of bytes and path, or a binary column called {' or '.join(IMAGES)}"
             )
         return found[0]
 
     def label_column(self, wanted: str | None) -> str | None:
-        """The name of the column of labels, `wanted` if given; None where there is none. Raises `DataError`."""
+        """Return the name of the column of labels, `wanted` if given, or None if there is none. Raises `DataError`."""
         if wanted is not None:
             self._require(wanted)
             return wanted
@@ -83,13 +83,13 @@ class ParquetColumns:
         found = stated or [name for name in LABELS if name in self.types]
         if len(found) > 1:
             raise DataError(
-                f"{self.path} has several columns of labels, {', '.join(found)}: choose one by putting "
-                f"?label={found[0]} behind the data's name"
+                f"{self.path} has several columns of labels: {', '.join(found)}; choose one by adding, for example, "
+                f"?label={found[0]} to the data's name"
             )
         return found[0] if found else None
 
     def labels(self, column: str) -> LabelColumn:
-        """All labels of a column: class numbers, words, or lists of either. Raises `DataError`."""
+        """Return all labels of a column: class numbers, text, or lists of either. Raises `DataError`."""
         arrow, compute = _pyarrow(), _pyarrow().compute
         with self._file() as file:
             values = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
@@ -104,17 +104,17 @@ class ParquetColumns:
                 kind = values.type
             names = _class_names(self._features.get(column))
             if arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind):
-                words = compute.dictionary_encode(values)
-                numbers = _numbers(words.indices).astype(np.int32)
-                return LabelColumn(numbers, starts, tuple(words.dictionary.to_pylist()), stated=False)
+                encoded = compute.dictionary_encode(values)
+                numbers = _numbers(encoded.indices).astype(np.int32)
+                return LabelColumn(numbers, starts, tuple(encoded.dictionary.to_pylist()), stated=False)
             if arrow.types.is_boolean(kind) or arrow.types.is_integer(kind) or arrow.types.is_null(kind):
                 numbers = _numbers(values)
                 labels = LabelColumn(numbers.astype(np.int32), starts, names, stated=names is not None)
                 self._check_range(column, numbers, labels)
                 return labels
         raise DataError(
-            f"{self.path}: column {column!r} is of type {self.types[column]}, which is no label; labels are whole "
-            "numbers, words, or lists of them"
+            f"{self.path}: column {column!r} has the type {self.types[column]}, which holds no labels; labels are "
+            "whole numbers, text, or lists of them"
         )
 
     def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:
@@ -152,7 +152,7 @@ class ParquetColumns:
         return ""
 
     def image_bytes(self, column: str) -> int:
-        """About how many bytes the images take; fewer than they do where some come several times."""
+        """Return approximately how many bytes the images take. Repeated images are counted once."""
         total = 0
         with self._file() as file:
             for group in range(file.metadata.num_row_groups):
@@ -164,10 +164,10 @@ class ParquetColumns:
         return total
 
     def images(self, column: str) -> Iterator[Any]:
-        """The bytes of each image, in order (as buffers); None where there is none.
+        """Yield the bytes of each image, in order, as buffers; None for a row without an image.
 
-        At most two row groups are in memory. Where a row has only a path, the file is read that lies there, relative to
-        the Parquet file and not outside of its folder. Raises `DataError`.
+        At most two row groups are in memory. If a row has only a path, the image is read from that path, which is
+        relative to the Parquet file and must lie inside its folder. Raises `DataError`.
         """
         arrow, compute = _pyarrow(), _pyarrow().compute
         rows = min(1024, max(1, BATCH_BYTES * self.rows // max(1, self.image_bytes(column))))
@@ -191,8 +191,8 @@ class ParquetColumns:
         target = (folder / path).resolve()
         if not target.is_relative_to(folder) or not target.is_file():
             raise DataError(
-                f"{self.path}, row {row}: the image is not in the file, which gives only the path {path!r}, and "
-                f"{folder} has no such file in it"
+                f"{self.path}, row {row}: the row has no image but only the path {path!r}, and the folder {folder} "
+                "does not contain that file"
             )
         return target.read_bytes()
 
@@ -217,7 +217,7 @@ class ParquetColumns:
         return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
     def _check_range(self, column: str, numbers: Int64[np.ndarray, " n"], labels: LabelColumn) -> None:
-        """-1 is none; with names, there are as many numbers; without, as many as are kept."""
+        """Raise `DataError` for a label below -1 (no label), or beyond the class names if there are any."""
         count = 2**31 if labels.names is None else len(labels.names)
         wrong = (numbers < -1) | (numbers >= count)
         if wrong.any():
@@ -225,15 +225,15 @@ class ParquetColumns:
             rule = "numbered from 0" if labels.names is None else f"0 to {count - 1}"
             raise DataError(
                 f"{self.path}, row {labels.row_of(place)}: the label {numbers[place]} in column {column!r} is out of "
-                f"range; the classes are {rule}, and -1 is none"
+                f"range; the classes are {rule}, and -1 means no label"
             )
 
     @contextmanager
     def _file(self) -> Iterator[Any]:
-        """The open file; all that can be wrong with it becomes a `DataError`."""
+        """Yield the open file. Every error in reading it becomes a `DataError`."""
         arrow = _pyarrow()
         try:
-            # The buffer has it read a few pages at a time rather than a row group.
+            # With a buffer, a few pages are read at a time instead of a whole row group.
             with arrow.parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=2**20) as file:
                 yield file
         except DataError:
@@ -245,7 +245,7 @@ class ParquetColumns:
 
 @functools.cache
 def _pyarrow() -> ModuleType:
-    """Imported at first use: it takes a third of a second, and other data do without."""
+    """Return the module, imported at first use because the import takes a third of a second."""
     try:
         for part in ("compute", "parquet"):
             importlib.import_module(f"pyarrow.{part}")
@@ -260,14 +260,14 @@ def _is_list(kind: Any) -> bool:
 
 
 def _numbers(values: Any) -> Int64[np.ndarray, " n"]:
-    """An array of whole numbers, or of none, with -1 for null."""
+    """Return an array of whole numbers with -1 for null."""
     arrow = _pyarrow()
     filled = arrow.compute.fill_null(values.cast(arrow.int64()), -1)
     return np.asarray(filled.to_numpy(zero_copy_only=False), np.int64)
 
 
 def _features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
-    """What Hugging Face's `datasets` wrote about the columns; nothing where another wrote the file."""
+    """Return what Hugging Face's `datasets` recorded about the columns; empty if another program wrote the file."""
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -276,7 +276,7 @@ def _features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
 
 
 def _class_names(feature: Any) -> tuple[str, ...] | None:
-    """Names of the classes where a feature is of class labels, or of lists of them."""
+    """Return the names of the classes if a feature holds class labels or lists of them, else None."""
     if isinstance(feature, list) and len(feature) == 1:
         return _class_names(feature[0])
     if not isinstance(feature, dict):

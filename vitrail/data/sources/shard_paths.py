@@ -1,4 +1,4 @@
-"""Which tar shards a location means, by split: a file, a folder, a brace pattern or a glob, here or behind a URL."""
+"""Find the tar shards of a location, by split: a file, a folder, a brace pattern or a glob, as local paths or URLs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitrail.errors import DataError
 __all__ = ["Located", "locate", "looks_like_shards"]
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-"""The latter are recognised so that they can be refused with a reason."""
+"""Compressed shards are recognised so that the message can say why they are refused."""
 
 OTHER_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -32,17 +32,17 @@ class Located:
 
     shards: dict[Split, list[str]]
     classes: tuple[str, ...] | None
-    """As a file beside the shards names them."""
+    """The classes that a file beside the shards names, or None."""
     sizes: dict[str, int]
-    """In bytes, by path, where a file beside the shards says them."""
+    """Bytes of each shard by path, as a file beside the shards states them; empty if there is none."""
 
 
 def looks_like_shards(location: str) -> bool:
-    """Whether `open_shards` is the one to open what a user typed: a .tar or a pattern of them, a folder of them, or a
-    URL, unless it is one of a table.
+    """Return True if `open_shards` should open this location.
 
-    A folder counts if it has packed shards, .tar files in or named after train, val or test, or .tar files and no
-    subfolders.
+    It opens .tar files, patterns of them, folders of them, and all URLs except those of tables. A folder qualifies if
+    it has packed shards, if it has .tar files that are in or named after train, val or test, or if it has .tar files
+    and no subfolders.
     """
     bare = location.partition("?")[0] if remote.is_remote(location) else location
     if bare.endswith(SUFFIXES) or (_is_pattern(bare) and ".tar" in bare):
@@ -61,7 +61,7 @@ def looks_like_shards(location: str) -> bool:
 
 
 def locate(location: str) -> Located:
-    """The shards that a location means. Raises `DataError`."""
+    """Return the shards that a location names. Raises `DataError`."""
     if not remote.is_remote(location):
         location = str(Path(location).expanduser())
     if _is_pattern(location) and not Path(location).exists():  # a file may have brackets in its name
@@ -78,7 +78,7 @@ def _is_pattern(location: str) -> bool:
 
 
 def _pattern(location: str) -> Located:
-    """Files by a pattern. Where the names of all are of one split, they are what there is to work with."""
+    """Return the shards that match a pattern. If all are named after the same split, they are used for training."""
     folder, slash, _ = re.split(r"[*{]" if remote.is_remote(location) else r"[*{?[]", location)[0].rpartition("/")
     base = folder + slash
     found: list[str] = []
@@ -93,10 +93,10 @@ def _pattern(location: str) -> Located:
         found += [match for match in matches if match.endswith(SUFFIXES)]
     found = list(dict.fromkeys(found))
     if not found:
-        raise DataError(f"data {location!r}: there is no such file")
+        raise DataError(f"data {location!r}: no file matches this pattern")
     if missing := [path for path in found if not remote.is_remote(base) and not Path(base + path).exists()]:
         raise DataError(
-            f"data {location!r}: {len(missing):,} of {len(found):,} shards are missing, like {base + missing[0]}"
+            f"data {location!r}: {len(missing):,} of {len(found):,} shards are missing, such as {base + missing[0]}"
         )
     if len({split_of(path) for path in found}) == 1:
         return _located({"train": [base + path for path in sorted(found)]}, base)
@@ -105,7 +105,7 @@ def _pattern(location: str) -> Located:
 
 
 def _expand(pattern: str) -> list[str]:
-    """All strings that a pattern with {000..012} or {train,val} stands for, as a shell would have them."""
+    """Return all strings that a pattern with {000..012} or {train,val} stands for, as in a shell."""
     pieces = BRACES.split(pattern)
     choices: list[list[str]] = []
     for number, piece in enumerate(pieces):
@@ -113,13 +113,16 @@ def _expand(pattern: str) -> list[str]:
         if bounds is not None:
             first, last = int(bounds[1]), int(bounds[2])
             if not first <= last < first + MOST:
-                raise DataError(f"{{{piece}}} in {pattern!r} is not a range from a number to a larger one")
+                raise DataError(
+                    f"{{{piece}}} in {pattern!r} is not a range from a number to a larger one, with at most {MOST:,} "
+                    "numbers"
+                )
             width = len(bounds[1]) if bounds[1].startswith("0") else 0
             choices.append([str(value).zfill(width) for value in range(first, last + 1)])
         else:
             choices.append(piece.split(",") if number % 2 else [piece])
     if math.prod(map(len, choices)) > MOST:
-        raise DataError(f"{pattern!r} stands for more than {MOST:,} shards")
+        raise DataError(f"{pattern!r} stands for more than {MOST:,} shards, which is the maximum")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
@@ -135,13 +138,13 @@ def _folder(location: str) -> Located:
             base,
         )
     if _file(base + manifest.UNFINISHED) is not None:
-        raise DataError(f"{location} is not packed to the end; go on with: vitrail data pack SPEC {location}")
+        raise DataError(f"{location} is not packed completely; continue with: vitrail data pack SPEC {location}")
     if remote.is_remote(base):
         found = [path for path in remote.list_files(base) if _is_shard(path)]
     else:
         found = _in_folder(Path(base))
     if not found:
-        raise DataError(f"{location} has no shards: no .tar files in it, nor in train/, val/ or test/ in it")
+        raise DataError(f"{location} has no shards; it needs .tar files, directly or in train/, val/ or test/")
     named = by_split(location, found)
     return _located({split: [base + path for path in paths] for split, paths in named.items()}, base)
 
@@ -152,13 +155,13 @@ def _in_folder(root: Path) -> list[str]:
 
 
 def _is_shard(path: str) -> bool:
-    """Whether a path in a folder is a tar that lies flat in it, or in a folder of a split."""
+    """Return True for the relative path of a tar that lies directly in a folder, or in its folder of a split."""
     folder, _, name = path.rpartition("/")
     return name.endswith(SUFFIXES) and not name.startswith(".") and (not folder or split_of(folder) is not None)
 
 
 def _located(shards: dict[Split, list[str]], base: str) -> Located:
-    """With what dataset.json or classes.json in the shards' folder says of them."""
+    """Return the shards with the classes and sizes from dataset.json or classes.json in their folder."""
     if (packed := _manifest(base)) is not None:
         records = (record for records in packed.shards.values() for record in records)
         return Located(shards, packed.classes, {base + record.name: record.size for record in records})
@@ -169,7 +172,7 @@ def _located(shards: dict[Split, list[str]], base: str) -> Located:
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise DataError(f"{base}classes.json is not a list of names, each of them once")
+        raise DataError(f"{base}classes.json must be a list of names without repetitions")
     return Located(shards, tuple(names), {})
 
 
@@ -179,12 +182,12 @@ def _manifest(base: str) -> manifest.Manifest | None:
 
 
 def _file(path: str) -> bytes | None:
-    """The bytes of a small file, or None where there is none."""
+    """Return the bytes of a small file, or None if it does not exist."""
     try:
         return remote.read_all(path) if remote.is_remote(path) else Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         if remote.is_remote(path) and isinstance(error, PermissionError):
-            return None  # which is how some servers call a file that is not there
+            return None  # some servers answer so for a missing file
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error

@@ -1,7 +1,8 @@
 """Tar shards in the WebDataset convention: `rose/1.jpg` and `rose/1.cls` (or .json) in a tar are one sample.
 
-A sample's members share what comes before the first dot of the file's name. Its label is a class's number or name in a
-.cls, or in "label", "cls" or "class" of a .json, where it can be a list. Images are read at random, by an index.
+The members of a sample have the same path up to the first dot of the file's name. The label is the number or name of a
+class. It is in the .cls file, or in the field "label", "cls" or "class" of the .json file, where it can be a list.
+Images are read in any order, by an index.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from vitrail.data.sources.number_column import places_of
 from vitrail.data.sources.shard_paths import Located, locate, looks_like_shards
 from vitrail.data.sources.tar_index import RawLabel, Shard, Version, is_numbers, open_shard, version_of
 from vitrail.data.splits import SPLITS, Split, Splits
-from vitrail.errors import DataError, nearest
+from vitrail.errors import DataError, nearest, plural
 
 __all__ = ["ShardSource", "looks_like_shards", "open_shards"]
 
 OPEN_FILES = 64
-"""How many shards a source has open at once."""
+"""Largest number of shards that a source has open at once."""
 
 MOST_CLASSES = 1_000_000
-"""A larger number is no class's."""
+"""Labels must be below this number; larger numbers are taken for a mistake."""
 
 THREADS = 16
-"""That open shards behind URLs: they wait for a server, at first once for each image that is not small."""
+"""Number of threads that open shards at URLs. They mostly wait: the first scan makes a request per image that is not
+small."""
 
 
 def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
-    """Opens a .tar file, a folder of them (flat, or in train/, val/, test/), `name-{000..012}.tar` or a glob, or a URL
-    of these that fsspec knows.
+    """Open a .tar file, a folder of them (flat, or in train/, val/, test/), a pattern such as `name-{000..012}.tar`, or
+    a URL of these that fsspec supports.
 
-    `classes` indexes the samples by those of a model. Else their names are those in dataset.json or classes.json beside
-    the shards, else those that training labels give, sorted, else "0" to the highest number. Raises `DataError`.
+    If `classes` is given (those of a model), labels are indices into it. Otherwise the names of the classes come from
+    dataset.json or classes.json beside the shards, else from the training labels, sorted. If labels are only numbers,
+    the names are "0" to the highest number. Raises `DataError`.
     """
     located = locate(location)
     opened = _open(located)
@@ -59,7 +62,10 @@ def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[s
     first, *others = sources.values()
     for other in others:
         if isinstance(first.target(0), tuple) != isinstance(other.target(0), tuple):
-            raise DataError(f"data {location!r} has images with one label in one split and with several in another")
+            raise DataError(
+                f"data {location!r} has one label per image in one split and lists of labels in another; use the same "
+                "form in all splits"
+            )
     notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
     return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
 
@@ -95,12 +101,12 @@ def _with_numbers(
 
 
 class ShardSource:
-    """The samples of tar shards, in the order of the shards and in each in that of the tar.
+    """The samples of tar shards, in the order of the shards and of the files in each tar.
 
-    `classes` are the names that labels index; without them, they are found in the labels. `numbered` are the names that
-    the shards' numbers stand for, where these are others. If samples have numbers to learn, `columns` says which of
-    them are the targets, and `classes` names these. Raises `DataError` for labels that are not among them, and
-    where two samples have one key. A million samples, with keys of 26 bytes, take 61 MB.
+    `classes` are the names that labels index; by default they are found in the labels. `numbered` are the names that
+    numbers in the shards stand for, if they differ from `classes`. If samples have numbers to learn, `columns` selects
+    those that are the targets, and `classes` names them. Raises `DataError` for a label that is not among the classes,
+    and if two samples have the same key. A million samples with keys of 26 bytes take 61 MB of memory.
     """
 
     def __init__(
@@ -134,7 +140,7 @@ class ShardSource:
         if len(self) == 0:
             names = ", ".join(path for path, _ in self.shards[:3])
             raise DataError(f"{names} and the others have no images" if len(shards) > 3 else f"{names} has no images")
-        self._refuse_twice(np.concatenate([shard.index.hashes for shard in shards]))
+        self._refuse_duplicate_keys(np.concatenate([shard.index.hashes for shard in shards]))
         self._descriptor = _cache()
 
     def __len__(self) -> int:
@@ -151,12 +157,12 @@ class ShardSource:
                 raise DataError(f"cannot read shard {path}: {error}") from error
         else:
             try:
-                descriptor = self._descriptor(path, version)  # held by its name until the bytes are read
+                descriptor = self._descriptor(path, version)  # the name keeps it open until the bytes are read
                 data = os.pread(descriptor.number, size, offset)
             except OSError as error:
                 raise DataError(f"cannot read shard {path}: {error.strerror}") from error
             if len(data) != size:
-                raise DataError(f"shard {path} was cut short while it was in use")
+                raise DataError(f"shard {path} was truncated while it was in use; run the command again")
         return Sample(self.key(index), data, label)
 
     def key(self, index: int) -> str:
@@ -168,12 +174,12 @@ class ShardSource:
         return self._labels[self._codes[index]]
 
     def stamp(self, index: int) -> str:
-        """The shard's path and version, and the image's place in it."""
+        """Return the shard's path and version, and the offset of the image in it."""
         path, version = self.shards[self._places[index]]
         return f"{path} {version.size} {version.tag} {self._offsets[index]}"
 
     def unlabelled(self) -> int:
-        """How many have no label."""
+        """Return the number of samples without a label."""
         return int((self._codes == len(self._labels) - 1).sum())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,25 +189,25 @@ class ShardSource:
         vars(self).update(state)
         self._descriptor = _cache()
 
-    def _refuse_twice(self, hashes: np.ndarray) -> None:
+    def _refuse_duplicate_keys(self, hashes: np.ndarray) -> None:
         order = np.argsort(hashes, kind="stable")
         for place in np.flatnonzero(np.diff(hashes[order]) == 0):
             one, other = int(order[place]), int(order[place + 1])
-            if self.key(one) == self.key(other):  # hashes alone may meet
+            if self.key(one) == self.key(other):  # different keys can have the same hash
                 first, second = self.shards[self._places[one]][0], self.shards[self._places[other]][0]
                 raise DataError(
-                    f"{first} and {second} both have a sample {self.key(one)!r}; keys name samples, so begin those of "
-                    "each shard differently, or leave one of them out"
+                    f"{first} and {second} both have a sample {self.key(one)!r}; keys must be unique, so give the keys "
+                    "of each shard a different prefix, or open only one of the shards"
                 )
 
 
 class _Descriptor:
-    """An open file, until nobody uses it. Threads that read from it when it leaves the cache do so to their end."""
+    """An open file. It is closed when the cache and all threads that read from it have dropped it."""
 
     def __init__(self, path: str, version: Version) -> None:
         self.number = os.open(path, os.O_RDONLY)
         if version_of(self.number) != version:
-            raise DataError(f"shard {path} was changed after it was opened; open the data anew")
+            raise DataError(f"shard {path} was changed after it was opened; run the command again")
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
@@ -209,28 +215,28 @@ class _Descriptor:
 
 
 def _cache() -> Callable[[str, Version], _Descriptor]:
-    # It is written in C and takes no lock of ours, so a process can be forked while another thread is in it.
+    # The cache takes no Python lock, so a process can be forked while another thread uses it.
     return functools.lru_cache(maxsize=OPEN_FILES)(_Descriptor)
 
 
 def _open(located: Located) -> dict[Split, list[Shard]]:
-    """All shards, each at the size that was said of it."""
+    """Open all shards. Raises `DataError` if a shard does not have the size that is stated beside it."""
     paths = [path for paths in located.shards.values() for path in paths]
     threads = THREADS if paths and remote.is_remote(paths[0]) else 1
     with ThreadPoolExecutor(threads) as pool:
         opened = dict(zip(paths, pool.map(open_shard, paths), strict=True))
     for path, shard in opened.items():
-        said = located.sizes.get(path)
-        if said is not None and said != shard.version.size:
+        stated = located.sizes.get(path)
+        if stated is not None and stated != shard.version.size:
             raise DataError(
-                f"shard {path} has {shard.version.size:,} bytes, and the dataset.json beside it says {said:,}; it was "
-                "changed, or not all of it was copied"
+                f"shard {path} has {shard.version.size:,} bytes, but the dataset.json beside it states {stated:,}; the "
+                "shard was changed or copied incompletely, so copy or pack it again"
             )
     return {split: [opened[path] for path in paths] for split, paths in located.shards.items()}
 
 
 def _distinct(shards: Sequence[Shard]) -> dict[RawLabel, tuple[Shard, int]]:
-    """The labels that samples have, each with a shard in which one has it, and its code there."""
+    """Return the labels that samples have, each with a shard that has it and the label's code in that shard."""
     distinct: dict[RawLabel, tuple[Shard, int]] = {}
     for shard in shards:
         for code in np.unique(shard.index.codes).tolist():
@@ -251,14 +257,14 @@ def _picked(label: RawLabel, columns: Sequence[int]) -> Target:
 
 
 def _example(shard: Shard, code: int) -> str:
-    """The key of the first sample with a label."""
+    """Return the key of the first sample with a label, for messages."""
     index = int(np.argmax(shard.index.codes == code))
     start = int(shard.index.key_ends[index - 1]) if index else 0
     return os.fsdecode(shard.index.keys[start : shard.index.key_ends[index]].tobytes())
 
 
 def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
-    """Class names as labels have them: sorted names, or all numbers up to the highest."""
+    """Return the class names that labels imply: their names, sorted, or all numbers up to the highest."""
     names: set[str] = set()
     highest, numbered = -1, ""
     for label, (shard, code) in distinct.items():
@@ -268,18 +274,20 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
             elif one > highest:
                 highest, numbered = one, f"{shard.path}: the label {one} of {_example(shard, code)!r}"
     if names and numbered:
-        raise DataError(f"{numbered} is a number, and others are names, like {min(names)!r}; write all in one way")
+        raise DataError(
+            f"{numbered} is a number, but other labels are names, such as {min(names)!r}; use one of the two"
+        )
     if highest >= MOST_CLASSES:
-        raise DataError(f"{numbered} is not a class's number: more than {MOST_CLASSES:,} are not expected")
+        raise DataError(f"{numbered} is not a class number; class numbers are below {MOST_CLASSES:,}")
     if unprintable := sorted(name for name in names if not name.isprintable()):
-        raise DataError(f"labels have class names that cannot be written down: {unprintable}; rename them")
+        raise DataError(f"labels have unprintable class names: {unprintable}; rename them")
     return tuple(sorted(names)) if names else tuple(str(number) for number in range(highest + 1))
 
 
 def _resolve(
     distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
 ) -> dict[RawLabel, Target]:
-    """Each label by the indices of its classes. Raises `DataError` for one that is not among them."""
+    """Return the class indices of each label. Raises `DataError` for a label that is not among the classes."""
     numbers = {name: number for number, name in enumerate(classes)}
     resolved: dict[RawLabel, Target] = {}
     for label, (shard, code) in distinct.items():
@@ -296,21 +304,21 @@ def _resolve(
 def _codes(
     shards: Sequence[Shard], resolved: dict[RawLabel, Target], *, numbers: bool
 ) -> tuple[list[Target], np.ndarray]:
-    """The distinct labels, None at the end; and for each sample which of these it has (int32)."""
+    """Return the distinct labels, with None at the end, and for each sample its position among them (int32)."""
     labels: list[Target] = [*dict.fromkeys(resolved.values()), None]
     places = {label: place for place, label in enumerate(labels)}
     none = places[None]
     parts = []
     for shard in shards:
         table = [places[resolved[label]] if label in resolved else none for label in shard.index.labels]
-        parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last is that of code -1
+        parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last entry is for code -1
     codes = np.concatenate(parts)
     kinds = {isinstance(label, tuple) for label in resolved}
     if not numbers and (len(kinds) > 1 or (kinds == {True} and bool((codes == none).any()))):
         where = f"{shards[0].path}" + (" and the others" if len(shards) > 1 else "")
         raise DataError(
-            f"{where}: some images have a list of labels and others one or none; give lists to all, empty where none "
-            "holds"
+            f"{where}: some images have a list of labels, others have one label or none; give every image a list, "
+            "which can be empty"
         )
     return labels, codes
 
@@ -322,11 +330,12 @@ def _unknown(
     if isinstance(name, int):
         return f"{start}; the {len(numbered):,} classes are numbered from 0"
     meaning = f", which is {name!r}" if name != label else ""
-    return f"{start}{meaning}; it is not among the classes that are known ({nearest(name, classes)})"
+    return f"{start}{meaning}; it is not among the known classes ({nearest(name, classes)})"
 
 
 def _notes(location: str, split: Split, source: ShardSource) -> Iterable[str]:
     if source.ignored:
-        yield f"{location}, {split}: {source.ignored:,} files left out, which are neither images nor labels of images"
+        files = plural(source.ignored, "file")
+        yield f"{location}, {split}: skipped {files} that are neither images nor labels of images"
     if missing := source.unlabelled():
-        yield f"{location}, {split}: {missing:,} of {len(source):,} images have no label"
+        yield f"{location}, {split}: {missing:,} of {plural(len(source), 'image')} without a label"

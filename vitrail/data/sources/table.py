@@ -1,13 +1,14 @@
 """Tables of image files: CSV, TSV or JSON lines with a column of paths and one of labels, or several of 0 and 1.
 
-Paths are relative to the table. The first row names the columns, and the names say which column is which:
+Paths are relative to the table. The first row names the columns, and the columns are recognised by their names:
 
     path,label          file,rose,daisy        {"file_name": "1.jpg", "label": "rose"}
     a/1.jpg,rose        1.jpg,1,0
     a/2.jpg,daisy       2.jpg,1,1
 
-A column called split, with the values train, val and test, divides the table. So do tables of these names in one
-folder. For regression, the caller names the columns of numbers, and labels are not read.
+A column called split, with the values train, val and test, divides the table into splits. Alternatively, a folder can
+hold one table per split, named after it. For regression, the caller names the columns of numbers, and labels are not
+read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vitrail.data.source import Target
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.data.sources.number_column import NumberColumns, number_of, places_of
 from vitrail.data.splits import Split, Splits, by_split, split_of
-from vitrail.errors import DataError, nearest
+from vitrail.errors import DataError, nearest, plural
 
 __all__ = ["SUFFIXES", "TableSource", "open_table", "tables_in"]
 
@@ -52,14 +53,14 @@ class _Table(NamedTuple):
     path: Path
     rows: list[_Row]
     classes: tuple[str, ...] | None
-    """Names of the columns of 0 and 1, if there are any."""
+    """The names of the columns of 0 and 1, or None if there are no such columns."""
 
 
 class TableSource(FileSource):
     """The image files that the rows of a table name, in the order of the rows.
 
-    `classes` names the classes, or the numbers if the rows have numbers. Raise `DataError` for a path that is absolute,
-    leads out of the folder, does not exist or comes twice, and for a label that is not among `classes`.
+    `classes` names the classes, or the numbers if the rows have numbers. Raises `DataError` for a path that is
+    absolute, leads out of the folder, does not exist or is repeated, and for a label that is not among `classes`.
     """
 
     def __init__(self, table: Path, rows: list[_Row], classes: tuple[str, ...]) -> None:
@@ -84,7 +85,7 @@ class TableSource(FileSource):
 
 
 def tables_in(folder: Path) -> list[Path]:
-    """The tables that make a folder a data set: those named after splits, or else `metadata`, or else the only one."""
+    """Return the tables that make a folder a data set: those named after splits, else `metadata`, else the only one."""
     found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES and entry.is_file())
     named = [table for table in found if split_of(table.name) is not None]
     return named or [table for table in found if table.stem.lower() == "metadata"] or (found if len(found) == 1 else [])
@@ -97,10 +98,10 @@ def open_table(
     numbers: tuple[str, ...] = (),
     unlabelled: bool = False,
 ) -> Splits:
-    """Open the splits of one table, or of one table per split.
+    """Return the splits of one table, or of one table per split.
 
     The targets are the numbers in the columns `numbers`, if there are any, else the labels. With `unlabelled`, a table
-    without a label is no error. Raise `DataError`.
+    without a label is no error. Raises `DataError`.
     """
     where = str(tables[0].parent if len(tables) > 1 else tables[0])
     if len(tables) == 1:
@@ -109,10 +110,15 @@ def open_table(
         named = by_split(where, (table.name for table in tables))
         for split, names in named.items():
             if len(names) > 1:
-                raise DataError(f"{where} has {' and '.join(names)}: which is the {split} split?")
+                raise DataError(
+                    f"{where} has {' and '.join(names)}, but only one of them can be the {split} split; remove or "
+                    "rename the others"
+                )
         parts = {split: _read(tables[0].parent / names[0], numbers, unlabelled) for split, names in named.items()}
     if len({isinstance(part.rows[0].label, tuple) for part in parts.values()}) > 1:
-        raise DataError(f"{where}: one split has a label for each image, another has several")
+        raise DataError(
+            f"{where}: one split has one label per image, another has several; use the same form in all splits"
+        )
     if numbers:
         classes = numbers
     elif classes is None:
@@ -122,7 +128,7 @@ def open_table(
 
 
 def _read(path: Path, numbers: Sequence[str], unlabelled: bool) -> _Table:
-    """Read the rows of a table. None of them is checked against files or classes."""
+    """Return the rows of a table, not yet checked against files or classes."""
     read = _read_json if path.suffix.lower() == ".jsonl" else _read_csv
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -132,7 +138,7 @@ def _read(path: Path, numbers: Sequence[str], unlabelled: bool) -> _Table:
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read {path} as a table in UTF-8: {error}") from error
     if not table.rows:
-        raise DataError(f"{path} has no rows of images")
+        raise DataError(f"{path} has no rows; each image needs a row")
     return table
 
 
@@ -143,7 +149,8 @@ def _read_csv(table: Path, file: Iterable[str], numbers: Sequence[str], unlabell
     for number, line in cells:
         if len(line) != len(header):
             raise DataError(
-                f"{table}, line {number}: {len(line)} cells where the first line names {len(header)} columns"
+                f"{table}, line {number}: the line has {plural(len(line), 'cell')}, but the first line names "
+                f"{plural(len(header), 'column')}"
             )
     path, label, split = _columns(table, header)
     if numbers:
@@ -169,8 +176,8 @@ def _read_csv(table: Path, file: Iterable[str], numbers: Sequence[str], unlabell
         return _Table(table, [_Row(line[path], None, _cell(line, split), number) for number, line in cells], None)
     if label is None:
         raise DataError(
-            f"{table} has no column of labels: its columns are {', '.join(header)}; name one of them "
-            f"{' or '.join(LABELS[:3])}, or let all but the path be 0 or 1"
+            f"{table} has no column of labels: its columns are {', '.join(header)}; the column of labels "
+            f"must be called {' or '.join(LABELS[:3])}, unless there is one column of 0 and 1 per class"
         )
     return _Table(table, [_Row(line[path], line[label] or None, _cell(line, split), n) for n, line in cells], None)
 
@@ -184,9 +191,12 @@ def _read_json(table: Path, file: Iterable[str], numbers: Sequence[str], unlabel
         try:
             fields = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{table}, line {number}: not JSON ({error})") from None
+            raise DataError(f"{table}, line {number}: the line is not valid JSON ({error})") from None
         if not isinstance(fields, dict):
-            raise DataError(f"{table}, line {number}: not an object of named fields but {type(fields).__name__}")
+            raise DataError(
+                f"{table}, line {number}: the line is a JSON {type(fields).__name__}; it must be an object with named "
+                "fields"
+            )
         names, values = list(fields), list(fields.values())
         path, label, split = _columns(table, names)
         if numbers:
@@ -202,13 +212,13 @@ def _read_json(table: Path, file: Iterable[str], numbers: Sequence[str], unlabel
             continue
         if label is None:
             raise DataError(
-                f"{table}, line {number} has no label: its fields are {', '.join(names)}; name one of them "
-                f"{' or '.join(LABELS[:3])}"
+                f"{table}, line {number}: there is no label among the fields {', '.join(names)}; the field of the "
+                f"label must be called {' or '.join(LABELS[:3])}"
             )
         rows.append(_Row(str(values[path]), _json_label(values[label]), _cell(values, split), number))
     places_of(str(table), numbers if rows else (), list(seen))
     if len({isinstance(row.label, tuple) for row in rows}) > 1:
-        raise DataError(f"{table}: some lines have one label and others a list of them")
+        raise DataError(f"{table}: some lines have one label and others a list of labels; use one form in all lines")
     return _Table(table, rows, None)
 
 
@@ -224,10 +234,13 @@ def _numbers(where: str, columns: Sequence[tuple[str, int]], line: Sequence[Any]
 
 
 def _columns(table: Path, header: list[str]) -> tuple[int, int | None, int | None]:
-    """Where path, label and split are; of several that could be the path or the label, the first in our order."""
+    """Return the positions of the path, the label and the split, the latter two None if missing.
+
+    If several columns could be the path or the label, the first name in `PATHS` or `LABELS` is used.
+    """
     lower = [name.lower() for name in header]
     if len(set(lower)) != len(lower):
-        raise DataError(f"{table} names a column twice: {', '.join(header)}")
+        raise DataError(f"{table} names a column twice: {', '.join(header)}; give each column a name of its own")
 
     def find(names: tuple[str, ...]) -> int | None:
         return next((lower.index(name) for name in names if name in lower), None)
@@ -235,8 +248,8 @@ def _columns(table: Path, header: list[str]) -> tuple[int, int | None, int | Non
     path = find(PATHS)
     if path is None:
         raise DataError(
-            f"{table} has no column of paths: its columns are {', '.join(header) or 'none'}; name one of them "
-            f"{' or '.join(PATHS[:3])}"
+            f"{table} has no column of paths: its columns are {', '.join(header) or 'none'}; the column of paths "
+            f"must be called {' or '.join(PATHS[:3])}"
         )
     return path, find(LABELS), find((SPLIT_COLUMN,))
 
@@ -255,19 +268,17 @@ def _divided(table: _Table) -> dict[Split, _Table]:
             raise DataError(f"{table.path}, line {row.line}: the split {row.split!r} is not one of train, val, test")
         parts.setdefault(split, []).append(row)
     if "train" not in parts:
-        raise DataError(
-            f"{table.path} has {', '.join(parts)} in its column {SPLIT_COLUMN!r} but no train to learn from"
-        )
+        raise DataError(f"{table.path} has {', '.join(parts)} in its column {SPLIT_COLUMN!r} but no train rows")
     return {split: table._replace(rows=rows) for split, rows in parts.items()}
 
 
 def _classes(table: _Table, unlabelled: bool) -> tuple[str, ...]:
-    """Return the names of the columns of 0 and 1, or else all labels, sorted, those that are numbers by value."""
+    """Return the names of the columns of 0 and 1, else all labels, sorted; labels that are numbers sort by value."""
     if table.classes is not None:
         return table.classes
     names = {name for row in table.rows for name in row.names}
     if not names and not unlabelled:
-        raise DataError(f"{table.path} has no labels to learn from: all of them are empty")
+        raise DataError(f"{table.path} has no labels: the cells of the label column are all empty")
     return tuple(sorted(names, key=int if all(name.isdecimal() for name in names) else None))
 
 
@@ -281,7 +292,10 @@ def _inside(table: Path, row: _Row) -> str:
 
 
 def _inodes(table: Path, rows: list[_Row], keys: list[str]) -> list[int]:
-    """Which file each key leads to, from one listing of every folder: a million calls of stat would take longer."""
+    """Return the inode of the file behind each key. Raises `DataError` for missing and repeated files.
+
+    Every folder is listed once, because a million calls of stat would take longer.
+    """
     listings: dict[str, dict[str, int]] = {}
     inodes = []
     seen: dict[str, int] = {}
@@ -295,9 +309,11 @@ def _inodes(table: Path, rows: list[_Row], keys: list[str]) -> list[int]:
                 listings[folder] = {}
         inode = listings[folder].get(name)
         if inode is None:
-            raise DataError(f"{table}, line {row.line}: there is no file {table.parent / key}")
+            raise DataError(f"{table}, line {row.line}: the file {table.parent / key} does not exist")
         if key in seen:
-            raise DataError(f"{table}, line {row.line}: {key} is in line {seen[key]} already")
+            raise DataError(
+                f"{table}, line {row.line}: {key} is also in line {seen[key]}; each image may have only one row"
+            )
         seen[key] = row.line
         inodes.append(inode)
     return inodes

@@ -1,7 +1,8 @@
-"""Where each sample of a tar shard lies, kept in a file beside the shard, so that the shard is scanned once.
+"""The index of a tar shard: the position of each sample, saved in a file so that the shard is scanned only once.
 
-The index of `a.tar` is `a.tar.index`, an .npz; or, where none can be written there, a file in the cache folder
-(`$VITRAIL_DATA`, else ~/.cache/vitrail) by a hash of the shard's path. It holds for the shard's size and version.
+The index of `a.tar` is `a.tar.index`, in the format .npz. If that file cannot be written, the index is in the cache
+folder (`$VITRAIL_DATA`, else ~/.cache/vitrail) under a hash of the shard's path. An index is valid only for one size
+and version of the shard.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ for a number that is unknown."""
 
 FORMAT = 1
 WINDOW = 16 * 1024
-"""Bytes that a request for a header brings from a server: small samples have several headers in it."""
+"""Bytes that are requested from a server to read a header. If samples are small, they contain several headers."""
 
 LABELS = ("label", "cls", "class")
-"""Fields of a sample's JSON that can hold its label, the first that is there."""
+"""Fields of a sample's JSON that can hold the label. The first one that is present is used."""
 
 KEY = "__key__"
-"""The field that can hold the sample's key, where it cannot be a member's name."""
+"""Field of a sample's JSON that holds the key if the key cannot be the name of a member."""
 
 LONGEST_LABEL = 2**20
 
@@ -52,20 +53,20 @@ class ShardIndex:
     """The samples of a shard that have an image, in order."""
 
     keys: np.ndarray
-    """All keys, one after the other, as UTF-8 in uint8."""
+    """All keys, one after the other, as UTF-8 (uint8)."""
     key_ends: np.ndarray
-    """int64: where each ends in `keys`."""
+    """End of each key in `keys` (int64)."""
     hashes: np.ndarray
-    """uint64 of each key, to find keys that come twice."""
+    """Hash of each key (uint64), to find duplicate keys."""
     offsets: np.ndarray
-    """int64: where each image begins in the shard."""
+    """Offset of each image in the shard in bytes (int64)."""
     sizes: np.ndarray
-    """int64: its bytes."""
+    """Size of each image in bytes (int64)."""
     codes: np.ndarray
-    """int32: which of `labels` it has; -1 for none."""
+    """Position of each image's label in `labels` (int32); -1 for none."""
     labels: tuple[RawLabel, ...]
     ignored: int
-    """Members that belong to no image, or say nothing of its class."""
+    """Number of members that are neither images nor labels of images."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -74,20 +75,20 @@ class ShardIndex:
 COLUMNS = {
     "key_ends": np.int64, "hashes": np.uint64, "offsets": np.int64, "sizes": np.int64, "codes": np.int32,
 }  # fmt: skip
-"""In a file they are the rows of one array of int64: opening many files takes a time for each array in them."""
+"""The columns that a file stores as rows of one int64 array, because every array in a file adds to its loading time."""
 
 
 class Version(NamedTuple):
-    """What an index holds for."""
+    """The version of a shard for which an index is valid."""
 
     size: int
     tag: str
-    """Of a file on this machine, when it was changed; of a remote one, what its server calls this version."""
+    """For a local file, the time of its last change; for a remote file, the version as its server names it."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar, by its path or URL."""
+    """A tar with its path or URL, version and index."""
 
     path: str
     version: Version
@@ -100,9 +101,9 @@ def is_numbers(label: RawLabel) -> bool:
 
 
 def open_shard(path: str) -> Shard:
-    """A shard by its path or URL, with its index: read where there is one that holds, else made by a scan of headers.
+    """Open the shard at a path or URL. A valid saved index is read; otherwise the tar's headers are scanned.
 
-    Raises `DataError` where there is no such file, and for what `members` and labels can have wrong.
+    Raises `DataError` if the file does not exist, is not a usable tar (see `members`), or has unreadable labels.
     """
     try:
         version = version_of(path)
@@ -119,7 +120,7 @@ def open_shard(path: str) -> Shard:
 
 
 def version_of(shard: str | int) -> Version:
-    """Of a path, a URL or an open file. Raises `OSError`, and `DataError` for a server's failure."""
+    """Return the version of a path, a URL or an open file. Raises `OSError`, and `DataError` if a server fails."""
     if isinstance(shard, str) and remote.is_remote(shard):
         return Version(*remote.describe(shard))
     status = os.stat(shard)  # noqa: PTH116 (an open file is no Path)
@@ -170,14 +171,17 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
         row = rows.setdefault(folder + slash + stem, len(rows))
         part = (row, "image" if is_image else suffix)
         if part in seen:
-            raise DataError(f"{shard} has the sample {folder + slash + stem!r} twice: {member.name!r} is its second")
+            raise DataError(
+                f"{shard} has the sample {folder + slash + stem!r} twice: {member.name!r} belongs to the second one; "
+                "give each sample a name of its own"
+            )
         seen.add(part)
         if is_image:
             images[row] = member
             continue
         if member.size > LONGEST_LABEL:
             raise DataError(
-                f"{shard}: {member.name!r} has {member.size:,} bytes; a label has at most {LONGEST_LABEL:,}"
+                f"{shard}: {member.name!r} has {member.size:,} bytes; a label may have at most {LONGEST_LABEL:,}"
             )
         label, name = _label(shard, member.name, read(member.offset, member.size))
         if name is not None:
@@ -195,8 +199,8 @@ def _collect(
 ) -> ShardIndex:
     encoded = [os.fsencode(key) for key in keys]
     if len(set(encoded)) < len(encoded):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise DataError(f"{shard} has two samples with the key {twice!r}")
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise DataError(f"{shard} has two samples with the key {repeated!r}; keys must be unique")
     digests = b"".join(hashlib.blake2b(key, digest_size=8).digest() for key in encoded)
     return ShardIndex(
         keys=np.frombuffer(b"".join(encoded), np.uint8),
@@ -211,7 +215,7 @@ def _collect(
 
 
 def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | None]:
-    """The label in a sample's .cls or .json, and the key in its .json. Raises `DataError`."""
+    """Return the label in a sample's .cls or .json, and the key in its .json. Raises `DataError`."""
     try:
         if not name.lower().endswith(".json"):
             text = data.decode().strip()
@@ -231,12 +235,12 @@ def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | N
         key = values.get(KEY)
         if not isinstance(key, str) or not key:
             return label, None
-        os.fsencode(key)  # which not every string of JSON can be
+        os.fsencode(key)  # not every JSON string can be encoded
         return label, key
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{shard}: the label in {name!r} cannot be read ({error}); it is a class's number or name, or a list of "
-            "them"
+            f"{shard}: the label in {name!r} cannot be read ({error}); a label is the number or name of a class, or a "
+            "list of them"
         ) from error
 
 
@@ -255,14 +259,14 @@ def _number(value: Any) -> float | None:
 
 
 def _places(shard: str) -> list[Path]:
-    """Where a shard's index can be, the best first."""
-    where = shard if remote.is_remote(shard) else os.path.abspath(shard)  # noqa: PTH100 (a Path would follow links)
-    hashed = cache_folder("shards") / f"{hashlib.sha256(os.fsencode(where)).hexdigest()}.index"
+    """Return the paths at which the index of a shard can be, best first."""
+    location = shard if remote.is_remote(shard) else os.path.abspath(shard)  # noqa: PTH100 (a Path would follow links)
+    hashed = cache_folder("shards") / f"{hashlib.sha256(os.fsencode(location)).hexdigest()}.index"
     return [hashed] if remote.is_remote(shard) else [Path(f"{shard}.index"), hashed]
 
 
 def _save(shard: str, version: Version, index: ShardIndex) -> None:
-    """Where nothing can be written, the next one to open the shard scans it again."""
+    """Save the index of a shard. If no path is writable, the shard is scanned again the next time it is opened."""
     about = {"format": FORMAT, "version": version, "labels": index.labels, "ignored": index.ignored}
     columns = np.stack([getattr(index, name).astype(np.int64) for name in COLUMNS])
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
@@ -292,13 +296,13 @@ def _load(shard: str, version: Version) -> ShardIndex | None:
                 index = ShardIndex(keys=file["keys"], **columns, labels=labels, ignored=about["ignored"])
                 if _fits(index, version.size):
                     return index
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # none, or a damaged one
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):  # missing or damaged
             continue
     return None
 
 
 def _fits(index: ShardIndex, size: int) -> bool:
-    """Whether an index is one of a shard of `size` bytes, whoever wrote it."""
+    """Return True if an index is consistent and fits a shard of `size` bytes. Any program may have written the file."""
     lengths = np.diff(index.key_ends, prepend=0)
     return (
         index.keys.dtype == np.uint8

@@ -1,4 +1,4 @@
-"""What a tar holds and where, from its headers alone (POSIX ustar and pax, and GNU's long names)."""
+"""The files in a tar and their positions, read from its headers alone (POSIX ustar and pax, GNU long names)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vitrail.errors import DataError
 __all__ = ["BLOCK", "Member", "Read", "members"]
 
 Read = Callable[[int, int], bytes]
-"""Bytes of a file from a place on, so many, or fewer where it ends."""
+"""A function that returns the bytes of a file at an offset, fewer than requested if the file ends there."""
 
 BLOCK = 512
 LONGEST_NAME = 2**20
@@ -23,15 +23,16 @@ class Member(NamedTuple):
 
     name: str
     offset: int
-    """Where its bytes begin in the tar."""
+    """Position of the first byte in the tar."""
     size: int
 
 
 def members(shard: str, read: Read, size: int) -> Iterator[Member]:
-    """The files in a tar of `size` bytes, in order; folders are passed over.
+    """Yield the files in a tar of `size` bytes, in order, without its folders.
 
-    Reads headers and long names, never a file. Raises `DataError` for what is not a plain tar, is cut short, or has
-    members that are links, devices or sparse, or whose path leads out of the folder that it would be unpacked in.
+    Only headers and long names are read, never the content of a file. Raises `DataError` if the file is not a plain tar
+    or is truncated, and if a member is a link, a device or sparse, or its path leads out of the folder into which it
+    would be unpacked.
     """
     position, name, length = 0, None, None
     last = "its beginning"
@@ -41,7 +42,7 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
             _refuse_other(shard, header)
         if len(header) < BLOCK:
             raise DataError(
-                f"{shard} is cut short: it ends at byte {size:,}, after {last}, without the zeros that end a tar; "
+                f"{shard} is truncated: it ends at byte {size:,}, after {last}, without the zeros that end a tar; "
                 "copy or make it again"
             )
         if header.count(0) == BLOCK:
@@ -51,7 +52,9 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
         data = position + BLOCK
         if kind in (b"L", b"x", b"X"):
             if stated > min(LONGEST_NAME, size - data):
-                raise DataError(f"{shard} is damaged at byte {position:,}: a name of {stated:,} bytes")
+                raise DataError(
+                    f"{shard} is damaged at byte {position:,}: a name claims {stated:,} bytes; copy or make it again"
+                )
             extra = read(data, stated)
             if kind == b"L":
                 name = _text(extra.rstrip(b"\0"))
@@ -64,7 +67,7 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
                 count = 0
             elif data + count > size:
                 raise DataError(
-                    f"{shard} is cut short: it ends at byte {size:,}, inside {path!r}, which goes on to "
+                    f"{shard} is truncated: it ends at byte {size:,}, inside {path!r}, which extends to "
                     f"{data + count:,}; copy or make it again"
                 )
             else:
@@ -75,21 +78,22 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
 
 
 def _refuse_other(shard: str, start: bytes) -> None:
-    """Raises `DataError` where a file does not begin as a tar does, and says what it is where that is known."""
+    """Raise `DataError` if a file does not begin like a tar. The message names the format if it is known."""
     if not start:
-        raise DataError(f"{shard} is empty (0 bytes)")
+        raise DataError(f"{shard} is empty (0 bytes); copy or make it again")
     if len(start) == BLOCK and (start.count(0) == BLOCK or _checks(start)):
         return
     for mark, method in COMPRESSED.items():
         if start.startswith(mark):
             raise DataError(
-                f"{shard} is compressed ({method}); samples are read at random, which takes a plain tar: unpack it"
+                f"{shard} is compressed ({method}); samples are read in random order, which needs a plain tar, so "
+                "decompress it"
             )
     raise DataError(f"{shard} is not a tar file")
 
 
 def _checks(header: bytes) -> bool:
-    """Whether the sum of a header's bytes is the one that it states (with its own eight bytes as spaces)."""
+    """Return True if a header's checksum is correct: the sum of its bytes, with the checksum itself as spaces."""
     try:
         return _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
     except ValueError:
@@ -102,12 +106,15 @@ def _size(shard: str, header: bytes, position: int) -> int:
     except ValueError:
         size = -1
     if size < 0 or not _checks(header):
-        raise DataError(f"{shard} is damaged at byte {position:,}, where the header of a file should be")
+        raise DataError(
+            f"{shard} is damaged at byte {position:,}, where the header of a file is expected; copy or make it again"
+        )
     return size
 
 
 def _number(digits: bytes) -> int:
-    """Octal digits; or, where they are too few for it, a number of base 256 behind a first byte of 128 (GNU)."""
+    """Return a number of a header. It is written in octal digits, or, if it is too large for them, in base 256 after a
+    first byte of 128 (GNU)."""
     if digits[0] & 0x80:
         return int.from_bytes(digits[1:], "big") if digits[0] == 0x80 else -1
     return int(digits.split(b"\0")[0].strip() or b"0", 8)
@@ -125,16 +132,18 @@ def _text(data: bytes) -> str:
 
 
 def _pax(shard: str, data: bytes, position: int, name: str | None) -> tuple[str | None, int | None]:
-    """The path and the size in records of "LENGTH KEY=VALUE\\n", which say them of the next member."""
+    """Return the path and the size that a pax header states for the next member, in records "LENGTH KEY=VALUE\\n"."""
     length = None
     while data.strip(b"\0"):
         digits = data.split(b" ", 1)[0]
         count = int(digits) if digits.isdigit() and len(digits) < 8 else 0
         key, equals, value = data[len(digits) + 1 : count - 1].partition(b"=")
         if not equals or count > len(data):
-            raise DataError(f"{shard} is damaged at byte {position:,}: its pax header cannot be read")
+            raise DataError(
+                f"{shard} is damaged at byte {position:,}: its pax header cannot be read; copy or make it again"
+            )
         if key.startswith(b"GNU.sparse"):
-            raise DataError(f"{shard} has a sparse file; write it again without tar's --sparse")
+            raise DataError(f"{shard} has a sparse file, which cannot be read; pack it again without tar's --sparse")
         if key == b"path":
             name = _text(value)
         elif key == b"size" and value.isdigit() and len(value) < 20:
@@ -146,9 +155,10 @@ def _pax(shard: str, data: bytes, position: int, name: str | None) -> tuple[str 
 def _refuse_hostile(shard: str, path: str, kind: bytes) -> None:
     if path.startswith("/") or ".." in path.split("/") or "\0" in path or not path:
         raise DataError(
-            f"{shard} has a file called {path!r}, which would lie outside of where it is unpacked; nothing was unpacked"
+            f"{shard} has a file called {path!r}, which leads out of the folder into which a tar is unpacked; pack it "
+            "again with paths inside the folder"
         )
     if kind in (b"1", b"2"):
-        raise DataError(f"{shard} has the link {path!r}; put the file itself there (tar --dereference)")
+        raise DataError(f"{shard} has the link {path!r}; pack the file itself instead (tar --dereference)")
     if kind not in (*FILES, b"5"):
-        raise DataError(f"{shard} has {path!r}, which is no ordinary file (type {kind!r}); leave it out")
+        raise DataError(f"{shard} has {path!r}, which is not an ordinary file (type {kind!r}); pack the tar without it")
