@@ -44,7 +44,7 @@ def test_what_training_fails_at_is_exit_code_2_and_one_line(broken: Path, capsys
     captured = capsys.readouterr()
     assert captured.err == f"vitrail: training on {str(broken)!r} would fail: 1 train image cannot be decoded\n"
     assert "train: red/broken.png (is empty (0 bytes))" in captured.out
-    assert "Skips them at first, then fails: --max-skipped allows 0." in captured.out
+    assert "skips some of these images and then stops, because --max-skipped allows 0 images." in captured.out
     assert main(["data", "check", str(broken)]) == 0
 
 
@@ -89,7 +89,7 @@ def test_copies_are_named_side_by_side(colour_folder: Path, capsys: pytest.Captu
     assert main(["data", "check", str(colour_folder), "--validation-share", "0"]) == 0
     shown = capsys.readouterr().out
     assert "train: blue/03.png = train: red/again.png" in shown
-    assert "warning 2 images in 1 group are the same, pixel by pixel; their labels are not" in shown
+    assert "warning 2 images in 1 group of copies with different labels (identical pixels)" in shown
 
 
 def test_many_classes_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

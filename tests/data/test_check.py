@@ -122,7 +122,7 @@ def test_findings_say_what_and_how_grave(messy: Path) -> None:
     assert "is not an image in a format of" in broken.groups[1][0].detail
     assert found["undecodable-in-validation"].severity == "warning"
     assert found["undecodable-in-validation"].groups[0][0].detail == "is empty (0 bytes)"
-    assert found["leak"].text == "1 validation image is also a train image, pixel by pixel"
+    assert found["leak"].text == "1 validation image is also a train image (identical pixels)"
     assert found["missing-in-validation"].text == "1 class without validation images: c"
     assert found["single-image-class"].text == "1 class with only one training image: lonely"
     assert found["unusual-size"].groups[1][0].detail == "640 x 480"
@@ -177,7 +177,7 @@ def test_a_sample_is_the_same_every_time_and_counts_all_labels(clean: Path) -> N
     assert reports[0] == reports[1]
     assert [split.looked_at for split in reports[0].splits] == [18, 6]
     assert sum(reports[0].splits[0].per_class) == 36
-    assert reports[0].notes == ("looked at 24 of 48 images: copies are only found among these",)
+    assert reports[0].notes == ("checked 24 of 48 images; copies are found only among these",)
     assert check_data(splits, sample=1000) == check_data(splits)
 
 
@@ -206,7 +206,7 @@ def test_a_file_that_is_gone_is_an_image_lost(clean: Path) -> None:
     (one,) = finding.groups[0]
     assert one.key == "a/03.png" and one.detail.endswith("a/03.png: No such file or directory")
     assert quick_check(splits)[2] == (
-        f"warning: 1 of 36 images cannot be decoded, such as a/03.png: cannot read {clean}/train/a/03.png: "
+        f"warning: 1 of 36 checked images cannot be decoded, such as a/03.png: cannot read {clean}/train/a/03.png: "
         "No such file or directory"
     )
 
@@ -275,7 +275,7 @@ def test_leaks_are_counted_between_all_splits(memory_source: Sources) -> None:
     assert set(found) == {"leak"}
     assert found["leak"].text == (
         "1 validation image is also a train image; 2 test images are also train images; "
-        "2 test images are also validation images, pixel by pixel"
+        "2 test images are also validation images (identical pixels)"
     )
     assert found["leak"].count == 4
 
@@ -290,7 +290,7 @@ def test_a_dark_image_among_bright_ones_differs(memory_source: Sources) -> None:
 def test_many_rare_classes_are_an_imbalance(arrays: Callable[..., Source]) -> None:
     (finding,) = check_data(Splits(arrays([0] * 20 + [1] * 2), None, None)).findings
     assert finding.kind == "imbalance" and "10 times as many" in finding.text
-    assert "as uneven as 1.4 of one size" in finding.text  # exp(-(10/11 ln 10/11 + 1/11 ln 1/11)) = 1.356
+    assert "the entropy of 1.4 classes of equal size" in finding.text  # exp(-(10/11 ln 10/11 + 1/11 ln 1/11)) = 1.356
     assert check_data(Splits(arrays([0] * 19 + [1] * 2), None, None)).findings == ()
 
 
@@ -310,13 +310,15 @@ def test_names_that_no_terminal_should_see_are_escaped(memory_source: Sources) -
 def test_quick_check_is_three_lines(clean: Path, messy: Path) -> None:
     assert quick_check(open_data(str(clean), validation_share=0.1)) == (
         "images: 36 train, 12 validation; 3 classes of 12 to 12 training images each",
-        "looked at 36: 64 x 48 pixels (width x height), PNG RGB",
-        "nothing wrong at first sight",
+        "checked 36 images: 64 x 48 pixels (width x height), PNG RGB",
+        "no problem found",
     )
     lines = quick_check(open_data(str(messy), validation_share=0.1))
     assert len(lines) == 3
     assert "1 x 1 to 640 x 480 pixels" in lines[1] and "PNG RGB" in lines[1]
-    assert lines[2].startswith("warning: 2 of 50 images cannot be decoded, such as b/cut.jpg: cannot be decoded: ")
+    assert lines[2].startswith(
+        "warning: 2 of 50 checked images cannot be decoded, such as b/cut.jpg: cannot be decoded: "
+    )
     assert lines[2].endswith("(and 3 other findings)")
 
 

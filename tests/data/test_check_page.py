@@ -56,7 +56,7 @@ def test_a_clean_set_has_a_page_too(colour_folder: Path, read_page: Callable[[st
     splits = open_data(str(colour_folder), validation_share=0.1)
     text = page(check_data(splits), splits, "colours")
     reader = read_page(text)
-    assert "nothing wrong found" in text and "prefers-color-scheme: dark" in text
+    assert "no problem found" in text and "prefers-color-scheme: dark" in text
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in reader.tags
     assert reader.names.count("img") == 15
 
@@ -69,4 +69,4 @@ def test_pictures_are_bounded(tmp_path: Path) -> None:
     splits = open_data(str(tmp_path), validation_share=0.0)
     text = page(check_data(splits), splits, "many")
     assert text.count("<img") == 24 * 3 + 12 * 3 + 12
-    assert "and 48 more of the kind" in text and "and 36 more<" in text
+    assert "and 48 more of this kind" in text and "and 36 more classes<" in text

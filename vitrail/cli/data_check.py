@@ -160,7 +160,7 @@ def _show_finding(finding: Finding, console: Console) -> None:
     if len(finding.groups) > MOST_SHOWN:
         _say(console, f"    and {len(finding.groups) - MOST_SHOWN:,} more")
     _say(console, f"  training: {finding.training}")
-    _say(console, f"  you: {finding.advice}\n")
+    _say(console, f"  advice: {finding.advice}\n")
 
 
 def _counts(report: Report) -> Table:

@@ -1,4 +1,4 @@
-"""What is wrong with a data set, and what training will do about it, before any time is spent on training."""
+"""A check of a data set before training: what is wrong with it, and how that affects training."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ def check_data(
     max_skipped: float = 0.01,
     progress: Progress | None = None,
 ) -> Report:
-    """Looks at every image of `splits`, or at `sample` of them, every split and class with its share, by a hash.
+    """Check every image of `splits`, or `sample` of them, and return a report.
 
-    Labels are all counted. `max_skipped` is training's: the share of training images that may be undecodable. A million
-    small images took 570 MB at the peak, in the search for copies. Broken images are findings; raises `ConfigError` for
-    a sample, a share or threads out of range.
+    A sample is chosen by a hash and represents every split and class in proportion. Labels are always counted for all
+    images. `max_skipped` is the setting of training: the fraction of training images that may fail to decode. A million
+    small images took 570 MB of memory at the peak, during the search for copies. Broken images are findings, not
+    errors. Raises `ConfigError` if an argument is out of range.
     """
     if sample is not None and sample < 1:
-        raise ConfigError(f"sample={sample} is less than 1")
+        raise ConfigError(f"sample={sample} is less than 1; check at least one image")
     if threads is not None and threads < 1:
-        raise ConfigError(f"threads={threads} is less than 1")
+        raise ConfigError(f"threads={threads} is less than 1; use at least one thread")
     if not 0 <= max_skipped <= 1:
-        raise ConfigError(f"max_skipped={max_skipped} is not in [0, 1]")
+        raise ConfigError(f"max_skipped={max_skipped} is not in [0, 1]; it is a fraction of the training images")
     sources = named_sources(splits)
     rows = _rows(list(sources.values()), sample)
     looks = look_at_all(list(sources.values()), rows, threads=threads, progress=progress)
@@ -53,25 +54,25 @@ def check_data(
     ]
     notes = list(splits.notes)
     if (looked_at := len(looks)) < (images := sum(map(len, sources.values()))):
-        notes.append(f"looked at {looked_at:,} of {images:,} images: copies are only found among these")
+        notes.append(f"checked {looked_at:,} of {images:,} images; copies are found only among these")
     if not duplicates.complete:
-        notes.append("so many images look alike that not all of them were compared: there may be more near duplicates")
+        notes.append("so many images look alike that not all pairs were compared; there may be more near duplicates")
     return Report(
         classes=splits.classes,
         splits=tuple(counts.values()),
         balance=balance_of(counts["train"]),
         sizes=sizes_of(looks),
         kinds=kinds_of(looks),
-        findings=_gravest_first(found),
+        findings=_most_severe_first(found),
         notes=tuple(notes),
     )
 
 
 def quick_check(splits: Splits) -> tuple[str, ...]:
-    """Three lines for the beginning of a run: how many images there are, what some of them look like, and the worst
-    that can be seen without looking at all.
+    """Return three lines for the start of a run: the numbers of images, the sizes of some, and the worst finding.
 
-    Decodes up to 64 training images, for up to 0.3 seconds. A broken one is no error.
+    Only labels and a few images are examined: up to 64 training images are decoded, for up to 0.3 seconds. A broken
+    image is a finding, not an error.
     """
     sources = named_sources(splits)
     counts = {name: count(name, source, 0) for name, source in sources.items()}
@@ -82,30 +83,30 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
         line += f" of {balance.smallest:,} to {balance.largest:,} training images each"
     looks = _glance(splits.train)
     found = [*_broken(splits.train, looks), *label_findings(splits.classes, counts)]
-    seen = f"looked at {len(looks)}: "
+    seen = f"checked {plural(len(looks), 'image')}: "
     if (sizes := sizes_of(looks)) is not None:
         (low, high), kinds = (sizes.smallest, sizes.largest), list(kinds_of(looks))
         span = f"{low[0]} x {low[1]}" + ("" if low == high else f" to {high[0]} x {high[1]}")
         seen += f"{span} pixels (width x height), {listed(kinds, 3)}"
     else:
-        seen += "none can be decoded"
-    worst = _gravest_first(found)
+        seen += "none of them can be decoded"
+    worst = _most_severe_first(found)
     more = f" (and {plural(len(worst) - 1, 'other finding')})" if len(worst) > 1 else ""
-    return line, seen, f"{worst[0].severity}: {worst[0].text}{more}" if worst else "nothing wrong at first sight"
+    return line, seen, f"{worst[0].severity}: {worst[0].text}{more}" if worst else "no problem found"
 
 
 def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
-    """The images to look at of every source."""
+    """Return the indices of the images to check in every source."""
     total = sum(map(len, sources))
     if sample is None or sample >= total:
         return [np.arange(len(source)) for source in sources]
     ends = [round(sample * end / total) for end in np.cumsum([len(source) for source in sources]).tolist()]
-    shares = np.diff([0, *ends]).tolist()
-    return [take(source, share).indices for source, share in zip(sources, shares, strict=True)]
+    counts = np.diff([0, *ends]).tolist()
+    return [take(source, part).indices for source, part in zip(sources, counts, strict=True)]
 
 
 def _glance(source: Source) -> Looks:
-    """Looks at a few images spread evenly over a source, one after the other, until the time is up."""
+    """Examine a few images spread evenly over a source, one after the other, until the time is up."""
     begun = time.perf_counter()
     rows = np.unique(np.linspace(0, len(source) - 1, min(QUICK_IMAGES, len(source))).astype(np.int64))
     results = []
@@ -120,15 +121,15 @@ def _glance(source: Source) -> Looks:
 
 
 def _broken(source: Source, looks: Looks) -> list[Finding]:
-    """What a glance says of images that could not be looked at."""
+    """Return a finding if some of the examined images could not be read or decoded."""
     rows = np.flatnonzero(looks.state != State.OK).tolist()
     if not rows:
         return []
     severity: Severity = "error" if (looks.state == State.UNREADABLE).any() else "warning"
     first = f"{printable(source.key(int(looks.index[rows[0]])))}: {looks.reasons[rows[0]]}"
-    text = f"{len(rows)} of {plural(len(looks), 'image')} cannot be decoded, such as {first}"
+    text = f"{len(rows)} of {plural(len(looks), 'checked image')} cannot be decoded, such as {first}"
     return [Finding("broken", severity, len(rows), text, "", "")]
 
 
-def _gravest_first(found: list[Finding]) -> tuple[Finding, ...]:
+def _most_severe_first(found: list[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

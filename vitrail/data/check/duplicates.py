@@ -1,4 +1,4 @@
-"""Images that are the same, pixel by pixel or to the eye, found without comparing each with every other."""
+"""Search for exact and near duplicates among images, without comparing each image with every other."""
 
 from __future__ import annotations
 
@@ -18,31 +18,35 @@ from vitrail.errors import DataError
 __all__ = ["Duplicates", "Neighbours", "alike", "find_duplicates", "neighbours", "same"]
 
 RADIUS = 0.05
-"""Largest distance between thumbnails of 8 x 8, brought to mean 0 and length 1, of images that are then compared."""
+"""Largest distance between two thumbnails of 8 x 8 pixels, normalised to mean 0 and length 1, for which the images are
+compared in more detail."""
 
 DIFFERENCE = 0.1
-"""Largest root mean square difference at 24 x 24 in RGB, as a share of the contrast, of images that count as the same.
+"""Largest root mean square difference of near duplicates at 24 x 24 pixels in RGB, as a fraction of the contrast.
 
-Of 200 smooth random pictures saved again as JPEG of quality 50 to 90, at once and twice the size, all are found; at
-half the size 92 % at quality 50, 98 % at 75. Of the 72 million pairs of the bundled clothes three count as the same, of
-which two are.
+Recall was measured on 200 smooth random pictures saved again as JPEG. At quality 50 to 90 and at the same or twice the
+size, all are found. At half the size, 92 % are found at quality 50 and 98 % at quality 75. Of the 72 million pairs of
+the bundled clothes, three count as near duplicates, and two of these are correct.
 """
 
 SIDE = 24
 FLATTEST = 3.0
-"""Contrast of a thumbnail, in grey levels, below which it says too little to be compared."""
+"""Contrast in grey levels below which a thumbnail is too flat to be compared."""
 
 AXES = 8
-"""Directions by whose coordinates thumbnails are put into cells."""
+"""Number of axes along which thumbnails are sorted into cells."""
 
 MOST_COMPARISONS = 200_000_000
-"""Of thumbnails, those nearest along the first axis first; it bounds the time where very many look alike. 70,000 images
-of clothes, which nearly do, took 95 million and 8 s of one core; a million as different as photographs are, 13 million
-and 6 s (two cores of an AMD EPYC 9004, 2026-11)."""
+"""Largest number of pairs of thumbnails that are compared, nearest along the first axis first.
+
+It bounds the time if very many images look alike. 70,000 images of clothes, which are quite alike, took 95 million
+comparisons and 8 s of one core. A million images as diverse as photographs took 13 million comparisons and 6 s (two
+cores of an AMD EPYC 9004, 2026-11).
+"""
 
 MOST_NEIGHBOURS = 1_000_000
 MOST_COMPARED = 20_000
-"""Pairs that are decoded again and compared, the nearest first; it bounds the time and the memory."""
+"""Largest number of pairs that are decoded again and compared, nearest first. It bounds the time and the memory."""
 
 SAMPLE = 20_000
 BLOCK = 1 << 17
@@ -50,29 +54,29 @@ BLOCK = 1 << 17
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Pairs of rows, the lower first, and how far apart they are."""
+    """Pairs of rows, the lower row first, and the distances between their thumbnails."""
 
     pairs: Int64[np.ndarray, "p 2"]
     distances: Float32[np.ndarray, " p"]
     complete: bool
-    """False where so many look alike that not all of them were compared."""
+    """False if so many images look alike that not all pairs were compared."""
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of two or more rows of `Looks`, in rising order."""
+    """Groups of at least two rows of `Looks`, each in ascending order."""
 
     exact: list[Int64[np.ndarray, " _"]]
-    """The same pixels."""
+    """Groups of images with identical pixels."""
     near: list[Int64[np.ndarray, " _"]]
-    """The same picture, saved again; at least two of its members differ in pixels."""
+    """Groups of near duplicates: the same picture saved again. At least two members of a group differ in pixels."""
     complete: bool
 
 
 def find_duplicates(
     looks: Looks, sources: Sequence[Source], *, threads: int | None = None, progress: Progress | None = None
 ) -> Duplicates:
-    """Groups all decoded images that are the same; candidates for near duplicates are read once more."""
+    """Return the exact and near duplicates among all decoded images. Candidates for near duplicates are read again."""
     ok = looks.ok
     exact = sorted((ok[group] for group in same(looks.pixels[ok])), key=lambda group: int(group[0]))
     copies = {int(group[0]): group for group in exact}
@@ -90,7 +94,7 @@ def find_duplicates(
 
 
 def same(values: UInt64[np.ndarray, " n"]) -> list[Int64[np.ndarray, " _"]]:
-    """Indices of equal values, a group for every value that comes more than once."""
+    """Return the indices of equal values, one group for every value that occurs more than once."""
     order = np.argsort(values, kind="stable")
     edges = np.flatnonzero(np.diff(values[order])) + 1
     starts, ends = np.append(0, edges), np.append(edges, len(order))
@@ -98,15 +102,16 @@ def same(values: UInt64[np.ndarray, " n"]) -> list[Int64[np.ndarray, " _"]]:
 
 
 def neighbours(thumbnails: UInt8[np.ndarray, "n 8 8"], radius: float = RADIUS) -> Neighbours:
-    """All pairs of thumbnails whose distance, at mean 0 and length 1, is at most `radius`; flat ones have none.
+    """Return all pairs of thumbnails whose distance, after normalisation to mean 0 and length 1, is at most `radius`.
 
-    What is near in space is near along every axis. So thumbnails are put into the cells of a grid along some axes,
-    those near an edge into both cells, and within a cell are compared with those that follow closely along another.
+    Flat thumbnails are excluded. Two points that are close in space are close along every axis. Thumbnails are
+    therefore sorted into the cells of a grid along some axes; those near an edge are in both cells. Within a cell, a
+    thumbnail is compared with those that follow closely along one more axis.
     """
     blocks = [thumbnails[start : start + BLOCK] for start in range(0, len(thumbnails), BLOCK)]
     usable = np.flatnonzero(np.concatenate([np.zeros(0), *(block.std(axis=(1, 2)) for block in blocks)]) >= FLATTEST)
     places = _places(thumbnails, usable)
-    reach = radius * 1.001  # what rounding may add along an axis
+    reach = radius * 1.001  # room for rounding errors
     keys, rows = _cells(places[:, 1:], radius)
     order = np.lexsort((places[rows, 0], keys))
     keys, rows = keys[order], rows[order]
@@ -143,7 +148,7 @@ def alike(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Bool[np.ndarray, " p"]:
-    """Which pairs of rows show the same picture: decodes them again, and compares them in colour at 24 x 24."""
+    """Return which pairs of rows show the same picture. Images are decoded again and compared in RGB at 24 x 24."""
     rows = np.unique(pairs)
     pictures = np.zeros((len(rows), SIDE, SIDE, 3), np.uint8)
     gone = np.zeros(len(rows), bool)
@@ -153,7 +158,7 @@ def alike(
             image = sources[looks.split[rows[place]]][int(looks.index[rows[place]])].image
             picture = to_pil(image, 3).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
             pictures[place] = np.asarray(picture)
-        except DataError:  # it could be read a moment ago
+        except DataError:  # the file has vanished since it was examined
             gone[place] = True
 
     with in_threads(read, range(len(rows)), threads) as results:
@@ -172,7 +177,7 @@ def alike(
 
 
 def _places(thumbnails: np.ndarray, usable: np.ndarray) -> Float32[np.ndarray, "n axes"]:
-    """Coordinates of thumbnails along the axes on which they vary most (principal components of some of them)."""
+    """Return the coordinates of thumbnails along their principal components, which are computed from a sample."""
     sample = _unit(thumbnails[usable[:: max(1, len(usable) // SAMPLE)]])
     axes = np.linalg.eigh(sample.T @ sample)[1][:, ::-1][:, :AXES]
     places = np.zeros((len(usable), AXES), np.float32)
@@ -182,7 +187,7 @@ def _places(thumbnails: np.ndarray, usable: np.ndarray) -> Float32[np.ndarray, "
 
 
 def _cells(places: np.ndarray, radius: float) -> tuple[UInt64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
-    """Keys of cells and the rows in them. Of two places within `radius`, both are in the cell of the middle between."""
+    """Return the keys of cells and the rows in them. Two places within `radius` share the cell of their midpoint."""
     rows = np.arange(len(places))
     keys = np.zeros(len(places), np.uint64)
     margin = radius / 2 * 1.001
@@ -207,7 +212,7 @@ def _length(vectors: np.ndarray) -> Float32[np.ndarray, " n"]:
 
 
 def _components(pairs: Int64[np.ndarray, "p 2"]) -> list[list[int]]:
-    """Groups of rows that pairs connect."""
+    """Return the connected components of the pairs, as groups of rows."""
     parent: dict[int, int] = {}
 
     def root(row: int) -> int:

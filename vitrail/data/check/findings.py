@@ -1,4 +1,4 @@
-"""Findings that take a look at the images: broken files, copies, blanks, and what differs from the rest."""
+"""Findings from the images themselves: broken files, copies, blank images and outliers."""
 
 from __future__ import annotations
 
@@ -19,33 +19,39 @@ from vitrail.errors import plural
 __all__ = ["Examined", "image_findings", "kinds_of", "sizes_of"]
 
 FEWEST = 20
-"""Images from which on it makes sense to say that one differs from the rest."""
+"""Smallest number of images among which outliers are searched for."""
 
 FAR = 6.0
-"""Robust z-score from which on an image differs from the rest: distance from the median, in deviations."""
+"""Robust z-score from which on an image is an outlier: its distance from the median, in robust deviations."""
 
 LEAST_DEVIATIONS = {"area": 0.35, "shape": 0.15, "brightness": 12.0, "contrast": 10.0}
-"""A deviation counts as at least this, or where nearly all are equal the smallest difference would be far: area and
-shape in logarithms (so 8 times the area, or 2.5 times as long and thin), the others in grey levels."""
+"""Lower bounds of the deviations. Without them, the smallest difference would be an outlier if nearly all images are
+equal. Area and shape are in logarithms (so an outlier has 8 times the area or 2.5 times the aspect ratio), the others
+in grey levels."""
 
 CONVERTED: tuple[tuple[Oddity, str, str, str], ...] = (
-    (Oddity.TRANSPARENT, "transparent", "with transparency", "Lays it on white."),
-    (Oddity.CMYK, "cmyk", "in CMYK", "Converts it to RGB by plain arithmetic; colours may be off."),
-    (Oddity.DEEP, "deep", "of 16 bits a channel", "Keeps the upper 8 bits."),
-    (Oddity.TURNED, "turned", "whose EXIF tag says to turn or mirror it", "Turns it upright."),
-    (Oddity.ANIMATED, "animated", "with several frames", "Takes the first frame."),
+    (Oddity.TRANSPARENT, "transparent", "with transparency", "These images are placed on a white background."),
+    (
+        Oddity.CMYK,
+        "cmyk",
+        "in CMYK",
+        "These images are converted to RGB without a colour profile, so colours may be off.",
+    ),
+    (Oddity.DEEP, "deep", "with 16 bits per channel", "Only the upper 8 bits are used."),
+    (Oddity.TURNED, "turned", "with an EXIF tag for rotation or mirroring", "These images are turned upright."),
+    (Oddity.ANIMATED, "animated", "with several frames", "Only the first frame is used."),
 )
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A data set and what was seen of it."""
+    """A data set and the results of examining its images."""
 
     sources: Mapping[str, Source]
     looks: Looks
     duplicates: Duplicates
     max_skipped: float
-    """Share of the training images that may be undecodable before training fails."""
+    """Fraction of the training images that may fail to decode before training stops."""
 
     def split(self, row: int) -> str:
         return tuple(self.sources)[self.looks.split[row]]
@@ -67,12 +73,12 @@ def image_findings(examined: Examined) -> Iterator[Finding]:
     yield from _copies(examined, examined.duplicates.near, near=True)
     yield from _blank(examined)
     yield from _different(examined)
-    for oddity, kind, what, consequence in CONVERTED:
+    for oddity, kind, description, consequence in CONVERTED:
         if len(rows := np.flatnonzero(examined.looks.oddities & oddity)):
             yield Finding(
-                kind, "note", len(rows), f"{plural(len(rows), 'image')} {what}", consequence,
-                "Nothing, unless that is not what you want: then convert them yourself.",
-                _alone(examined, rows),
+                kind, "note", len(rows), f"{plural(len(rows), 'image')} {description}", consequence,
+                "Nothing needs to be done, unless you want another conversion; then convert the images yourself.",
+                _singles(examined, rows),
             )  # fmt: skip
 
 
@@ -97,10 +103,10 @@ def kinds_of(looks: Looks) -> dict[str, int]:
     return dict(Counter(dict(zip(looks.kinds, counts, strict=True))).most_common())
 
 
-def _alone(
+def _singles(
     examined: Examined, rows: np.ndarray, detail: Callable[[int], str] = lambda row: ""
 ) -> tuple[tuple[Example, ...], ...]:
-    """Rows as groups of one."""
+    """Return the examples of some rows, each as a group of one."""
     return first([examined.example(row, detail(row))] for row in rows.tolist())
 
 
@@ -113,37 +119,37 @@ def _broken(examined: Examined) -> Iterator[Finding]:
             if not len(rows):
                 continue
             limit = skips_allowed(len(source), examined.max_skipped)
-            severity, consequence = _broken_means(name, state, len(rows), limit)
+            severity, consequence = _effect_of_broken(name, state, len(rows), limit)
             yield Finding(
                 f"{state.name.lower()}-in-{name}", severity, len(rows),
                 f"{plural(len(rows), f'{name} image')} cannot be {'read' if state == State.UNREADABLE else 'decoded'}",
                 consequence,
-                "Restore them or delete them.",
-                _alone(examined, rows, lambda row: looks.reasons.get(row, "")),
+                "Restore or delete these files.",
+                _singles(examined, rows, lambda row: looks.reasons.get(row, "")),
             )  # fmt: skip
 
 
-def _broken_means(name: str, state: State, count: int, limit: int) -> tuple[Severity, str]:
+def _effect_of_broken(name: str, state: State, count: int, limit: int) -> tuple[Severity, str]:
     if state == State.UNREADABLE:
-        return "error", "Fails when it comes to the first of them: a file that holds many images is damaged."
+        return "error", "The run stops at the first of these images, because a file with many images is damaged."
     if name != "train":
-        return "warning", f"Leaves them out of {name} accuracy, and says so."
-    allowed = f"--max-skipped allows {limit:,}"
+        return "warning", f"These images are skipped and reported; the {name} accuracy does not include them."
+    allowed = f"--max-skipped allows {plural(limit, 'image')}"
     if count > limit:
-        return "error", f"Skips them at first, then fails: {allowed}."
-    return "warning", f"Skips them, and says so; {allowed}."
+        return "error", f"The run skips some of these images and then stops, because {allowed}."
+    return "warning", f"These images are skipped and reported; {allowed}."
 
 
 def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> Iterator[Finding]:
-    """Findings of groups of copies: across splits, with different labels, and within a split."""
-    prefix, how = ("near-", "to the eye") if near else ("", "pixel by pixel")
+    """Yield findings about groups of copies: across splits, with different labels, and within a split."""
+    prefix, how = ("near-", "near duplicates") if near else ("", "identical pixels")
     across = [group for group in groups if len(np.unique(examined.looks.split[group])) > 1]
     if across:
         text, images = _across(examined, across)
         yield Finding(
-            f"{prefix}leak", "warning", images, f"{text}, {how}",
-            "Trains all the same, but accuracy on those images is too good: it measures memory.",
-            "Delete the copies that are not to be trained on, or put copies into one split.",
+            f"{prefix}leak", "warning", images, f"{text} ({how})",
+            "The accuracy on these images is too high: it measures memory, not generalisation.",
+            "Delete all copies but one, or move all copies into one split.",
             first((examined.example(row) for row in _mixed(examined, group)) for group in across),
         )  # fmt: skip
     unlike = [group for group in groups if len({examined.label(row) for row in group.tolist()} - {None}) > 1]
@@ -151,9 +157,9 @@ def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
         images = sum(len(group) for group in unlike)
         yield Finding(
             f"{prefix}contradiction", "warning", images,
-            f"{plural(images, 'image')} in {plural(len(unlike), 'group')} are the same, {how}; their labels are not",
-            "Trains all the same, and learns to be unsure; whatever is named, some of them count as wrong.",
-            "Look which label is right, and delete the other copies.",
+            f"{plural(images, 'image')} in {plural(len(unlike), 'group')} of copies with different labels ({how})",
+            "The network sees the same picture with different labels, so some of these images always count as wrong.",
+            "Find out which label is right, and delete the other copies.",
             first((examined.example(row) for row in group.tolist()) for group in unlike),
         )  # fmt: skip
     within = list(_within(examined, groups))
@@ -162,15 +168,18 @@ def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
         spare -= len(within)
         yield Finding(
             f"{prefix}duplicates", "note", spare,
-            f"{plural(spare, 'image')} could go: in one split there is another that is the same, {how}",
-            "Trains all the same; a picture that is there twice counts twice.",
-            "Delete the spare ones, unless they are meant.",
+            f"{plural(spare, 'redundant image')}: copies of other images in the same split ({how})",
+            "A picture that occurs twice has twice the weight.",
+            "Delete the redundant copies, unless they are intended.",
             first((examined.example(row) for row in group.tolist()) for group in within),
         )  # fmt: skip
 
 
 def _within(examined: Examined, groups: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """The parts of groups that lie in one split and have two members or more, of near ones with different pixels."""
+    """Yield the parts of groups that lie in one split and have at least two members.
+
+    Near duplicates count only if their pixels differ.
+    """
     looks = examined.looks
     near = groups is examined.duplicates.near
     for group in groups:
@@ -181,7 +190,7 @@ def _within(examined: Examined, groups: Sequence[np.ndarray]) -> Iterator[np.nda
 
 
 def _across(examined: Examined, groups: Sequence[np.ndarray]) -> tuple[str, int]:
-    """What is a copy of what, and how many held-out images are copies at all."""
+    """Return text about the copies between splits, and the number of held-out images that are copies."""
     between = dict.fromkeys(combinations(examined.sources, 2), 0)
     held_out = 0
     for group in groups:
@@ -200,7 +209,7 @@ def _across(examined: Examined, groups: Sequence[np.ndarray]) -> tuple[str, int]
 
 
 def _mixed(examined: Examined, group: np.ndarray) -> list[int]:
-    """A group's rows, those of different splits next to each other, so that a few of them show what is wrong."""
+    """Return a group's rows with those of different splits next to each other, so that the first few show the leak."""
     splits = examined.looks.split[group]
     ranks = np.array([int((splits[:place] == splits[place]).sum()) for place in range(min(len(group), 1000))])
     return [int(group[place]) for place in np.lexsort((splits[: len(ranks)], ranks))]
@@ -210,10 +219,10 @@ def _blank(examined: Examined) -> Iterator[Finding]:
     rows = np.flatnonzero(examined.looks.oddities & Oddity.BLANK)
     if len(rows):
         yield Finding(
-            "blank", "warning", len(rows), f"{plural(len(rows), 'image')} of one colour all over",
-            "Trains all the same: it learns the label of a blank picture.",
-            "Look at them; delete those that show nothing.",
-            _alone(examined, rows, lambda row: f"grey level {examined.looks.mean[row]:.0f}"),
+            "blank", "warning", len(rows), f"{plural(len(rows), 'image')} with a single colour",
+            "The network learns to assign a label to a blank picture.",
+            "Look at these images, and delete those that show nothing.",
+            _singles(examined, rows, lambda row: f"grey level {examined.looks.mean[row]:.0f}"),
         )  # fmt: skip
 
 
@@ -231,26 +240,28 @@ def _different(examined: Examined) -> Iterator[Finding]:
         rows = ok[size]
         yield Finding(
             "unusual-size", "note", len(rows),
-            f"{plural(len(rows), 'image')} much larger, smaller or longer than the rest (half are around {usual})",
-            "Scales them to the size of all others, so what they show is smaller, coarser or stretched.",
-            "Look at them: thumbnails, scans and screenshots among photographs are often mistakes.",
-            _alone(examined, rows, lambda row: f"{looks.width[row]} x {looks.height[row]}"),
+            f"{plural(len(rows), 'image')} much larger, smaller or more elongated than the rest (median {usual})",
+            "All images are scaled to the same size, so the content of these images is smaller, coarser or distorted.",
+            "Look at these images: thumbnails, scans and screenshots among photographs are often mistakes.",
+            _singles(examined, rows, lambda row: f"{looks.width[row]} x {looks.height[row]}"),
         )  # fmt: skip
     if light.any():
         rows = ok[light]
         usual = f"{np.median(looks.mean[ok]):.0f} and {np.median(looks.contrast[ok]):.0f}"
         yield Finding(
             "unusual-light", "note", len(rows),
-            f"{plural(len(rows), 'image')} much darker, brighter, flatter or harsher than the rest (mean and "
-            f"deviation of grey levels: half are around {usual})",
-            "Trains on them as they are.",
-            "Look at them: they may be failed exposures, masks or drawings.",
-            _alone(examined, rows, lambda row: f"{looks.mean[row]:.0f} and {looks.contrast[row]:.0f}"),
+            f"{plural(len(rows), 'image')} much darker, brighter, lower or higher in contrast than the rest (medians "
+            f"of mean and standard deviation of grey levels: {usual})",
+            "These images are used unchanged.",
+            "Look at these images: they may be failed exposures, masks or drawings.",
+            _singles(examined, rows, lambda row: f"{looks.mean[row]:.0f} and {looks.contrast[row]:.0f}"),
         )  # fmt: skip
 
 
-def _far(what: str, values: np.ndarray) -> np.ndarray:
-    """Which values are far from their median, in units of their median absolute deviation (normally distributed: of
-    the standard deviation)."""
+def _far(quantity: str, values: np.ndarray) -> np.ndarray:
+    """Return which values are outliers by their distance from the median.
+
+    The unit is the median absolute deviation times 1.4826, which is the standard deviation of normal values.
+    """
     distance = np.abs(values - np.median(values))
-    return distance > FAR * max(1.4826 * float(np.median(distance)), LEAST_DEVIATIONS[what])
+    return distance > FAR * max(1.4826 * float(np.median(distance)), LEAST_DEVIATIONS[quantity])

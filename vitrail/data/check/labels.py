@@ -1,4 +1,4 @@
-"""Findings that labels alone give, without reading an image: classes that are missing, rare or unlike in size."""
+"""Findings from the labels alone, without reading images: classes that are missing, rare or uneven in size."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vitrail.errors import listed, plural
 __all__ = ["balance_of", "count", "label_findings", "named_sources"]
 
 UNEVEN = 10
-"""From this many times as many images in the largest class as in the smallest, it is worth a warning."""
+"""Ratio of the largest class to the smallest class from which on the imbalance is a warning."""
 
 
 def named_sources(splits: Splits) -> dict[str, Source]:
-    """The splits that there are."""
+    """Return the sources of all splits that exist, by name."""
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     return {name: source for name, source in named.items() if source is not None}
 
@@ -44,8 +44,8 @@ def balance_of(train: SplitCounts) -> Balance | None:
     counts = np.array([number for number in train.per_class if number], np.float64)
     if not len(counts):
         return None
-    shares = counts / counts.sum()
-    return Balance(int(counts.max()), int(counts.min()), math.exp(float(-(shares * np.log(shares)).sum())))
+    fractions = counts / counts.sum()
+    return Balance(int(counts.max()), int(counts.min()), math.exp(float(-(fractions * np.log(fractions)).sum())))
 
 
 def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
@@ -61,19 +61,20 @@ def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) ->
         yield Finding(
             "single-image-class", "warning", len(single),
             f"{plural(len(single), 'class')} with only one training image: {listed(single)}",
-            "Trains all the same, on that one picture; a cut never holds it out, so no figure tells how well it goes.",
-            "Add images, or leave the class out.",
+            "The class is trained on its only image. A validation split that is cut off never contains that image, so "
+            "no metric covers the class.",
+            "Add images, or remove the class.",
         )  # fmt: skip
     balance = balance_of(train)
     if balance is not None and balance.largest >= UNEVEN * balance.smallest:
         yield Finding(
             "imbalance", "warning", sum(number > 0 for number in train.per_class),
             f"the largest class has {balance.largest / balance.smallest:,.0f} times as many training images as the "
-            f"smallest ({balance.largest:,} and {balance.smallest:,}); {len(classes)} classes are as uneven as "
-            f"{balance.effective:.1f} of one size",
-            "Trains all the same: each image counts the same, so frequent classes are learned first, and accuracy "
-            "says little of rare ones.",
-            "Add images of rare classes, and read the accuracy of each class.",
+            f"smallest ({balance.largest:,} and {balance.smallest:,}); the {len(classes)} classes have the entropy of "
+            f"{balance.effective:.1f} classes of equal size",
+            "Every image has the same weight, so frequent classes are learned first, and the overall accuracy says "
+            "little about rare classes.",
+            "Add images of rare classes, and look at the accuracy per class.",
         )  # fmt: skip
 
 
@@ -83,8 +84,8 @@ def _unlabelled(splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
         yield Finding(
             "unlabelled", "warning", sum(without.values()),
             "without a label: " + ", ".join(plural(number, f"{name} image") for name, number in without.items()),
-            "Passes over them, in learning and in measuring.",
-            "Label them, or leave them out.",
+            "These images are skipped, both in training and in evaluation.",
+            "Label these images, or remove them.",
         )  # fmt: skip
 
 
@@ -94,12 +95,12 @@ def _missing(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Itera
         if not missing:
             continue
         if name == "train":
-            consequence = "Trains all the same; the network learns never to name such a class."
+            consequence = "The network learns never to predict such a class."
         else:
-            consequence = f"Trains all the same; {name} accuracy says nothing of such a class."
+            consequence = f"The {name} accuracy does not cover such a class."
         yield Finding(
             f"missing-in-{name}", "warning", len(missing),
             f"{plural(len(missing), 'class')} without {name} images: {listed(missing)}",
             consequence,
-            f"Add {name} images of it" + (", or leave the class out." if name == "train" else "."),
+            f"Add {name} images of the class" + (", or remove the class." if name == "train" else "."),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a check keeps of each image: a few numbers, a hash of its pixels, and a thumbnail of 64 bytes."""
+"""The examination of single images. Of each image, a check keeps a few numbers, a hash and a thumbnail of 64 bytes."""
 
 from __future__ import annotations
 
@@ -26,76 +26,76 @@ __all__ = ["Looks", "Oddity", "Progress", "Seen", "State", "examine", "in_thread
 T = TypeVar("T")
 
 Progress = Callable[[int, int], None]
-"""Called with the number of images looked at so far, and of all that will be."""
+"""A function that is called with the number of images examined so far and the total number."""
 
 SIDE = 8
-"""Of the thumbnails that near duplicates are searched with."""
+"""Side in pixels of the thumbnails that are used to search for near duplicates."""
 
 CHUNK = 64
-"""Images that a thread takes at a time: few enough to show progress, many enough to cost no time."""
+"""Number of images that a thread takes at a time: small enough to show progress, large enough to cost no time."""
 
 FLAT = 4
-"""Levels between the darkest and the brightest pixel up to which an image is blank."""
+"""Largest difference between the darkest and the brightest pixel of a blank image, in grey levels."""
 
 REASONS = 1000
-"""Images whose reasons are kept, of those that cannot be read; the others are only counted."""
+"""Largest number of broken images whose reasons are kept. Further broken images are only counted."""
 
 ORIENTATION = 0x0112
-"""The EXIF tag that says how to turn a picture upright."""
+"""The EXIF tag for the orientation of a picture."""
 
 LEVELS = np.arange(256, dtype=np.float64)
 
 
 class State(IntEnum):
-    """Whether an image could be looked at."""
+    """The outcome of examining an image."""
 
     OK = 0
     UNDECODABLE = 1
     UNREADABLE = 2
-    """The source itself could not give it: a file without permission, or one that is gone."""
+    """The source failed to read the image, for example because a file with many images is damaged."""
 
 
 class Oddity(IntFlag):
-    """What training converts, or leaves out, of an image that it can decode."""
+    """Properties of an image that training converts or ignores."""
 
     TRANSPARENT = 1
     CMYK = 2
     DEEP = 4
-    """16 bits a channel."""
+    """16 bits per channel."""
     TURNED = 8
-    """By its EXIF tag."""
+    """Rotated or mirrored by an EXIF tag."""
     ANIMATED = 16
     BLANK = 32
-    """One colour all over."""
+    """A single colour."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One decoded image."""
+    """The result of examining one decoded image."""
 
     kind: str
-    """Format and mode: "JPEG RGB"; for an array "array L"."""
+    """Format and mode, such as "JPEG RGB", or "array L" for an array."""
     width: int
     height: int
     oddities: int
     pixels: int
-    """64 bits of a hash of size and pixels. A grey picture has the same in one channel as in three."""
+    """Hash of size and pixels, 64 bits. A grey picture has the same hash with one channel as with three."""
     mean: float
-    """Of the grey levels, 0 to 255."""
+    """Mean of the grey levels, 0 to 255."""
     contrast: float
-    """Their standard deviation."""
+    """Standard deviation of the grey levels."""
     thumbnails: UInt8[np.ndarray, "8 8"]
 
 
 class Looks:
-    """What was seen of many images, a row each: about 110 bytes an image, whatever its size."""
+    """The results of examining many images, one row each. A row takes about 110 bytes."""
 
     def __init__(self, split: Integer[np.ndarray, " n"], index: Int[np.ndarray, " n"]) -> None:
         count = len(index)
         self.split = split
-        """Number of the split that the image is of."""
+        """Number of the split of each image."""
         self.index = index
-        """The image's place in its split's source."""
+        """Index of each image in the source of its split."""
         self.state = np.zeros(count, np.uint8)
         self.kind = np.zeros(count, np.uint8)
         self.width = np.zeros(count, np.int32)
@@ -106,16 +106,16 @@ class Looks:
         self.contrast = np.zeros(count, np.float32)
         self.thumbnails = np.zeros((count, SIDE, SIDE), np.uint8)
         self.kinds: list[str] = []
-        """What the numbers in `kind` stand for."""
+        """Formats and modes that the numbers in `kind` stand for."""
         self.reasons: dict[int, str] = {}
-        """Why a row's state is not OK; of the first thousand such rows."""
+        """Reasons why images could not be read or decoded, by row, for the first thousand such rows."""
 
     def __len__(self) -> int:
         return len(self.index)
 
     @property
     def ok(self) -> Int[np.ndarray, " ok"]:
-        """Rows of the images that were decoded."""
+        """The rows of the images that were decoded."""
         return np.flatnonzero(self.state == State.OK)
 
     def put(self, row: int, result: Seen | tuple[State, str]) -> None:
@@ -138,7 +138,7 @@ def look_at_all(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Looks:
-    """Decodes `rows[i]` of `sources[i]` in threads. What cannot be read or decoded is a state of its row, no error."""
+    """Decode `rows[i]` of `sources[i]` in threads. An image that fails gets a state in its row; it is not an error."""
     split = np.repeat(np.arange(len(rows), dtype=np.uint8), [len(part) for part in rows])
     index = np.concatenate(rows).astype(np.int64)
     looks = Looks(split, index)
@@ -159,7 +159,7 @@ def look_at_all(
 
 @contextmanager
 def in_threads(work: Callable[[int], T], places: Sequence[int], threads: int | None) -> Iterator[Iterator[T]]:
-    """What `work` returns for each place, in order. Left early, by Ctrl-C or an error, it does not do the rest."""
+    """Yield the results of `work` in order of the places. After Ctrl-C or an error, remaining work is cancelled."""
     pool = ThreadPoolExecutor(threads or default_threads())
     try:
         yield pool.map(work, places)
@@ -168,7 +168,7 @@ def in_threads(work: Callable[[int], T], places: Sequence[int], threads: int | N
 
 
 def examine(source: Source, index: int) -> Seen | tuple[State, str]:
-    """What is seen of a source's image, or why nothing is."""
+    """Return the result of examining an image of a source, or the reason why it failed."""
     try:
         return look(source[index].image)
     except UndecodableImage as error:
@@ -178,7 +178,7 @@ def examine(source: Source, index: int) -> Seen | tuple[State, str]:
 
 
 def look(image: bytes | np.ndarray) -> Seen:
-    """Decodes an image as training does, and measures it. Raises `UndecodableImage`."""
+    """Decode an image as training does, and measure it. Raises `UndecodableImage`."""
     one_channel = isinstance(image, np.ndarray) and image.shape[2:] in ((), (1,))
     picture = to_pil(image, 1 if one_channel else 3)
     kind, oddities = _header(image) if isinstance(image, bytes) else (f"array {picture.mode}", Oddity(0))
@@ -212,13 +212,13 @@ def _is_grey(picture: Image.Image, grey: Image.Image) -> bool:
     if picture.mode == "L":
         return True
     red, green, blue = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST).split()
-    if red.tobytes() != green.tobytes() or green.tobytes() != blue.tobytes():  # which spares most the whole comparison
+    if red.tobytes() != green.tobytes() or green.tobytes() != blue.tobytes():  # cheap test that decides most cases
         return False
     return bool((np.asarray(picture) == np.asarray(grey)[..., None]).all())
 
 
 def _header(data: bytes) -> tuple[str, Oddity]:
-    """Format and mode of an encoded image that is known to decode, and what is odd about it."""
+    """Return the format and mode of an encoded image that can be decoded, and its oddities."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
         odd = Oddity(0)
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
@@ -227,7 +227,7 @@ def _header(data: bytes) -> tuple[str, Oddity]:
             odd |= Oddity.CMYK
         if picture.mode.startswith("I;16"):
             odd |= Oddity.DEEP
-        tagged = "exif" in picture.info or picture.format == "TIFF"  # of others Pillow would decode the pixels to look
+        tagged = "exif" in picture.info or picture.format == "TIFF"  # else Pillow would decode the pixels
         if tagged and _says(lambda: picture.getexif().get(ORIENTATION, 1) != 1):
             odd |= Oddity.TURNED
         if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
@@ -236,8 +236,11 @@ def _header(data: bytes) -> tuple[str, Oddity]:
 
 
 def _says(question: Callable[[], bool]) -> bool:
-    """The answer of a header; no, where it is broken there, which does not keep its image from being decoded."""
+    """Return the answer to a question about a header, False if the header is damaged there.
+
+    Such an image can still be decoded.
+    """
     try:
         return question()
-    except Exception:  # as in decoding, a hostile file can make Pillow raise anything at all
+    except Exception:  # a hostile file can make Pillow raise any exception
         return False

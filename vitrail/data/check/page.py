@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs no other: figures, findings, and thumbnails of what they are about."""
+"""A report as one self-contained HTML file: counts, findings, and thumbnails of the images they are about."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ OF_EACH_CLASS = 5
 
 
 def page(report: Report, splits: Splits, title: str) -> str:
-    """The HTML. Images are read again, at most a few hundred, and become part of it."""
+    """Return the HTML of a report. A few hundred images at most are read again and embedded."""
     sources = named_sources(splits)
     counts = {one: sum(finding.severity == one for finding in report.findings) for one in ("error", "warning", "note")}
-    verdict = ", ".join(plural(number, one) for one, number in counts.items() if number) or "nothing wrong found"
+    verdict = ", ".join(plural(number, one) for one, number in counts.items() if number) or "no problem found"
     parts = [
-        f'<p class="dim">{report.looked_at:,} of {plural(report.images, "image")} looked at: {verdict}.</p>',
+        f'<p class="dim">{report.looked_at:,} of {plural(report.images, "image")} checked: {verdict}.</p>',
         *(f"<p>{escape(note)}</p>" for note in report.notes),
         *(_finding(finding, sources) for finding in report.findings),
-        *_figures(report),
+        *_counts(report),
         *_classes(splits.train),
     ]
     return document(f"Check of {title}", parts)
 
 
-def _figures(report: Report) -> Iterator[str]:
+def _counts(report: Report) -> Iterator[str]:
     counted = report.splits[0].per_class
     shown = sorted(range(len(counted)), key=lambda one: -counted[one])
     rows = [("images", *(f"{split.images:,}" for split in report.splits))]
@@ -49,8 +49,8 @@ def _figures(report: Report) -> Iterator[str]:
         yield "<h2>No labels</h2>" if not report.classes else f"<h2>Numbers: {escape(listed(report.classes, 20))}</h2>"
     if report.balance is not None:
         yield (
-            f'<p class="dim">Training images of a class: {report.balance.smallest:,} to {report.balance.largest:,}; as '
-            f"uneven as {report.balance.effective:.1f} classes of one size.</p>"
+            f'<p class="dim">Training images per class: {report.balance.smallest:,} to {report.balance.largest:,}. The '
+            f"classes have the entropy of {report.balance.effective:.1f} classes of equal size.</p>"
         )
     yield table(("class" if counted else "", *(split.name for split in report.splits)), rows)
     if len(shown) > 200:
@@ -60,8 +60,8 @@ def _figures(report: Report) -> Iterator[str]:
         yield "<h2>Sizes and formats</h2>"
         if sizes.different > 1:
             yield (
-                f"<p>{sizes.different:,} different sizes, width x height: from {_size(sizes.smallest)} to "
-                f"{_size(sizes.largest)}, median {_size(sizes.median)}.</p>"
+                f"<p>{sizes.different:,} different sizes (width x height), from {_size(sizes.smallest)} to "
+                f"{_size(sizes.largest)}, with the median {_size(sizes.median)}.</p>"
             )
         yield table(("size", "images"), [(_size(one[:2]), f"{one[2]:,}") for one in sizes.common])
         yield table(("format and mode", "images"), [(kind, f"{count:,}") for kind, count in report.kinds.items()])
@@ -74,11 +74,11 @@ def _size(size: tuple[int, int]) -> str:
 def _finding(finding: Finding, sources: Mapping[str, Source]) -> str:
     groups = "\n".join(_group(group, sources) for group in finding.groups[:MOST_GROUPS])
     hidden = len(finding.groups) - MOST_GROUPS
-    more = f'<p class="dim">and {hidden:,} more of the kind</p>' if hidden > 0 else ""
+    more = f'<p class="dim">and {hidden:,} more of this kind</p>' if hidden > 0 else ""
     return (
         f'<article class="{finding.severity}">\n<h3><span class="tag">{finding.severity}</span> '
         f"{escape(finding.text)}</h3>\n<p>Training: {escape(finding.training)}</p>\n"
-        f"<p>You: {escape(finding.advice)}</p>\n"
+        f"<p>Advice: {escape(finding.advice)}</p>\n"
         + (f'<div class="strip">\n{groups}\n</div>\n' if groups else "")
         + f"{more}</article>"
     )
@@ -99,13 +99,16 @@ def _figure(one: Example, source: Source) -> str:
 
 
 def _classes(train: Source) -> Iterator[str]:
-    """Show a few training images of every class, or of all, so that wrong labels are seen at once."""
+    """Yield a few training images of every class, which show at once if labels and images belong together.
+
+    If the data has no classes, the images are chosen from all of them.
+    """
     if target_kind(train) == "numbers" or not train.classes:
-        yield "<h2>A look at the images</h2>"
+        yield "<h2>Examples</h2>"
         examples = [example("train", train, index) for index in take(train, MOST_CLASSES).indices.tolist()]
         yield '<div class="strip">\n' + "\n".join(_figure(one, train) for one in examples) + "\n</div>"
         return
-    yield "<h2>A look at the classes</h2>"
+    yield "<h2>Examples of each class</h2>"
     rows: dict[str, list[Example]] = {}
     for index in take_per_class(train, OF_EACH_CLASS).indices.tolist():
         one = example("train", train, index)
@@ -114,4 +117,4 @@ def _classes(train: Source) -> Iterator[str]:
         figures = "\n".join(_figure(one, train) for one in rows[label])
         yield f'<p><strong>{escape(label)}</strong></p>\n<div class="strip">\n{figures}\n</div>'
     if len(rows) > MOST_CLASSES:
-        yield f'<p class="dim">and {len(rows) - MOST_CLASSES:,} more</p>'
+        yield f'<p class="dim">and {plural(len(rows) - MOST_CLASSES, "more class")}</p>'

@@ -1,4 +1,4 @@
-"""What a check says: counts, sizes and findings, as plain values that JSON can hold."""
+"""The result of a check: counts, sizes and findings, as plain values that JSON can hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = [
 ]  # fmt: skip
 
 Severity = Literal["error", "warning", "note"]
-"""Training would fail; training works, but its result is worse or its figures are wrong; good to know."""
+"""Severity of a finding. An error makes training fail. With a warning, training works, but the model is worse or its
+metrics are wrong. A note is good to know."""
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
@@ -24,89 +25,89 @@ MOST_MEMBERS = 20
 
 @dataclass(frozen=True)
 class Example:
-    """An image that a finding is about."""
+    """One of the images that a finding is about."""
 
     split: str
     index: int
-    """Its place in the split's source."""
+    """Index of the image in the source of its split."""
     key: str
-    """Printable: what of a file's name is not is written as escapes."""
+    """Key of the sample, with unprintable characters escaped."""
     label: str | None
-    """Names of its classes; None where it has no label."""
+    """Names of the image's classes, or None if it has no label."""
     detail: str = ""
-    """What is the matter with it."""
+    """Particulars of this image, such as the reason why it cannot be decoded."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a data set that its owner should know."""
+    """A fact about a data set that its owner should know."""
 
     kind: str
-    """Names the sort of finding, the same in every report: docs/data-check.md lists them."""
+    """Identifier of this kind of finding, the same in every report. docs/data-check.md lists all kinds."""
     severity: Severity
     count: int
-    """Images it is about, or classes."""
+    """Number of images, or of classes, that the finding is about."""
     text: str
     training: str
-    """What training does about it."""
+    """The effect on training."""
     advice: str
     """What the user can do."""
     groups: tuple[tuple[Example, ...], ...] = ()
-    """The images, those that are copies of each other together; of many, the first."""
+    """The first images that the finding is about. Images that are copies of each other form a group."""
 
 
 @dataclass(frozen=True)
 class SplitCounts:
-    """How many images a split has."""
+    """The number of images in a split, in total and per class."""
 
     name: str
     images: int
     looked_at: int
     per_class: tuple[int, ...]
-    """Images of each class, in the order of the classes. An image of several classes counts for each. Empty if the data
-    has numbers or no targets."""
+    """Number of images of each class. An image with several labels counts for each of them. Empty if the targets are
+    numbers or there are none."""
     unlabelled: int
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly the training images are spread over the classes that have any."""
+    """The distribution of the training images over the classes that have any."""
 
     largest: int
     smallest: int
     effective: float
-    """Classes that would be as uncertain if all had the same number of images: exp of the entropy of the shares."""
+    """Number of classes of equal size that have the same entropy: exp of the entropy of the class fractions."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths and heights in pixels, upright, of the decoded images; ordered by area."""
+    """Widths and heights in pixels of the decoded images, upright and ordered by area."""
 
     smallest: tuple[int, int]
     median: tuple[int, int]
     largest: tuple[int, int]
     common: tuple[tuple[int, int, int], ...]
-    """The five most common: width, height, images."""
+    """The five most common sizes, as width, height and number of images."""
     different: int
-    """How many different sizes there are."""
+    """Number of different sizes."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_data` found. `vitrail.plain` turns it into plain values and back."""
+    """The result of `check_data`. `vitrail.plain` converts it to plain values and back."""
 
     classes: tuple[str, ...]
     splits: tuple[SplitCounts, ...]
     balance: Balance | None
-    """None where no training image has a label."""
+    """None if no training image has a label."""
     sizes: Sizes | None
-    """None where no image could be decoded."""
+    """None if no image could be decoded."""
     kinds: dict[str, int]
-    """Images of each format and mode, "JPEG RGB", the most common first."""
+    """Number of images of each format and mode, such as "JPEG RGB", the most common first."""
     findings: tuple[Finding, ...]
-    """The gravest first."""
+    """All findings, the most severe first."""
     notes: tuple[str, ...]
-    """What opening the data had to say: what was cut, what was left out."""
+    """The notes from opening the data, such as what was cut off or skipped."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -122,7 +123,7 @@ class Report:
 
 
 def example(split: str, source: Source, index: int, detail: str = "") -> Example:
-    """The example for a sample of a split; its image is not read."""
+    """Return the example for a sample of a split, without reading its image."""
     return Example(split, index, printable(source.key(index)), names_of(source.target(index), source.classes), detail)
 
 
@@ -136,7 +137,7 @@ def names_of(label: Target, classes: Sequence[str]) -> str | None:
 
 
 def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...]:
-    """As many groups and members as a report holds."""
+    """Return as many groups, and members of each, as a report holds."""
     found: list[tuple[Example, ...]] = []
     for group in groups:
         if len(found) == MOST_GROUPS:
