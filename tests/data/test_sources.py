@@ -338,8 +338,7 @@ def test_open_data_is_cut_again_without_opening_it(tree: Trees, monkeypatch: pyt
     monkeypatch.undo()
     for fraction, splits in cuts.items():
         expected = open_data(f"{root}[:20]", validation_share=fraction, subset_seed=3)
-        first = next(source for source, *_ in splits.train.parts)
-        assert keys_of(first) == keys_of(expected.train)
+        assert keys_of(splits.train.sources[0]) == keys_of(expected.train)
         assert splits.classes == ("a", "b", "c") and splits.notes == expected.notes
         assert (splits.validation is None) == (fraction == 0)
         assert fraction == 0 or keys_of(splits.validation) == keys_of(expected.validation)

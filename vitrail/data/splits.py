@@ -10,7 +10,17 @@ from typing import Literal, Protocol, runtime_checkable
 from vitrail.data.source import Source, TargetKind, cut, target_kind
 from vitrail.errors import DataError
 
-__all__ = ["SPLITS", "Split", "Splits", "by_split", "check_classes", "check_numbers", "split_of", "with_validation"]
+__all__ = [
+    "SPLITS",
+    "Split",
+    "Splits",
+    "Unlimited",
+    "by_split",
+    "check_classes",
+    "check_numbers",
+    "split_of",
+    "with_validation",
+]
 
 Split = Literal["train", "validation", "test"]
 
