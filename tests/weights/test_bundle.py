@@ -9,6 +9,7 @@ import json
 import pickle
 import re
 import resource
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -393,6 +394,33 @@ def test_a_model_without_a_head_embeds(make_bundle: Make) -> None:
 def test_nothing_in_gives_nothing_out(bundle: Bundle) -> None:
     assert bundle.predict([]) == []
     assert bundle.embed([]).shape == (0, 12)
+
+
+# --- threads
+
+
+def test_threads_predict_with_one_bundle_in_two_precisions(make_bundle: Make) -> None:
+    bundle, arrays = make_bundle(width=24, mlp_width=48, depth=3), images(9, 20, 17, 3)
+    expected = {precision: bundle.predict(arrays, precision=precision) for precision in ("float32", "bf16")}
+    assert expected["float32"] != expected["bf16"]
+    barrier, found = threading.Barrier(6), []
+
+    def work(precision: Any) -> None:
+        barrier.wait()
+        for _ in range(5):
+            found.append((precision, bundle.predict(arrays, batch_size=4, precision=precision), bundle.embed(arrays)))
+
+    threads = [threading.Thread(target=work, args=(("float32", "bf16")[number % 2],)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 30
+    embeddings = bundle.embed(arrays)
+    for precision, predictions, embedded in found:
+        for prediction, other in zip(predictions, expected[precision], strict=True):
+            assert dict(prediction.ranking) == pytest.approx(dict(other.ranking), abs=1e-6)
+        assert torch.equal(embedded, embeddings)
 
 
 # --- images that are none

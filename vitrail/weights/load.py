@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,9 @@ from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit import ViTConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bit import BIT, BIT_TORCH
-from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
+from vitrail.weights.bundle import Bundle, load_bundle, weights_sha256, write_bundle
 from vitrail.weights.google import BIG_VISION, GOOGLE
 from vitrail.weights.hub import download, looks_like_hub_name
 from vitrail.weights.huggingface import HUGGINGFACE
@@ -24,7 +25,7 @@ from vitrail.weights.tensors import SUFFIXES, open_tensors
 from vitrail.weights.timm import TIMM
 from vitrail.weights.torchvision import TORCHVISION
 
-__all__ = ["LAYOUTS", "convert", "load", "open_checkpoint"]
+__all__ = ["LAYOUTS", "StartingModel", "convert", "load", "open_checkpoint", "resolve_model"]
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
@@ -65,6 +66,29 @@ def load(
     )
     bundle.network.to(target)
     return bundle
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """A model to start from, loaded once, with everything that a run records of it."""
+
+    name: str
+    """The path or name that was asked for, for messages and records."""
+    bundle: Bundle
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of all weights, which does not depend on the file or layout they came from."""
+        return weights_sha256(self.bundle.network)
+
+
+def resolve_model(model: str | Path | Bundle | StartingModel, *, device: str = "cpu") -> StartingModel:
+    """Load a model by its path or name, unless it is loaded already. Raise as `load` does."""
+    if isinstance(model, StartingModel):
+        return model
+    if isinstance(model, Bundle):
+        return StartingModel("a model in memory", model)
+    return StartingModel(str(model), load(model, device=device))
 
 
 def convert(
@@ -152,7 +176,7 @@ def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Descript
 
 
 def _check_heads(path: Path, config: AnyConfig, hints: Hints) -> None:
-    found = config.heads if isinstance(config, ViTConfig) else None
+    found = config.heads if config.architecture == "ViT" else None
     if hints.heads not in (None, found):
         raise BundleError(f"heads={hints.heads} is not what {path} says: it has {found or 'no attention'}")
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -168,9 +169,12 @@ def _open_torch(path: Path) -> TensorFile:
         except RuntimeError:  # the format of PyTorch before 1.6 cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        # PyTorch's own message advises to load the file unsafely, so only the name of the object is taken from it.
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        objects = f"the Python object {found[1]}" if found else "other data than tensors"
         raise BundleError(
-            f"{path} holds more than tensors, or is damaged; it is not loaded, because that could run code: "
-            f"{_line(error)}"
+            f"{path} contains {objects}, or is damaged; it is not loaded, because unpickling could run code. Save the "
+            "state dict alone, best as .safetensors"
         ) from None
     tensors = _without_common_prefix(_tensors(path, content))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
