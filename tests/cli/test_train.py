@@ -111,7 +111,7 @@ def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -
         (["--data", "{folder}/none"], "none' does not exist"),
         (["--data", "bundeld"], "nearest: bundled"),
         (["--data", "{folder}/empty"], "is empty"),
-        (["--data", "{folder}/single"], "has one class, 'only'"),
+        (["--data", "{folder}/single"], "has only one class, 'only'"),
         (["--data", "{folder}/hollow"], "has no images"),
         (["--data", "{folder}/file.txt"], "is a file"),
         (["--image-size", "28", "30"], "patch_size=(4, 4) of a feature map at 1/2; the nearest that is: (32, 32)"),

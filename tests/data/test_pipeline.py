@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.data import pipeline
+from vitrail.data.augmentation.crop import crop_box
 from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Mixture, Source
@@ -25,7 +27,7 @@ from vitrail.errors import ConfigError, DataError
 
 Sources = Callable[..., Source]
 
-FIELDS = ("images", "labels", "valid", "samples", "epochs")
+FIELDS = ("images", "labels", "valid", "samples", "epochs", "views")
 SMALL = Preprocess(image_size=(2, 3), channels=1)
 
 
@@ -274,7 +276,7 @@ def test_a_batch_moves_to_a_device_whole(memory_source: Sources) -> None:
     source = memory_source([b"", np.ones((2, 3, 1), np.uint8)], labels=[1, 0])
     (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
     moved = batch.to(torch.device("meta"))
-    kept = ("samples", "epochs")
+    kept = ("samples", "epochs", "views")
     assert {name: getattr(moved, name).device.type for name in FIELDS} == {
         name: "cpu" if name in kept else "meta" for name in FIELDS
     }
@@ -315,7 +317,7 @@ def test_resuming_may_change_the_number_of_ranks(numbered: Callable[[int], Sourc
 
 
 def test_ranks_must_divide_the_batch(numbered: Callable[[int], Source]) -> None:
-    with pytest.raises(ConfigError, match="batch_size=10 cannot be shared evenly by 4 processes"):
+    with pytest.raises(ConfigError, match="batch_size=10 is not a multiple of the number of processes \\(4\\)"):
         training(numbered(5), batch_size=10, ranks=Ranks(0, 4))
 
 
@@ -427,3 +429,62 @@ def test_images_without_targets_are_batched(memory_source: Sources) -> None:
     (batch,) = evaluation_batches(source, SMALL, batch_size=2, readers=Readers(0))
     assert batch.target_kind == "none" and batch.targets is None and batch.labels.tolist() == [-1, -1]
     assert batch.counted.tolist() == [False, False] and batch.valid.all()
+
+
+def varied(memory_source: Sources, count: int = 5) -> Source:
+    """Colour images of odd sizes, one of which cannot be decoded."""
+    random = np.random.default_rng(1)
+    images = [random.integers(0, 256, (9 + number, 14 - number, 3), dtype=np.uint8) for number in range(count)]
+    return memory_source([*images[:-1], b""], labels=[(number % 3,) for number in range(count)])
+
+
+@pytest.mark.parametrize("scaled_decode", [False, True])
+def test_views_of_a_sample_are_rows_side_by_side(memory_source: Sources, scaled_decode: bool) -> None:
+    source, preprocess = varied(memory_source), Preprocess(image_size=(5, 7), scaled_decode=scaled_decode)
+
+    def batches(views: int) -> TrainingBatches:
+        crop = functools.partial(crop_box, 3, area=(0.1, 0.9))
+        return TrainingBatches(source, preprocess, batch_size=4, seed=3, readers=Readers(0), crop=crop, views=views)
+
+    for one, three in zip(islice(batches(1), 5), islice(batches(3), 5), strict=True):
+        assert len(three) == 12 and three.views_per_sample == 3 and one.views_per_sample == 1
+        assert three.views.tolist() == [0, 1, 2] * 4 and one.views.tolist() == [0] * 4
+        for name in FIELDS:
+            assert torch.equal(getattr(three, name)[::3], getattr(one, name)), f"view 0 has other {name}"
+        assert torch.equal(three.targets, one.targets.repeat_interleave(3, 0))
+        assert three.skipped == one.skipped, "a sample is skipped once"
+        readable = three.valid[::3]
+        assert not (three.images[0::3] == three.images[1::3]).flatten(1).all(1)[readable].any()
+        for row in range(12):
+            if not three.valid[row]:
+                assert not three.images[row].any()
+                continue
+            place, epoch = int(three.samples[row]), int(three.epochs[row])
+            image = source[place].image
+            box = crop_box(3, epoch, place, *image.shape[:2], area=(0.1, 0.9), view=row % 3)
+            assert np.array_equal(three.images[row].numpy(), preprocess.pixels(image, box))
+
+
+def test_views_without_a_box_are_equal_until_they_are_augmented(memory_source: Sources) -> None:
+    batches = TrainingBatches(
+        varied(memory_source), Preprocess(image_size=(5, 7)), batch_size=3, seed=0, readers=Readers(0), views=2
+    )
+    batch = next(batches)
+    assert torch.equal(batch.images[::2], batch.images[1::2])
+
+
+@given(size=st.integers(1, 9), views=st.integers(1, 4), count=st.integers(1, 12))
+def test_chunks_keep_the_views_of_a_sample_together(size: int, views: int, count: int) -> None:
+    rows = torch.arange(size * views)
+    batch = Batch(rows[:, None, None, None], rows, rows >= 0, rows // views, rows * 0, rows % views)
+    chunks = batch.chunks(count)
+    assert [len(chunk) // views for chunk in chunks] == [
+        len(part) for part in rows[:size].tensor_split(min(count, size))
+    ]
+    assert all(chunk.views_per_sample == views and chunk.views[0] == 0 for chunk in chunks)
+    assert torch.equal(torch.cat([chunk.labels for chunk in chunks]), rows)
+
+
+def test_no_view_is_no_sample(memory_source: Sources) -> None:
+    with pytest.raises(ConfigError, match=r"views=0 is less than 1"):
+        training(memory_source([], labels=[]), views=0)

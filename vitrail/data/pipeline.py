@@ -1,4 +1,4 @@
-"""From a source to batches of pixels: a fixed order, readers ahead of it, and a place to resume from (Grain)."""
+"""From a source to batches of pixels: a fixed order, readers that work ahead, and a state to resume from (Grain)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from vitrail.data.pixels.decode import image_size_of
-from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.pixels.decode import decode, image_size_of
+from vitrail.data.pixels.preprocess import Box, Preprocess
 from vitrail.data.source import Mixture, Source, Target, TargetKind, class_indices, target_kind
 from vitrail.errors import ConfigError, UndecodableImage
 
@@ -39,23 +39,29 @@ __all__ = [
     "skips_allowed",
 ]
 
-Crop = Callable[[int, int, int, int], tuple[int, int, int, int]]
-"""(epoch, sample, height, width) of an image -> top, left, height and width of the box of it to train on."""
+
+@runtime_checkable
+class Crop(Protocol):
+    """Chooses the box of an image that is trained on."""
+
+    def __call__(self, epoch: int, sample: int, height: int, width: int, *, view: int) -> Box:
+        """Return top, left, height and width of the box in an image of `height` times `width` pixels."""
+        ...
 
 
 @dataclass(frozen=True)
 class Readers:
-    """Who reads and decodes. None of it has a say in which samples a batch holds."""
+    """Threads and processes that read and decode. They do not influence which samples a batch holds."""
 
     threads: int | None = None
-    """In each process; by default one a core, at most 16. 0 reads when asked."""
+    """Threads per process. By default one per core, at most 16. With 0, samples are read when a batch is requested."""
     processes: int = 0
-    """Further processes that share the batches; 0 reads in this one, whose threads decode side by side as well."""
+    """Worker processes that share the batches. With 0, the threads of this process read them."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which part of every batch is read here, where several processes train or measure one network."""
+    """The part of every batch that is read here if several processes train or measure one network."""
 
     rank: int = 0
     world: int = 1
@@ -71,25 +77,41 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side. One that cannot be decoded keeps its place, with `valid` False and black pixels."""
+    """Samples side by side, one row per sample, or several views of each sample in consecutive rows.
+
+    A sample that cannot be decoded keeps its place, with `valid` False and black pixels.
+    """
 
     images: Shaped[Tensor, "b c h w"]
     """uint8 as they leave the pipeline, float once normalised."""
     labels: Int64[Tensor, " b"]
-    """Class indices; -1 where there is no label, or where `targets` say more."""
+    """Class indices; -1 if there is no label, or if `targets` hold more."""
     valid: Bool[Tensor, " b"]
     samples: Int64[Tensor, " b"]
-    """Each image's index in its source. It stays on the CPU, as `epochs` does: what follows from it is drawn there."""
+    """Index of each image in its source. It stays on the CPU, like `epochs` and `views`, because random numbers are
+    drawn from it there."""
     epochs: Int64[Tensor, " b"]
-    """The pass over the data that each image belongs to; a batch may end one and begin the next."""
+    """The pass over the data that each image belongs to. A batch may end one and begin the next."""
+    views: Int64[Tensor, " b"] = field(default=None)  # type: ignore[assignment]
+    """Number of the view of its sample that each image is, from 0. By default all are 0."""
     targets: Float[Tensor, "b k"] | None = None
     """The amount of each class if an image can have several or is mixed from others, or the numbers of regression, NaN
     for one that is unknown. None if `labels` hold everything that is known."""
     target_kind: TargetKind = "class"
     skipped: tuple[Skipped, ...] = ()
 
+    def __post_init__(self) -> None:
+        if cast(Tensor | None, self.views) is None:
+            object.__setattr__(self, "views", torch.zeros_like(self.samples))
+
     def __len__(self) -> int:
+        """Return the number of rows: samples times views."""
         return len(self.labels)
+
+    @property
+    def views_per_sample(self) -> int:
+        """Rows that each sample has."""
+        return int(np.from_dlpack(self.views)[-1]) + 1  # DLPack shares memory on the CPU only, so nothing waits here
 
     @property
     def counted(self) -> Bool[Tensor, " b"]:
@@ -99,20 +121,30 @@ class Batch:
         return self.valid & (self.labels >= 0) if self.targets is None else self.valid
 
     def to(self, device: torch.device) -> Batch:
-        """What the network and its loss see goes to the device. `samples` and `epochs` stay: augmentation draws its
-        numbers from them here, where looking at the result makes no device wait."""
+        """Return the batch with everything that the network and its loss need on the device.
+
+        `samples`, `epochs` and `views` stay on the CPU: augmentation draws its numbers from them there, so that no code
+        waits for the device.
+        """
         moved = {}
         for name in ON_DEVICE:
             if (tensor := getattr(self, name)) is not None:
                 if device.type == "cuda":
-                    tensor = tensor.pin_memory()  # from where a copy takes place while the GPU computes
+                    tensor = tensor.pin_memory()  # so that it is copied while the GPU computes
                 moved[name] = tensor.to(device, non_blocking=True)
         return replace(self, **moved)
 
     def chunks(self, count: int) -> list[Batch]:
-        """The batch in `count` parts of nearly equal size, in order (fewer when it has fewer samples)."""
+        """Return the batch in `count` parts of nearly equal size, in order, or one part per sample if it has fewer.
+
+        All views of a sample are in one part.
+        """
         names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), Tensor)]
-        parts = zip(*(getattr(self, name).tensor_split(min(count, len(self))) for name in names), strict=True)
+        views = self.views_per_sample
+        samples = len(self) // views
+        size, larger = divmod(samples, chunks := min(count, samples))  # the first parts are larger by one sample
+        ends = [views * (number * size + min(number, larger)) for number in range(1, chunks)]
+        parts = zip(*(getattr(self, name).tensor_split(ends) for name in names), strict=True)
         return [Batch(**dict(zip(names, part, strict=True)), target_kind=self.target_kind) for part in parts]
 
 
@@ -121,15 +153,16 @@ ON_DEVICE = ("images", "labels", "valid", "targets")
 
 @dataclass(frozen=True)
 class _Loader:
-    """Makes one sample's part of a batch. Knows the position in the run, hence the epoch."""
+    """Makes the rows of one sample. The epoch follows from the position in the run."""
 
     source: Source
     preprocess: Preprocess
     kind: TargetKind
     crop: Crop | None = None
     first: int = 0
-    """Of a mixture: where the part that the positions count begins, and its length."""
+    """First index and length of the part of a mixture that the positions count."""
     length: int | None = None
+    views: int = 1
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
@@ -137,19 +170,24 @@ class _Loader:
         target = self.source.target(place)
         skipped = None
         try:
-            sample = self.source[place]
-            if self.crop is None:
-                pixels = self.preprocess.pixels(sample.image)
-            else:
-                box = self.crop(epoch, place, *image_size_of(sample.image))
-                pixels = self.preprocess.pixels(sample.image, box)
+            pixels = self._pixels(self.source[place].image, epoch, place)
         except UndecodableImage as error:
-            pixels = np.zeros((self.preprocess.channels, *self.preprocess.image_size), np.uint8)
+            pixels = [np.zeros((self.preprocess.channels, *self.preprocess.image_size), np.uint8)] * self.views
             skipped = Skipped(self.source.key(place), str(error))
         return {
             "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch,
             "labels": target if isinstance(target, int) else -1, "targets": self._values(target), "skipped": skipped,
         }  # fmt: skip
+
+    def _pixels(self, image: bytes | np.ndarray, epoch: int, place: int) -> list[np.ndarray]:
+        """Return the pixels of each view. An image is decoded once, unless its box decides how it is decoded."""
+        if self.crop is None:
+            return [self.preprocess.pixels(image)] * self.views
+        if self.views > 1 and not self.preprocess.scaled_decode:
+            image = decode(image, self.preprocess.channels)
+        size = image_size_of(image)
+        boxes = [self.crop(epoch, place, *size, view=view) for view in range(self.views)]
+        return [self.preprocess.pixels(image, box) for box in boxes]
 
     def _values(self, target: Target) -> np.ndarray | None:
         """Return the numbers of a target, or the amount of each class; None if its label holds everything."""
@@ -163,14 +201,16 @@ class _Loader:
 
 
 def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Arrays rather than tensors: these pass between processes through shared memory."""
+    """Put samples side by side, as arrays: these pass between processes through shared memory, tensors would not."""
+    views = len(parts[0]["images"])
     columns = {
-        name: np.array([part[name] for part in parts], dtype)
+        name: np.array([part[name] for part in parts], dtype).repeat(views, 0)
         for name, dtype in (("labels", np.int64), ("valid", np.bool_), ("samples", np.int64), ("epochs", np.int64))
     }
-    columns["images"] = np.stack([part["images"] for part in parts])
+    columns["views"] = np.tile(np.arange(views), len(parts))
+    columns["images"] = np.stack([pixels for part in parts for pixels in part["images"]])
     if parts[0]["targets"] is not None:
-        columns["targets"] = np.stack([part["targets"] for part in parts])
+        columns["targets"] = np.stack([part["targets"] for part in parts]).repeat(views, 0)
     return {**columns, "skipped": tuple(part["skipped"] for part in parts if part["skipped"] is not None)}
 
 
@@ -180,23 +220,24 @@ def _batch(columns: dict[str, Any], kind: TargetKind) -> Batch:
 
 
 def skips_allowed(images: int, share: float) -> int:
-    """How many of so many images may be undecodable: this share, but up to three, or a tenth of fewer than 30, are
-    always borne unless the share is 0."""
+    """Return how many of `images` may fail to decode: the fraction `share` of them, and at least three, or a tenth of
+    fewer than 30 images, unless `share` is 0."""
     return max(math.floor(share * images), min(3, images // 10)) if share else 0
 
 
 def default_threads() -> int:
-    """Threads that read and decode: one a core, at most 16."""
+    """Return the number of threads that read and decode: one per core, at most 16."""
     return min(16, os.cpu_count() or 1)
 
 
 class TrainingBatches(Iterator[Batch]):
     """Batches without end, every epoch in an order of its own.
 
-    Which sample stands at a position of the run is a pure function of (seed, epoch, position): neither readers nor
-    batch size have a say in it. Of every batch, each of `ranks.world` processes gets an equal part, so that together
-    they see at each step what one would. `state` and `restore` stop and go on at any batch, with other readers and
-    ranks if need be. Raises `ConfigError` where the ranks do not divide the batch.
+    The sample at a position of the run is a pure function of (seed, epoch, position). Readers and batch size do not
+    influence it. Each of `ranks.world` processes gets an equal part of every batch, so that together they see the same
+    samples at each step as one process would. `state` and `restore` stop and resume at any batch, also with other
+    readers and ranks. With `views`, a batch of `batch_size` samples has that many rows per sample, which differ in
+    their box and in how they are augmented. Raise `ConfigError` if the ranks do not divide the batch.
     """
 
     def __init__(
@@ -209,9 +250,12 @@ class TrainingBatches(Iterator[Batch]):
         readers: Readers = Readers(),
         ranks: Ranks = Ranks(),
         crop: Crop | None = None,
+        views: int = 1,
     ) -> None:
+        if views < 1:
+            raise ConfigError(f"views={views} is less than 1")
         if batch_size % ranks.world:
-            raise ConfigError(f"batch_size={batch_size} cannot be shared evenly by {ranks.world} processes")
+            raise ConfigError(f"batch_size={batch_size} is not a multiple of the number of processes ({ranks.world})")
         self._kind = target_kind(source)
         parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
         orders = [
@@ -219,12 +263,12 @@ class TrainingBatches(Iterator[Batch]):
             .MapDataset.range(length)
             .shuffle(seed=_order_seed(seed, number))
             .repeat()
-            .map_with_index(_Loader(source, preprocess, self._kind, crop, first, length))
+            .map_with_index(_Loader(source, preprocess, self._kind, crop, first, length, views))
             for number, (first, length, _) in enumerate(parts)
         ]
         order = orders[0] if len(orders) == 1 else _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])
         mine = order[ranks.rank :: ranks.world] if ranks.world > 1 else order
-        # There is no remainder to drop, but Grain counts to infinity.
+        # Grain's endless data set has no remainder, but without this it would look for one.
         self._batches = mine.batch(batch_size // ranks.world, batch_fn=_collate, drop_remainder=True)
         self._readers = readers
         self._taken = 0
@@ -234,22 +278,22 @@ class TrainingBatches(Iterator[Batch]):
         if self._iterator is None:
             ahead = self._batches[self._taken :] if self._taken else self._batches
             self._iterator = _read(ahead, self._readers)
-            weakref.finalize(self, self._iterator.close)  # at the latest before Python takes its modules apart
+            weakref.finalize(self, self._iterator.close)  # at the latest before Python unloads its modules
         columns = next(self._iterator)
         self._taken += 1
         return _batch(columns, self._kind)
 
     def state(self) -> dict[str, int]:
-        """Where the iterator stands, as plain JSON values."""
+        """Return the position of the iterator as plain JSON values."""
         return {"batches": self._taken}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on after the batch at which `state` was taken."""
+        """Continue after the batch at which `state` was taken."""
         self.close()
         self._taken = state["batches"]
 
     def close(self) -> None:
-        """Ends the readers; the next batch starts them anew."""
+        """Stop the readers. The next batch starts them again."""
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
@@ -263,9 +307,9 @@ def evaluation_batches(
     readers: Readers = Readers(),
     ranks: Ranks = Ranks(),
 ) -> Iterator[Batch]:
-    """Every sample once, in the source's order; the last batch may be smaller.
+    """Yield every sample once, in the order of the source. The last batch may be smaller.
 
-    Of several ranks each gets its share of the samples and none is read twice: one may get a sample, or a batch, less.
+    With several ranks, each gets an equal part of the samples, up to one sample less, and no sample is read twice.
     """
     kind = target_kind(source)
     order = _grain().MapDataset.range(len(source)).map_with_index(_Loader(source, preprocess, kind))
@@ -279,14 +323,14 @@ def evaluation_batches(
 
 
 def _order_seed(seed: int, part: int) -> int:
-    """Grain seeds epoch e with seed + e, so runs whose seeds are neighbours would share orders: hash the seed first."""
+    """Return the hashed seed. Grain seeds epoch e with seed + e, so runs with neighbouring seeds would share orders."""
     text = f"order {seed}" + (f" of part {part}" if part else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def _read(batches: grain.MapDataset, readers: Readers) -> Any:
-    """An iterator over the batches, read ahead. An element is a whole batch, so a buffer a little longer than the
-    readers is plenty, and bounds the memory."""
+    """Return an iterator over the batches, read ahead. An element is a whole batch, so a buffer that is a little longer
+    than the number of readers is enough, and bounds the memory."""
     threads = default_threads() if readers.threads is None else readers.threads
     options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 2 if threads else 0)
     dataset = batches.to_iter_dataset(options)
@@ -297,7 +341,7 @@ def _read(batches: grain.MapDataset, readers: Readers) -> Any:
 
 @functools.cache
 def _grain() -> ModuleType:
-    """Grain, imported at first use: prediction does without it, and it warns of a missing jax while it is imported."""
+    """Return Grain, imported at first use: prediction needs none, and its import warns that jax is missing."""
     logger = logging.getLogger("absl")
     was_disabled, logger.disabled = logger.disabled, True
     try:

@@ -292,3 +292,21 @@ def test_the_key_must_lie_on_the_cpu() -> None:
     data = replace(make_batch(images, longs(0, 0), longs(0, 1)), samples=away)
     with pytest.raises(BufferError):
         Augment()(data, seed=0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)
+def test_each_view_is_augmented_and_mixed_for_itself(fields: dict[str, float]) -> None:
+    """View 0 of several is what a batch of one view is; the others differ, and are mixed with their own kind."""
+    augment, views = Augment(**EVERYTHING, **fields), 3
+    images, samples = batch(8), torch.arange(8)
+    single = augment(make_batch(images, samples // 5, samples), seed=2, classes=4)
+    rows = torch.arange(8).repeat_interleave(views)
+    several = replace(make_batch(images[rows], samples[rows] // 5, samples[rows]), views=torch.arange(24) % views)
+    several = augment(several, seed=2, classes=4)
+    assert torch.equal(several.images[::views], single.images)
+    assert not torch.equal(several.images[1::views], single.images)
+    assert not torch.equal(several.images[1::views], several.images[2::views])
+    if fields:
+        assert torch.equal(several.targets[::views], single.targets)
+        partners = (several.targets[1::views] > 0).nonzero()
+        assert all((label - row) % 4 in (0, 1) for row, label in partners.tolist()), "the next sample is the partner"

@@ -139,3 +139,13 @@ def test_the_least_draw_gives_a_share_of_0_or_1() -> None:
     uniform = np.array([[0, 0], [0, 0.5], [0, 0.25], [2**-24, 0.1]], np.float32)
     assert symmetric_beta(uniform[:2], 0.01).tolist() == [1, 0]
     assert np.isfinite(symmetric_beta(uniform, 0.01)).all()
+
+
+@given(view=st.integers(1, 100), epoch=st.integers(0, 2**40), sample=st.integers(0, 2**40))
+def test_view_0_draws_what_one_view_draws_and_others_are_keyed(view: int, epoch: int, sample: int) -> None:
+    both = keyed_uniform(7, longs(epoch, epoch), longs(sample, sample), longs(0, view), draws=6, first=3)
+    assert both[0].tolist() == keyed_uniform(7, longs(epoch), longs(sample), draws=6, first=3)[0].tolist()
+    assert both[0].tolist() == reference_uniform(7, epoch, sample, range(3, 9))
+    state = SplitMix64(SplitMix64(SplitMix64(SplitMix64(7)() ^ epoch)() ^ sample)() ^ view)()
+    numbers = [SplitMix64(state + (draw + 1) * 0x9E3779B97F4A7C15)() for draw in range(3, 9)]
+    assert both[1].tolist() == [(number >> 40) / 2**24 for number in numbers]

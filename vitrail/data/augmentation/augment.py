@@ -1,8 +1,8 @@
 """Random changes to a training batch, made all at once on the training device.
 
-Every random number is a pure function of (seed, epoch, sample, draw). Batch size, workers, accumulation and resuming
-therefore change nothing: in a given epoch of a given run, a sample is changed the same way. Only whom mixup and CutMix
-mix it with depends on its batch.
+Every random number is a pure function of (seed, epoch, sample, view, draw). Batch size, workers, accumulation and
+resuming therefore change nothing: in a given epoch of a given run, a view of a sample is changed the same way. Only the
+partner in mixup and CutMix depends on the batch.
 """
 
 from __future__ import annotations
@@ -112,16 +112,16 @@ class Augment:
         return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
 
     def __call__(self, batch: Batch, *, seed: int, classes: int = 0) -> Batch:
-        """The batch with changed images, and with `targets` where mixup or CutMix is on.
+        """Return the batch with changed images, and with `targets` if mixup or CutMix is on.
 
-        `batch.epochs` and `batch.samples`, on the CPU, say which image each is, and decide what happens to it; images
-        are uint8, on any device. `classes` is the number of columns of the targets.
+        `batch.epochs`, `batch.samples` and `batch.views`, on the CPU, decide how each image is changed. Images are
+        uint8, on any device. `classes` is the number of columns of the targets if the batch has labels only.
         """
         chosen, images = self.settings, batch.images
 
         def draw(first: Slot, draws: int) -> Float32[np.ndarray, "b draws"]:
-            # DLPack hands over what lies on the CPU, and nothing else: it cannot wait for a device.
-            key = np.from_dlpack(batch.epochs), np.from_dlpack(batch.samples)
+            # DLPack shares memory on the CPU only, so it cannot wait for a device.
+            key = np.from_dlpack(batch.epochs), np.from_dlpack(batch.samples), np.from_dlpack(batch.views)
             return keyed_uniform(seed, *key, draws=draws, first=first)
 
         if self.flip or self.shift:

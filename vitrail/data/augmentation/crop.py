@@ -1,4 +1,4 @@
-"""Random boxes to cut out of images before they are scaled: the "Inception" crop, or random-resized crop."""
+"""Random boxes that are cut out of images before they are scaled: the Inception crop, or random-resized crop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ def crop_box(
     *,
     area: tuple[float, float] = (0.05, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    view: int = 0,
 ) -> tuple[int, int, int, int]:
-    """Top, left, height and width, in pixels, of a box inside an image of `height` times `width`.
+    """Return top, left, height and width in pixels of a random box inside an image of `height` times `width`.
 
-    Its share of the image's area is uniform in `area`, the logarithm of its width over its height uniform in `ratio`
-    (1409.4842; the bounds 0.05 and 3/4 are those of 2106.10270 and 2205.01580), its place uniform. Of ten such boxes
-    the first that fits is taken. Where none does it is the largest centred one with a ratio in the range. A pure
-    function of its arguments.
+    The fraction of the image's area is uniform in `area`, and the logarithm of width over height is uniform in `ratio`
+    (1409.4842; the bounds 0.05 and 3/4 are those of 2106.10270 and 2205.01580). The place is uniform. The first of ten
+    such boxes that fits is taken. If none fits, the result is the largest centred box with a ratio in the range. The
+    box is a pure function of the arguments.
     """
-    key = np.array([epoch], np.int64), np.array([sample], np.int64)
+    key = np.array([epoch], np.int64), np.array([sample], np.int64), np.array([view], np.int64)
     numbers = keyed_uniform(seed, *key, draws=4 * TRIES, first=Slot.CROP)
     share, log_ratio, down, across = numbers.astype(np.float64).reshape(TRIES, 4).T
     areas = height * width * (area[0] + (area[1] - area[0]) * share)
