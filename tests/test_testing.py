@@ -1,21 +1,28 @@
-"""`check_network` lets every network of the package through, and sees what is wrong with others."""
+"""The checks accept every network and evaluator of the package, and name what is wrong with others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
+from vitrail.evaluation.evaluators import evaluators_of
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import Features
 from vitrail.models.resnet import ResNetConfig, RootConfig
 from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
-from vitrail.testing import check_network
+from vitrail.testing import check_evaluator, check_network
+from vitrail.weights.bundle import Bundle
 
 SMALL = ViTConfig(
     image_size=(12, 10), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=7, registers=1
@@ -267,3 +274,54 @@ class OtherError(Whole):
 def test_another_error_than_ours_is_named() -> None:
     with pytest.raises(AssertionError, match="are refused with RuntimeError, not ConfigError"):
         check_network(OtherError, image_sizes=SIZES)
+
+
+@pytest.fixture
+def splits(colour_folder: Path) -> Splits:
+    return open_data(str(colour_folder), validation_share=0.3)
+
+
+@pytest.fixture
+def bundle(splits: Splits) -> Bundle:
+    torch.manual_seed(0)
+    network = build(replace(SMALL, num_classes=3))
+    return Bundle(network.eval(), splits.classes, Preprocess(image_size=SMALL.image_size))
+
+
+@pytest.mark.parametrize("name", ["accuracy", "linear", "fewshot", "knn"])
+def test_evaluators_of_the_package_keep_the_contract(name: str, splits: Splits, bundle: Bundle) -> None:
+    (evaluator,) = evaluators_of(name, {"fewshot": {"shots": [2]}, "accuracy": {"bootstrap": 50}}).values()
+    assert splits.validation is not None
+    metrics = check_evaluator(evaluator, bundle, splits.train, splits.validation)
+    assert metrics["images"] == len(splits.validation)
+
+
+def spoil_weights(outputs: Outputs, *sources: Any) -> dict[str, float]:
+    with torch.no_grad():
+        next(outputs.bundle.network.parameters()).add_(1)
+    return {"images": 1.0, "skipped": 0.0}
+
+
+def switch_mode(outputs: Outputs, *sources: Any) -> dict[str, float]:
+    outputs.bundle.network.train()
+    return {"images": 1.0, "skipped": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "message"),
+    [
+        (3, "int is not callable"),
+        (lambda *_: [1.0], "an evaluator returns a dict of metrics, not list"),
+        (lambda *_: {"": 1.0}, "the name of a metric is ''"),
+        (lambda *_: {"accuracy": 1}, "metric 'accuracy' is 1, not a float"),
+        (lambda *_: {"images": 1.0}, "the metrics lack 'skipped'"),
+        (lambda *_: {"images": 1.0, "skipped": 1e6}, "images and skipped are 1e.06 together, of"),
+        (lambda *_: {"a": 0.5, "a_low": 0.6, "a_high": 0.7, "images": 1.0, "skipped": 0.0}, "a=0.5 is outside of its"),
+        (spoil_weights, "the evaluator changes the model's weights"),
+        (switch_mode, "the evaluator leaves the network in another mode"),
+        (lambda *_: {"a": float(torch.rand(())), "images": 1.0, "skipped": 0.0}, "it gives another a"),
+    ],
+)
+def test_a_broken_evaluator_is_named(evaluator: Any, message: str, splits: Splits, bundle: Bundle) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_evaluator(evaluator, bundle, splits.train, splits.train)

@@ -21,9 +21,12 @@ from torch import Tensor, nn
 from vitrail.data.pixels.decode import decode
 from vitrail.data.source import Source, target_kind
 from vitrail.errors import ConfigError
+from vitrail.evaluation.evaluators import Evaluator
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import Features
+from vitrail.weights.bundle import Bundle, weights_sha256
 
-__all__ = ["check_network", "check_source"]
+__all__ = ["check_evaluator", "check_network", "check_source"]
 
 
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
@@ -137,6 +140,38 @@ def _check_state(network: Any, other: Any, images: Tensor) -> None:
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(network(images), other.eval()(images)), "a network loaded from the state gives other logits"
+
+
+def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Source) -> dict[str, float]:
+    """Hold an evaluator to the contract of `vitrail.evaluation.evaluators.Evaluator`; return its metrics.
+
+    It is called three times with the model of `bundle`, so give small sources. Raises `AssertionError`, which names the
+    rule that is broken.
+    """
+    assert isinstance(evaluator, Evaluator), f"{type(evaluator).__name__} is not callable"
+    before, was_training = weights_sha256(bundle.network), bundle.network.training
+    outputs = Outputs(bundle, batch_size=8)
+    metrics = evaluator(outputs, train, held_out)
+    assert isinstance(metrics, dict), f"an evaluator returns a dict of metrics, not {type(metrics).__name__}"
+    for name, value in metrics.items():
+        assert isinstance(name, str) and name, f"the name of a metric is {name!r}"
+        assert type(value) is float, f"metric {name!r} is {value!r}, not a float"
+    for name in ("images", "skipped"):
+        assert name in metrics, f"the metrics lack {name!r}"
+    counted = metrics["images"] + metrics["skipped"]
+    assert 0 <= counted <= len(held_out), f"images and skipped are {counted:g} together, of {len(held_out)} samples"
+    for name in metrics:
+        low, high = metrics.get(f"{name}_low", metrics[name]), metrics.get(f"{name}_high", metrics[name])
+        assert low <= metrics[name] <= high, f"{name}={metrics[name]} is outside of its interval, {low} to {high}"
+    assert weights_sha256(bundle.network) == before, "the evaluator changes the model's weights"
+    assert bundle.network.training is was_training, "the evaluator leaves the network in another mode"
+    for how, again in (("a second time", outputs), ("with new outputs", Outputs(bundle, batch_size=5))):
+        repeated = evaluator(again, train, held_out)
+        assert repeated.keys() == metrics.keys(), f"called {how}, it returns other metrics"
+        for name, value in metrics.items():
+            same = math.isclose(repeated[name], value, rel_tol=1e-4, abs_tol=1e-6)
+            assert same or (math.isnan(value) and math.isnan(repeated[name])), f"called {how}, it gives another {name}"
+    return metrics
 
 
 def check_source(source: Any, *, decodes: bool = True) -> None:
