@@ -11,20 +11,25 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn import metrics as reference
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.sources.folder import FolderSource
-from vitrail.evaluation.head import Accuracy
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.classifiers.linear import linear_probe
+from vitrail.evaluation.evaluators import evaluators_of, measure
+from vitrail.evaluation.frozen import ByFewShot
+from vitrail.evaluation.head import Accuracy, ByAccuracy, ByRegression, NumberErrors
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.tasks.classification import ClassificationObjective
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, OutputKind
 
 PREPROCESS = Preprocess(image_size=(14, 14), channels=1, mean=(0.3,), std=(0.4,))
 
@@ -56,9 +61,9 @@ class Pictures:
 def make_network(**fields: object) -> VisionTransformer:
     torch.manual_seed(3)
     sizes = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "channels": 1}
-    network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, **{**sizes, **fields})
-    assert network.head is not None
-    nn.init.normal_(network.head.weight)
+    network = create("ViT-Pico/7", image_size=(14, 14), **{"num_classes": 3, **sizes, **fields})
+    if network.head is not None:
+        nn.init.normal_(network.head.weight)
     return network
 
 
@@ -198,3 +203,111 @@ def test_several_labels_equal_a_direct_count(broken: tuple[int, ...]) -> None:
     assert result["accuracy"] == pytest.approx(np.mean(hits)) and result["images"] == len(decoded)
     assert result["cross_entropy"] == pytest.approx(losses.mean(), rel=1e-5)
     assert result["mean_average_precision"] == pytest.approx(np.mean(precisions))
+
+
+@pytest.mark.parametrize("output", ["softmax", "sigmoid"])
+def test_the_cross_entropy_is_that_of_the_report(output: OutputKind) -> None:
+    source = Pictures(20)
+    bundle = Bundle(make_network(), source.classes, PREPROCESS, output=output)
+    streamed, full = (evaluate(Outputs(bundle), source, source) for evaluate in (Accuracy(), ByAccuracy(0)))
+    assert streamed["cross_entropy"] == pytest.approx(full["cross_entropy"], rel=1e-6)
+    assert streamed["accuracy"] == full["accuracy"]
+
+
+# --- numbers
+
+
+class Measured(Pictures):
+    """The same pictures with two numbers each: their brightness in two halves, some of them unknown."""
+
+    classes = ("left", "right")
+    target_kind = "numbers"
+
+    def target(self, index: int) -> tuple[float, ...] | None:  # type: ignore[override]
+        if index % 7 == 3:
+            return None
+        left, right = (float(half.mean()) for half in np.split(self.images[index], 2, axis=1))
+        return (left, math.nan) if index % 5 == 4 else (left, right)
+
+
+def number_bundle(source: Measured) -> Bundle:
+    return Bundle(make_network(num_classes=2), source.classes, PREPROCESS, output="numbers")
+
+
+def errors_directly(bundle: Bundle, source: Measured) -> dict[str, np.ndarray]:
+    """R², mean absolute error and root mean squared error of each number, by scikit-learn."""
+    rows = [index for index in range(len(source)) if index not in source.broken and source.target(index) is not None]
+    predicted = np.array([one.values for one in bundle.predict([source.images[row] for row in rows])])
+    truth = np.array([source.target(row) for row in rows])
+    known = ~np.isnan(truth)
+    return {
+        name: np.array([metric(truth[known[:, one], one], predicted[known[:, one], one]) for one in range(2)])
+        for name, metric in (
+            ("r2", reference.r2_score),
+            ("mean_absolute_error", reference.mean_absolute_error),
+            ("root_mean_squared_error", reference.root_mean_squared_error),
+        )
+    }
+
+
+def test_errors_of_numbers_are_scikit_learns() -> None:
+    source = Measured(40, broken=(2, 11))
+    bundle = number_bundle(source)
+    expected = errors_directly(bundle, source)
+    streamed = NumberErrors()(Outputs(bundle, batch_size=7), source, source)
+    found = ByRegression(bootstrap=100)(Outputs(bundle, batch_size=7), source, source)
+    for name, each in expected.items():
+        assert streamed[name] == pytest.approx(each.mean(), rel=1e-4)
+        assert found[name] == pytest.approx(each.mean(), rel=1e-4)
+        assert found[f"{name}_low"] < found[name] < found[f"{name}_high"]
+        assert [found[f"{output}:{name}"] for output in source.classes] == pytest.approx(each.tolist(), rel=1e-4)
+    assert (streamed["images"], streamed["skipped"]) == (found["images"], found["skipped"]) == (32, 2)
+    assert found["unlabelled"] == 6
+    assert "r2_low" not in ByRegression(bootstrap=0)(Outputs(bundle), source, source)
+
+
+def test_without_a_known_number_there_is_no_error_to_validate_by() -> None:
+    source = Measured(5, broken=(0, 1, 2, 4))
+    assert NumberErrors()(Outputs(number_bundle(source)), source, source) == {"images": 0, "skipped": 4}
+
+
+def test_heads_and_targets_of_other_kinds_are_refused() -> None:
+    classes, numbers = Pictures(7), Measured(7)
+    bundle = number_bundle(numbers)
+    with pytest.raises(
+        DataError, match="accuracy needs classes, and the targets of this data are numbers; use regress"
+    ):
+        ByAccuracy()(Outputs(bundle), numbers, numbers)
+    with pytest.raises(
+        DataError, match="regression needs numbers, and the targets of this data are classes; use accur"
+    ):
+        ByRegression()(Outputs(bundle), classes, classes)
+    named = Bundle(make_network(), classes.classes, PREPROCESS)
+    with pytest.raises(
+        ConfigError, match="regression measures predicted numbers, and this model predicts classes; use"
+    ):
+        ByRegression()(Outputs(named), numbers, numbers)
+    other = Bundle(bundle.network, ("right", "left"), PREPROCESS, output="numbers")
+    with pytest.raises(
+        DataError, match="the model predicts right, left, and the targets of this data are left, right;"
+    ):
+        ByRegression()(Outputs(other), numbers, numbers)
+
+
+def test_features_of_numbers_are_for_linear_and_knn() -> None:
+    source = Measured(40)
+    bundle = Bundle(make_network(num_classes=0), (), PREPROCESS)
+    outputs = Outputs(bundle)
+    found = measure(evaluators_of("linear,knn", {"knn": {"k": [3]}}), outputs, source, source)
+    features = outputs.features(source)
+    known = features.truth.known
+    linear = linear_probe(
+        features.features[known], features.truth.rows(known), features.features[known], features.truth.rows(known)
+    )
+    assert found["linear_r2"] == linear.metrics["r2"] and found["linear_penalty"] == linear.penalty
+    assert found["images"] == found["training_images"] == known.sum() == 34
+    assert {"knn_3_r2", "knn_3_mean_absolute_error", "linear_root_mean_squared_error"} <= set(found)
+    with pytest.raises(
+        DataError, match="fewshot needs images with one label each, and these have numbers and no class"
+    ):
+        ByFewShot((1,))(outputs, source, source)

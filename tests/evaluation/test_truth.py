@@ -130,6 +130,8 @@ def test_truth_of_a_source_of_numbers() -> None:
     check_known(source, "linear")
     with pytest.raises(DataError, match="none of 2 images has a label, and linear needs to know their classes"):
         check_known(Targets([None, None], ("a",)), "linear")
+    with pytest.raises(DataError, match="none of 1 images has a known number, and linear needs to know their"):
+        check_known(Targets([(NAN,)], ("a",)), "linear")
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=20))

@@ -15,7 +15,7 @@ from rich.table import Table
 from vitrail.cli.options import Resume, given, parse, parse_run
 from vitrail.data.config import DataConfig
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.evaluation.predictions.bootstrap import Figure
+from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.report import ClassificationReport
 from vitrail.plain import to_plain
 from vitrail.training.config import RunConfig, TrainConfig
@@ -161,13 +161,13 @@ def _tried(trial: Trial) -> str:
     return f"learning rate {trial.rate:g}: {trial.accuracy:.2%} of the held-out images"
 
 
-def _figures(found: ClassificationReport) -> Iterator[tuple[str, Figure]]:
+def _figures(found: ClassificationReport) -> Iterator[tuple[str, Metric]]:
     """What is shown of all images together, by name."""
     if (several := found.multi_label) is None:
         yield "accuracy", found.accuracy
     else:
         if several.mean_average_precision is not None:
-            yield "mean average precision", Figure(several.mean_average_precision)
+            yield "mean average precision", Metric(several.mean_average_precision)
         yield "all labels right", several.exact_match
         yield "likeliest class is a label", found.accuracy
     if found.balanced_accuracy is not None:

@@ -9,11 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluation.frozen import ByFewShot, ByLinear, ByNeighbours
-from vitrail.evaluation.head import ByAccuracy
+from vitrail.evaluation.head import ByAccuracy, ByRegression
 from vitrail.evaluation.outputs import Outputs
 from vitrail.plain import from_plain
+from vitrail.weights.bundle import OutputKind
 
-__all__ = ["EVALUATORS", "Evaluator", "Together", "evaluators_of", "measure"]
+__all__ = ["BY_HEAD", "EVALUATORS", "Evaluator", "Together", "evaluators_of", "measure"]
 
 
 @runtime_checkable
@@ -30,13 +31,18 @@ class Evaluator(Protocol):
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]: ...
 
 
-EVALUATORS: dict[str, type[ByAccuracy] | type[ByLinear] | type[ByFewShot] | type[ByNeighbours]] = {
+EVALUATORS: dict[str, type[ByAccuracy] | type[ByRegression] | type[ByLinear] | type[ByFewShot] | type[ByNeighbours]] = {
     "accuracy": ByAccuracy,
+    "regression": ByRegression,
     "linear": ByLinear,
     "fewshot": ByFewShot,
     "knn": ByNeighbours,
 }
 """Evaluators by name. Their fields are their settings, and an instance is an `Evaluator`."""
+
+
+BY_HEAD: dict[OutputKind, str] = {"softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression"}
+"""The evaluator of a model's own head, by the kind of its outputs."""
 
 
 def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Evaluator]:

@@ -13,7 +13,7 @@ from vitrail.data.source import Source, Subset
 from vitrail.errors import DataError
 from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
 from vitrail.evaluation.classifiers.knn import knn
-from vitrail.evaluation.classifiers.linear import PENALTIES, linear_probe
+from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
 
@@ -28,21 +28,23 @@ NEIGHBOURS = (1, 5, 10, 20, 100)
 
 @dataclass(frozen=True)
 class ByLinear:
-    """Logistic regression on frozen features (`linear_probe`)."""
+    """Logistic regression on frozen features, or ridge regression if the targets are numbers (`linear_probe`)."""
 
-    penalties: tuple[float, ...] = PENALTIES
+    penalties: tuple[float, ...] = ()
+    """By default those of `linear_probe`, which are others for numbers than for classes."""
     held_out: float = 0.1
     """Fraction of the training images that chooses the penalty. Then all training images are fitted."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `linear`, `linear_penalty` and `training_images`. Raise the errors of `linear_probe`."""
+        """Return `linear`, the accuracy, or `linear_r2` and further metrics of numbers; `linear_penalty`; and
+        `training_images`. Raise the errors of `linear_probe`."""
         known, asked = _both_known("linear", outputs, train, held_out)
         found = linear_probe(
             known.features,
             known.truth,
             asked.features,
             asked.truth,
-            penalties=self.penalties,
+            penalties=self.penalties or None,
             held_out=self.held_out,
             device=outputs.bundle.device,
         )
@@ -137,7 +139,7 @@ class ByFewShot:
 
 @dataclass(frozen=True)
 class ByNeighbours:
-    """A vote of the nearest frozen features (`knn`)."""
+    """A vote of the nearest frozen features, or their weighted mean if the targets are numbers (`knn`)."""
 
     k: tuple[int, ...] = ()
     """Numbers of neighbours. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of images."""
@@ -145,7 +147,8 @@ class ByNeighbours:
     """The vote of a neighbour counts exp(cosine / temperature)."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `knn_20` and so on, and `training_images`. Raise the errors of `knn`."""
+        """Return `knn_20` and so on, the accuracy, or `knn_20_r2` and further metrics of numbers; and
+        `training_images`. Raise the errors of `knn`."""
         known, asked = _both_known("knn", outputs, train, held_out)
         rows = knn(
             known.features,
@@ -198,13 +201,12 @@ def _single_labels(source: Source) -> SingleLabels:
     """Return the truth for few-shot. Raise `DataError` unless it is one class per image, and known for an image."""
     truth = truth_of(source)
     if not isinstance(truth, SingleLabels):
-        several = {"classes": "can have several", "numbers": "have numbers"}[truth.kind]
-        raise DataError(f"fewshot needs images with one label each, and these {several}; use linear or knn")
+        theirs = {"classes": "can have several", "numbers": "have numbers and no classes"}[truth.kind]
+        raise DataError(f"fewshot needs images with one label each, and these {theirs}; use linear or knn")
     check_known(source, "fewshot")
     return truth
 
 
 def _named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under an evaluator's name: the first one as NAME, any other as NAME_METRIC."""
-    first = next(iter(metrics))
-    return {name if metric == first else f"{name}_{metric}": value for metric, value in metrics.items()}
+    """Return metrics under an evaluator's name: accuracy as NAME, any other as NAME_METRIC."""
+    return {name if metric == "accuracy" else f"{name}_{metric}": value for metric, value in metrics.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +11,18 @@ from torch import Tensor
 
 from vitrail.data.pipeline import Batch
 from vitrail.data.source import Source
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.bootstrap import Figure
+from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes, read_real, real_accuracy
+from vitrail.evaluation.predictions.number_metrics import NumberMetrics, StreamingErrors
+from vitrail.evaluation.predictions.regression import regression_report
 from vitrail.evaluation.predictions.report import report
 from vitrail.evaluation.predictions.streaming import StreamingAccuracy
-from vitrail.evaluation.truth import check_known, truth_of
+from vitrail.evaluation.truth import Numbers, check_known, truth_of
 from vitrail.weights.bundle import OutputKind
 
-__all__ = ["Accuracy", "ByAccuracy", "with_interval"]
+__all__ = ["Accuracy", "ByAccuracy", "ByRegression", "NumberErrors", "with_interval"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,9 @@ class ByAccuracy:
 
         Raise `ConfigError` for a model without a head, and `DataError` for classes that the model does not have.
         """
-        check_known(held_out, "accuracy")
+        truth = check_known(held_out, "accuracy")
+        if isinstance(truth, Numbers):
+            raise DataError("accuracy needs classes, and the targets of this data are numbers; use regression")
         classes = outputs.bundle.classes
         if classes and classes != tuple(held_out.classes):
             mapped = map_classes(classes, held_out.classes, mapping=self.class_names or None)
@@ -115,7 +120,69 @@ class ByAccuracy:
         return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
 
 
-def with_interval(name: str, metric: Figure) -> dict[str, float]:
+@dataclass(frozen=True)
+class NumberErrors:
+    """R², mean absolute error and root mean squared error, batch by batch: what training of numbers validates by."""
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, which are means over the numbers, and the
+        numbers of `images` that were measured and `skipped`. Without any image or known number, there is no metric."""
+        found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, decoded or not, predicted; on the device
+
+        def take(batch: Batch, predicted: Tensor) -> None:
+            found.append((batch.samples, batch.valid, predicted))
+
+        skipped = outputs.each_batch(held_out, take)
+        errors, images = StreamingErrors(), 0
+        for samples, valid, predicted in found:
+            decoded = valid.cpu()
+            truth = truth_of(held_out, samples[decoded].tolist())
+            errors.add(predicted.cpu()[decoded].numpy(), truth)
+            images += int(truth.known.sum())
+        return {**errors.result(), "images": float(images), "skipped": float(len(skipped))}
+
+
+@dataclass(frozen=True)
+class ByRegression:
+    """Errors of predicted numbers with intervals: the metrics of all images that `regression_report` computes."""
+
+    bootstrap: int = 1000
+    """Resamples for each interval; 0 for no intervals."""
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`: means over the numbers, and if there are
+        several numbers also NAME:r2 and so on for each.
+
+        Raise `ConfigError` for a model that predicts no numbers, and `DataError` for other targets than its numbers.
+        """
+        if not isinstance(check_known(held_out, "regression"), Numbers):
+            raise DataError("regression needs numbers, and the targets of this data are classes; use accuracy")
+        bundle = outputs.bundle
+        if bundle.output != "numbers":
+            raise ConfigError(
+                "regression measures predicted numbers, and this model predicts classes; use linear or knn"
+            )
+        if bundle.classes != tuple(held_out.classes):
+            raise DataError(
+                f"the model predicts {', '.join(bundle.classes)}, and the targets of this data are "
+                f"{', '.join(held_out.classes)}; choose the same columns in the same order"
+            )
+        found = regression_report(outputs.predictions(held_out), bootstrap=self.bootstrap)
+        metrics = _number_metrics("", found.metrics)
+        for row in found.per_output if len(found.per_output) > 1 else ():
+            if row.metrics is not None:
+                metrics |= _number_metrics(f"{row.name}:", row.metrics)
+        if found.unlabelled:
+            metrics["unlabelled"] = float(found.unlabelled)
+        return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
+
+
+def _number_metrics(prefix: str, metrics: NumberMetrics) -> dict[str, float]:
+    named = (with_interval(f"{prefix}{item.name}", getattr(metrics, item.name)) for item in fields(metrics))
+    return {name: value for some in named for name, value in some.items()}
+
+
+def with_interval(name: str, metric: Metric) -> dict[str, float]:
     """Return a metric by its name, and the ends of its interval as NAME_low and NAME_high if it has one."""
     if metric.low is None or metric.high is None:
         return {name: metric.value}

@@ -238,7 +238,13 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def check_known(source: Source, name: str) -> None:
-    """Raise `DataError` if no sample has a label or a number. No image is read. `name` is the evaluator's."""
-    if not truth_of(source).known.any():
-        raise DataError(f"none of {len(source):,} images has a label, and {name} needs to know their classes")
+def check_known(source: Source, name: str) -> Truth:
+    """Return the truth of a source. Raise `DataError` if no sample has a label or a number. No image is read.
+
+    `name` is the evaluator's.
+    """
+    truth = truth_of(source)
+    if not truth.known.any():
+        what, needed = ("known number", "numbers") if truth.kind == "numbers" else ("label", "classes")
+        raise DataError(f"none of {len(source):,} images has a {what}, and {name} needs to know their {needed}")
+    return truth

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, plural
-from vitrail.evaluation.predictions.bootstrap import LEVEL, Figure
+from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
 from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake
 from vitrail.page import figure, table, thumbnail
 from vitrail.transfer.charts import confusion_matrix, legend, reliability_diagram, shorten
@@ -33,7 +33,7 @@ UNDEFINED = "-"
 def summary_section(report: ClassificationReport, split: str) -> Iterator[str]:
     """Yield a table of the metrics over all images, with their intervals."""
     multi_label = report.multi_label
-    rows: list[tuple[str, Figure | None, str]] = [
+    rows: list[tuple[str, Metric | None, str]] = [
         ("accuracy" if multi_label is None else "likeliest class is a label", report.accuracy, ".2%"),
         ("balanced accuracy", report.balanced_accuracy, ".2%"),
         ("top-5 accuracy", report.top5, ".2%"),
@@ -44,7 +44,7 @@ def summary_section(report: ClassificationReport, split: str) -> Iterator[str]:
             ("micro F1", multi_label.micro_f1),
             ("macro F1", multi_label.macro_f1),
         ):
-            rows.append((name, None if value is None else Figure(value), ".2%"))
+            rows.append((name, None if value is None else Metric(value), ".2%"))
         rows.append(("all labels right", multi_label.exact_match, ".2%"))
     rows.append(("cross-entropy, nats", report.cross_entropy, ".4f"))
     yield table(

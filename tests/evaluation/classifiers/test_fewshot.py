@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import LOO_GRID, FewShotResult, draw_shots, few_shot, fit_least_squares
-from vitrail.evaluation.classifiers.linear import LinearClassifier
+from vitrail.evaluation.classifiers.linear import LinearMap
 from vitrail.evaluation.truth import SingleLabels
 
 
@@ -225,5 +225,5 @@ def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
         measured(train, labels, train[:, :5], labels, num_classes=2, shots=[1])
     with pytest.raises(DataError, match="test features: 10 of 10 labels are unknown, the first in row 0"):
         measured(train, labels, train, np.full(10, -1), num_classes=2, shots=[1])
-    with pytest.raises(DataError, match="features are 5 wide; this classifier is for 6"):
-        LinearClassifier(np.zeros((6, 2)), np.zeros(2)).scores(train[:, :5])
+    with pytest.raises(DataError, match="features are 5 wide; this linear map takes 6"):
+        LinearMap(np.zeros((6, 2)), np.zeros(2)).scores(train[:, :5])

@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers import arrays, linear
-from vitrail.evaluation.classifiers.linear import PENALTIES, LinearClassifier, LinearResult, linear_probe
+from vitrail.evaluation.classifiers.linear import PENALTIES, LinearMap, LinearResult, linear_probe
 from vitrail.evaluation.classifiers.logistic import LogisticRegression
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
@@ -55,7 +55,7 @@ def test_one_penalty_gives_the_probabilities_of_scikit_learn(penalty: float) -> 
     result = probed(train, labels, test, truth, num_classes=4, penalties=[penalty])
     scaler, fit = reference(train, labels, penalty)
     expected = fit.predict_proba(scaler.transform(test.astype(np.float64)))
-    ours = torch.from_numpy(result.classifier.scores(test)).softmax(dim=1).numpy()
+    ours = torch.from_numpy(result.model.scores(test)).softmax(dim=1).numpy()
     np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-4)
     assert result.metrics["accuracy"] == np.mean(expected.argmax(axis=1) == truth)
     assert result.penalty == penalty and result.sweep == () and set(result.metrics) == {"accuracy"}
@@ -76,7 +76,7 @@ def test_the_sweep_is_scikit_learns_on_the_same_cut() -> None:
     assert result.penalty == max(sorted(penalties, reverse=True), key=accuracies.__getitem__)
     scaler, fit = reference(train, labels, result.penalty)
     expected = fit.predict_proba(scaler.transform(test.astype(np.float64)))
-    ours = torch.from_numpy(result.classifier.scores(test)).softmax(dim=1).numpy()
+    ours = torch.from_numpy(result.model.scores(test)).softmax(dim=1).numpy()
     np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-3)
     assert result.metrics["accuracy"] == np.mean(expected.argmax(axis=1) == truth)
 
@@ -94,7 +94,7 @@ def test_test_rows_choose_nothing() -> None:
     one = probed(train, labels, test, truth, num_classes=3)
     other = probed(train, labels, -test, (truth + 1) % 3, num_classes=3)
     assert one.sweep == other.sweep and one.penalty == other.penalty and len(one.sweep) == len(PENALTIES)
-    assert np.array_equal(one.classifier.weight, other.classifier.weight)
+    assert np.array_equal(one.model.weight, other.model.weight)
 
 
 def test_held_out_rows_are_fitted_only_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_several_labels_are_one_versus_rest() -> None:
     _, other = drawn(300, 10, 3, seed=9)
     targets = ((one[:, None] == np.arange(3)) | (other[:, None] == np.arange(3))).astype(np.uint8)
     result = probed(train[:200], targets[:200], train[200:], targets[200:], num_classes=3, penalties=[0.05])
-    scores = result.classifier.scores(train[200:])
+    scores = result.model.scores(train[200:])
     precisions = []
     for number in range(3):
         scaler, fit = reference(train[:200], targets[:200, number], 0.05)
@@ -167,12 +167,12 @@ def test_a_mapped_file_in_parts_gives_what_the_array_gives(tmp_path: Path, monke
     monkeypatch.setattr(arrays, "PART", 12 * 7)
     parts = probed(mapped, labels, mapped, labels, num_classes=3, penalties=[0.1, 0.01])
     assert parts.metrics == whole.metrics and parts.penalty == whole.penalty
-    np.testing.assert_allclose(parts.classifier.weight, whole.classifier.weight, rtol=1e-5)
+    np.testing.assert_allclose(parts.model.weight, whole.model.weight, rtol=1e-5)
 
 
 def test_scores_of_a_classifier_are_its_affine_map() -> None:
     random = np.random.default_rng(0)
-    classifier = LinearClassifier(random.normal(size=(5, 3)), random.normal(size=3))
+    classifier = LinearMap(random.normal(size=(5, 3)), random.normal(size=3))
     features = random.normal(size=(7, 5)).astype(np.float32)
     expected = features.astype(np.float64) @ classifier.weight + classifier.bias
     np.testing.assert_allclose(classifier.scores(features), expected, rtol=1e-12)
@@ -187,7 +187,7 @@ def test_scores_of_a_classifier_are_its_affine_map() -> None:
         ({"penalties": ()}, r"penalties=\(\) must be numbers above 0, at least one"),
         ({"penalties": (0.1, 0.0)}, r"penalties=\(0.1, 0.0\)"),
         ({"penalties": (float("inf"),)}, r"penalties=\(inf,\)"),
-        ({"held_out": 0.0}, "held_out=0.0 must be a share above 0 and below 1"),
+        ({"held_out": 0.0}, "held_out=0.0 must be a fraction above 0 and below 1"),
         ({"held_out": 1.0}, "held_out=1.0"),
     ],
 )

@@ -8,7 +8,7 @@ from scipy import stats
 
 from vitrail.errors import ConfigError
 from vitrail.evaluation.predictions.bootstrap import (
-    Figure,
+    Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     mean_interval,
@@ -75,15 +75,15 @@ def test_the_seed_decides() -> None:
 
 
 def test_what_does_not_vary_has_an_interval_of_no_length() -> None:
-    assert mean_interval(np.full(7, True)) == Figure(1.0, 1.0, 1.0)
-    assert balanced_accuracy_interval(np.array([2]), np.array([2]), 3) == Figure(1.0, 1.0, 1.0)
+    assert mean_interval(np.full(7, True)) == Metric(1.0, 1.0, 1.0)
+    assert balanced_accuracy_interval(np.array([2]), np.array([2]), 3) == Metric(1.0, 1.0, 1.0)
 
 
 def test_without_resamples_there_is_no_interval() -> None:
     labels = np.array([0, 1])
-    assert mean_interval(np.array([True, False]), resamples=0) == Figure(0.5)
-    assert balanced_accuracy_interval(labels, labels, 2, resamples=0) == Figure(1.0)
-    assert calibration_error_interval(np.ones(2), np.array([True, True]), resamples=0) == Figure(0.0)
+    assert mean_interval(np.array([True, False]), resamples=0) == Metric(0.5)
+    assert balanced_accuracy_interval(labels, labels, 2, resamples=0) == Metric(1.0)
+    assert calibration_error_interval(np.ones(2), np.array([True, True]), resamples=0) == Metric(0.0)
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -13,7 +13,7 @@ from sklearn import metrics as reference
 from vitrail.data.pipeline import Skipped
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.predictions.bootstrap import (
-    Figure,
+    Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     mean_interval,
@@ -153,7 +153,7 @@ def test_unlabelled_images_are_left_out_and_counted() -> None:
 def test_no_top5_of_five_classes_and_no_intervals_without_resamples() -> None:
     found = report(make_predictions(classes=5), bootstrap=0)
     assert found.top5 is None and found.scaled is None
-    assert found.accuracy == Figure(found.accuracy.value) and found.calibration is not None
+    assert found.accuracy == Metric(found.accuracy.value) and found.calibration is not None
     assert found.calibration.error.low is None
 
 

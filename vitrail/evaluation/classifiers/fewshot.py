@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.arrays import check_pair, check_same_kind, check_truth, class_ranks, moments, tensor
-from vitrail.evaluation.classifiers.linear import LinearClassifier
+from vitrail.evaluation.classifiers.linear import LinearMap
 from vitrail.evaluation.truth import SingleLabels
 
 __all__ = [
@@ -126,7 +126,7 @@ def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[
 
 def fit_least_squares(
     features: Float[np.ndarray, "n d"], labels: Int64[np.ndarray, " n"], *, num_classes: int, l2: Strength
-) -> tuple[LinearClassifier, float]:
+) -> tuple[LinearMap, float]:
     """The linear map of least squared error onto +1 for an image's class and -1 for the others, and the l2 it was
     found with.
 
@@ -146,7 +146,7 @@ def fit_least_squares(
     strength = _best(system) if isinstance(l2, str) else l2
     w = system.solve(strength)
     weight = w[:-1] / scale[:, None]
-    return LinearClassifier(weight.numpy(), (CONSTANT * w[-1] - mean @ weight).numpy()), strength
+    return LinearMap(weight.numpy(), (CONSTANT * w[-1] - mean @ weight).numpy()), strength
 
 
 def _best(system: _Tall | _Wide) -> float:

@@ -1,4 +1,4 @@
-"""How often the nearest stored features, by cosine, vote for the right class."""
+"""Nearest neighbours: a vote, or for numbers a weighted mean, of the stored features with the largest cosines."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError
 from vitrail.evaluation.classifiers.arrays import check_finite, check_pair, check_same_kind, check_truth, tensor
 from vitrail.evaluation.predictions.streaming import streaming_metrics
-from vitrail.evaluation.truth import Truth
+from vitrail.evaluation.truth import Numbers, Truth
 
 __all__ = ["NeighbourRow", "Neighbours", "knn", "knn_leave_one_out", "nearest"]
 
 QUERIES = 8192
-"""Queries for which the stored features are read once."""
+"""Queries per pass over the stored features."""
 ROWS, STORED = 1024, 16384
-"""Queries and stored features whose similarities are held at once: 64 MB."""
+"""Queries and stored features whose similarities are in memory at once: 64 MB."""
 BLOCK = 32
-"""Neighbouring similarities of which the largest stands for all, so that few are looked at one by one."""
+"""Similarities in a block, of which the maximum is compared first."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest stored rows of consecutive queries, the nearest first; of equally near ones the first stored."""
+    """The nearest stored rows of consecutive queries, nearest first, equal ones in their order."""
 
     first: int
-    """The number of the first query."""
+    """Index of the first query."""
     indices: Int64[np.ndarray, "b k"]
     similarities: Float32[np.ndarray, "b k"]
     """Cosines."""
@@ -38,7 +38,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class NeighbourRow:
-    """How well the votes of k neighbours find the truth."""
+    """Metrics of k neighbours."""
 
     k: int
     metrics: dict[str, float]
@@ -54,14 +54,14 @@ def knn(
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
 ) -> tuple[NeighbourRow, ...]:
-    """Classifies test features by a vote of their nearest training features, for several numbers of neighbours at once.
+    """Predict the truth of test features from their nearest training features, for several numbers of neighbours.
 
-    A neighbour's vote weighs exp(cosine / temperature), as in DINO (arXiv 2104.14294, after 1805.01978, with 0.07); an
-    infinite temperature counts every neighbour once. The truth is labels (int64, one a row), or targets (uint8, a
-    column a class) where images can have several. The score of a class is its share of the votes.
+    A neighbour has the weight exp(cosine / temperature), as in DINO (arXiv 2104.14294, after 1805.01978, with 0.07). An
+    infinite temperature gives all neighbours the same weight. The score of a class is its fraction of the weights. The
+    prediction of a number is the weighted mean of the neighbours' known numbers.
 
-    Raises `ConfigError` for a k above the number of training features or a temperature that is not above 0, and
-    `DataError` for labels out of range, widths that differ or numbers that are not finite.
+    Raise `ConfigError` for a k above the number of training features or a temperature that is not above 0, and
+    `DataError` for an unknown truth, different widths or features that are not finite.
     """
     _check_settings(k, temperature)
     check_truth("training features", train_features, train_truth)
@@ -79,7 +79,7 @@ def knn_leave_one_out(
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
 ) -> tuple[NeighbourRow, ...]:
-    """Like `knn`, where every row is classified by its nearest others."""
+    """Measure as `knn` does, with the prediction of every row from the nearest other rows."""
     _check_settings(k, temperature)
     check_truth("features", features, truth)
     found = nearest(features, None, max(k), device=device)
@@ -93,13 +93,13 @@ def nearest(
     *,
     device: torch.device | str = "cpu",
 ) -> Iterator[Neighbours]:
-    """The k nearest stored features of every query, or, without queries, of every stored feature among the others.
+    """Yield the k nearest stored features of every query, or without queries those of every stored feature.
 
-    The search is exact: all cosines are computed, in float32. A feature of zeros has a cosine of 0 with all. Memory
-    beyond the features does not grow with their number: 0.4 GB for 200 neighbours among 1,000,000 of width 384, and
-    1.4 GB at worst, where all features are alike.
+    A stored feature is not its own neighbour. The search is exact: all cosines are computed, in float32. A feature of
+    zeros has a cosine of 0 with all. Memory beyond the features does not grow with their number: it is 0.4 GB for 200
+    neighbours among 1,000,000 of width 384, and at worst, if all features are equal, 1.4 GB.
 
-    Raises `ConfigError` for a k out of range, and `DataError` for widths that differ or numbers that are not finite.
+    Raise `ConfigError` for a k out of range, and `DataError` for different widths or features that are not finite.
     """
     if queries is not None:
         check_pair(stored, queries)
@@ -132,7 +132,7 @@ def _search(
 
 
 def _unit(features: Float[np.ndarray, "n d"], begin: int, count: int, device: torch.device) -> Float32[Tensor, "b d"]:
-    """Rows scaled to length 1; rows of zeros stay."""
+    """Return rows scaled to length 1; rows of zeros stay zero."""
     rows = tensor(features[begin : begin + count], torch.float32)
     check_finite(rows, np.arange(begin, begin + len(rows)))
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
@@ -140,7 +140,7 @@ def _unit(features: Float[np.ndarray, "n d"], begin: int, count: int, device: to
 
 
 def _leave_out(similarities: Float32[Tensor, "b c"], own: int) -> None:
-    """Makes queries unlike themselves: the first is stored in column `own`, the next behind it."""
+    """Exclude each query from its own neighbours. The first query is stored in column `own`, the next one behind it."""
     rows = torch.arange(len(similarities), device=similarities.device)
     inside = (rows + own >= 0) & (rows + own < similarities.shape[1])
     similarities[rows[inside], rows[inside] + own] = -torch.inf
@@ -148,7 +148,7 @@ def _leave_out(similarities: Float32[Tensor, "b c"], own: int) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """The nearest so far of each query, the nearest first."""
+    """The nearest rows of each query so far, nearest first."""
 
     similarities: Float32[Tensor, "b k"]
     indices: Int64[Tensor, "b k"]
@@ -160,10 +160,10 @@ class _Found:
         )
 
     def with_more(self, similarities: Float32[Tensor, "b c"], begin: int) -> _Found:
-        """Takes in the similarities of stored features from number `begin` on; c is a multiple of BLOCK.
+        """Return the nearest rows with those of more stored features, from index `begin` on; c is a multiple of BLOCK.
 
-        Few of them are near enough, and the largest of each block tells where those are, so that all others are read
-        once. Nothing below the k-th largest of the blocks' largest can be among the k nearest.
+        The k-th largest of the blocks' maxima is a lower bound for the k nearest, so blocks whose maximum is lower are
+        read only once.
         """
         b, k = self.similarities.shape
         blocks = similarities.view(b, -1, BLOCK)
@@ -178,7 +178,7 @@ class _Found:
             return self
         columns, rows, values = chosen[inside] * BLOCK + offset, rows[inside], values[inside, offset]
         counts = rows.bincount(minlength=b)
-        place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]  # within its row
+        place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]  # in its row
         more = _Found.nothing(b, int(counts.max()), similarities.device)
         more.similarities[rows, place] = values
         more.indices[rows, place] = columns + begin
@@ -201,16 +201,43 @@ def _vote(
     k: Sequence[int],
     temperature: float,
 ) -> tuple[NeighbourRow, ...]:
-    """Adds up votes, the nearest first, and measures where each k ends."""
+    """Add up the neighbours' truth, nearest first, and measure at each k."""
     rising = sorted(set(k))
     metrics = {count: streaming_metrics(truth) for count in rising}
     for block in found:
         nearness = block.similarities.astype(np.float64)
-        weights = np.exp((nearness - nearness[:, :1]) / temperature)  # by the nearest's, so that none is infinite
-        votes = np.zeros((len(weights), stored_truth.columns))
+        weights = np.exp((nearness - nearness[:, :1]) / temperature)  # of the nearest 1, so none is infinite
+        sums = _Sums(stored_truth, len(weights))
         for rank in range(rising[-1]):
-            stored_truth.add_to(votes, block.indices[:, rank], weights[:, rank])
+            sums.add(block.indices[:, rank], weights[:, rank])
             if rank + 1 in metrics:
-                fractions = votes / weights[:, : rank + 1].sum(axis=1, keepdims=True)
-                metrics[rank + 1].add(fractions, truth.rows(slice(block.first, block.first + len(weights))))
+                metrics[rank + 1].add(sums.means(), truth.rows(slice(block.first, block.first + len(weights))))
     return tuple(NeighbourRow(count, one.result()) for count, one in metrics.items())
+
+
+class _Sums:
+    """Weighted sums of the truth of some queries' neighbours."""
+
+    def __init__(self, truth: Truth, queries: int) -> None:
+        self.truth = truth
+        self.sums = np.zeros((queries, truth.columns))
+        self.weights: Float64[np.ndarray, "queries ..."] = np.zeros((queries, 1))
+        self.known: Numbers | None = None
+        if isinstance(truth, Numbers):
+            is_known = ~np.isnan(truth.values)
+            self.known, self.weights = Numbers(is_known.astype(np.float64)), np.zeros_like(self.sums)
+            self.mean = np.where(is_known, truth.values, 0).sum(axis=0) / np.maximum(is_known.sum(axis=0), 1)
+
+    def add(self, rows: Int64[np.ndarray, " b"], weights: Float64[np.ndarray, " b"]) -> None:
+        """Add one neighbour of each query."""
+        self.truth.add_to(self.sums, rows, weights)
+        if self.known is None:
+            self.weights += weights[:, None]
+        else:
+            self.known.add_to(self.weights, rows, weights)
+
+    def means(self) -> Float64[np.ndarray, "b columns"]:
+        """Return the weighted means. A number that is unknown for all neighbours is the mean of all known ones."""
+        if self.known is None:
+            return self.sums / self.weights
+        return np.where(self.weights > 0, self.sums / np.where(self.weights > 0, self.weights, 1), self.mean)

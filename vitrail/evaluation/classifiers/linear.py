@@ -1,4 +1,4 @@
-"""How well a linear classifier does on frozen features: logistic regression, its penalty chosen on held-out rows."""
+"""The linear probe: a linear model of frozen features, whose penalty is chosen on held-out rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
+from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.arrays import (
@@ -23,26 +24,30 @@ from vitrail.evaluation.classifiers.arrays import (
     tensor,
 )
 from vitrail.evaluation.classifiers.logistic import Fit, LogisticRegression
-from vitrail.evaluation.predictions.streaming import streaming_metrics
-from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
+from vitrail.evaluation.classifiers.ridge import RidgeRegression
+from vitrail.evaluation.predictions.streaming import SELECTING, streaming_metrics
+from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth
 
-__all__ = ["PENALTIES", "LinearClassifier", "LinearResult", "SweepRow", "linear_probe"]
+__all__ = ["PENALTIES", "RIDGE_PENALTIES", "LinearMap", "LinearResult", "SweepRow", "linear_probe"]
 
 PENALTIES = tuple(10 ** (-step / 2) for step in range(13))
-"""From 1 to 0.000001, two a decade."""
+"""Penalties of logistic regression, from 1 to 0.000001, two per decade."""
+
+RIDGE_PENALTIES = tuple(10 ** (2 - step / 2) for step in range(17))
+"""Penalties of ridge regression, from 100 to 0.000001, two per decade."""
 
 
 @dataclass(frozen=True)
-class LinearClassifier:
-    """Scores of features as they come, without standardising: features @ weight + bias."""
+class LinearMap:
+    """Scores of features that are not standardised: features @ weight + bias."""
 
-    weight: Float64[np.ndarray, "d classes"]
-    bias: Float64[np.ndarray, " classes"]
+    weight: Float64[np.ndarray, "d outputs"]
+    bias: Float64[np.ndarray, " outputs"]
 
-    def scores(self, features: Float[np.ndarray, "n d"]) -> Float64[np.ndarray, "n classes"]:
-        """Raises `DataError` for features of another width."""
+    def scores(self, features: Float[np.ndarray, "n d"]) -> Float64[np.ndarray, "n outputs"]:
+        """Return the scores. Raise `DataError` for features of another width."""
         if features.shape[1] != len(self.weight):
-            raise DataError(f"features are {features.shape[1]} wide; this classifier is for {len(self.weight)}")
+            raise DataError(f"features are {features.shape[1]} wide; this linear map takes {len(self.weight)}")
         return (tensor(features) @ torch.from_numpy(self.weight) + torch.from_numpy(self.bias)).numpy()
 
     def measure(self, features: Float[np.ndarray, "n d"], truth: Truth) -> dict[str, float]:
@@ -59,7 +64,7 @@ class LinearClassifier:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A penalty that was tried, and what became of it on the held-out rows."""
+    """A penalty that was tried, and the metrics of its fit on the held-out rows."""
 
     penalty: float
     metrics: dict[str, float]
@@ -68,14 +73,14 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class LinearResult:
-    """What `linear_probe` found."""
+    """The result of `linear_probe`."""
 
     metrics: dict[str, float]
     """Metrics of the test features, which are measured once."""
     penalty: float
     sweep: tuple[SweepRow, ...]
-    """From the strongest penalty to the weakest; empty where there was nothing to choose."""
-    classifier: LinearClassifier
+    """From the strongest penalty to the weakest; empty if there was only one."""
+    model: LinearMap
 
 
 def linear_probe(
@@ -84,25 +89,28 @@ def linear_probe(
     test_features: Float[np.ndarray, "m d"],
     test_truth: Truth,
     *,
-    penalties: Sequence[float] = PENALTIES,
+    penalties: Sequence[float] | None = None,
     held_out: float = 0.1,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> LinearResult:
-    """Fits logistic regression to the training features, and measures it on the test features.
+    """Fit a linear model to the training features, and measure it on the test features.
 
-    The truth is labels (int64, one a row) or targets (uint8, a column a class) where images can have several; those are
-    fitted one-versus-rest. The objective is mean cross-entropy in nats + penalty / 2 * sum of squared weights, of
-    features standardised by the mean and standard deviation of what is fitted.
+    Features are standardised by the mean and standard deviation of the fitted rows. Classes are fitted by logistic
+    regression, one-versus-rest if images can have several labels: the objective is mean cross-entropy in nats
+    + penalty / 2 * sum of squared weights. Numbers are fitted by ridge regression (`RidgeRegression`). The default
+    penalties are `PENALTIES` and `RIDGE_PENALTIES`.
 
-    Of several penalties, the one is chosen that does best on a share `held_out` of every class of the training rows (a
-    class of one row keeps it), fitted on the others: by accuracy, or by mean average precision of several labels; of
-    equal ones, the strongest. With it, all training rows are fitted. A float32 copy of the training features is held on
-    the device, however they are stored.
+    If there are several penalties, a fraction `held_out` of the training rows of every class is held out, except for
+    the only row of a class. The other rows are fitted with every penalty. The penalty with the largest accuracy, mean
+    average precision or R² on the held-out rows is chosen, and the strongest of equal ones. Then all training rows are
+    fitted. A float32 copy of the training features is held on the device.
 
-    Raises `DataError` for labels out of range, widths that differ or numbers that are not finite, and `ConfigError` for
+    Raise `DataError` for an unknown truth, different widths and features that are not finite, and `ConfigError` for
     settings out of range.
     """
+    if penalties is None:
+        penalties = RIDGE_PENALTIES if isinstance(train_truth, Numbers) else PENALTIES
     _check_settings(penalties, held_out)
     check_truth("training features", train_features, train_truth)
     check_truth("test features", test_features, test_truth)
@@ -116,12 +124,12 @@ def linear_probe(
         fitted, kept = _cut(train_truth, held_out, seed)
         sweep, penalty, start = _sweep(train(fitted), falling, train_features[kept], train_truth.rows(kept))
     problem = train(np.arange(len(train_features)))
-    classifier = problem.classifier(problem.regression.fit(penalty, start=start))
-    return LinearResult(classifier.measure(test_features, test_truth), penalty, sweep, classifier)
+    model = problem.model(problem.regression.fit(penalty, start=start))
+    return LinearResult(model.measure(test_features, test_truth), penalty, sweep, model)
 
 
 class _Problem:
-    """Some rows, standardised, to fit."""
+    """Standardised rows to fit."""
 
     def __init__(
         self,
@@ -135,12 +143,18 @@ class _Problem:
         standardised = torch.empty(len(rows), features.shape[1], device=device)
         for part in parts(len(rows), features.shape[1]):
             standardised[part] = ((tensor(features[rows[part]]) - self.mean) / self.std).float()
-        assert isinstance(truth, SingleLabels | MultiLabels)
-        self.regression = LogisticRegression(standardised, truth.rows(rows))
+        self.regression = _regression(standardised, truth.rows(rows))
 
-    def classifier(self, fit: Fit) -> LinearClassifier:
+    def model(self, fit: Fit) -> LinearMap:
         weight = fit.weight / self.std[:, None]
-        return LinearClassifier(weight.numpy(), (fit.bias - self.mean @ weight).numpy())
+        return LinearMap(weight.numpy(), (fit.bias - self.mean @ weight).numpy())
+
+
+def _regression(features: Float[Tensor, "n d"], truth: Truth) -> LogisticRegression | RidgeRegression:
+    if isinstance(truth, Numbers):
+        return RidgeRegression(features, truth)
+    assert isinstance(truth, SingleLabels | MultiLabels)
+    return LogisticRegression(features, truth)
 
 
 def _sweep(
@@ -149,15 +163,18 @@ def _sweep(
     features: Float[np.ndarray, "m d"],
     truth: Truth,
 ) -> tuple[tuple[SweepRow, ...], float, Fit]:
-    """What each penalty does on held-out features; the best one, and its fit. Each fit starts where the last ended."""
+    """Return the metrics of each penalty on held-out features, the best penalty and its fit.
+
+    Each fit starts from the previous one.
+    """
     rows: list[SweepRow] = []
     best: tuple[float, float, Fit] | None = None
     fit: Fit | None = None
     for penalty in penalties:
         fit = problem.regression.fit(penalty, start=fit)
-        metrics = problem.classifier(fit).measure(features, truth)
+        metrics = problem.model(fit).measure(features, truth)
         rows.append(SweepRow(penalty, metrics, fit.iterations))
-        score = metrics.get("mean_average_precision", metrics["accuracy"])
+        score = metrics[SELECTING[truth.kind]]
         if best is None or score > best[0]:
             best = score, penalty, fit
     assert best is not None
@@ -165,14 +182,14 @@ def _sweep(
 
 
 def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
-    """Rows to fit and rows held out: of every class its share, at least one, and never all."""
+    """Return the rows to fit and the rows held out: a fraction of every class, at least one row, and never all rows."""
     labels = truth.groups()
     counts = np.bincount(labels)
-    shares = np.minimum(np.maximum(np.rint(held_out * counts), 1), counts - 1)
-    is_kept = class_ranks(labels, seed) < shares[labels]
+    counts_kept = np.minimum(np.maximum(np.rint(held_out * counts), 1), counts - 1)
+    is_kept = class_ranks(labels, seed) < counts_kept[labels]
     if not is_kept.any():
         raise DataError(
-            "no class has two images to learn from, so none can be held out to choose a penalty; give a single one"
+            "no class has two images to learn from, so none can be held out to choose a penalty; give a single penalty"
         )
     return np.flatnonzero(~is_kept), np.flatnonzero(is_kept)
 
@@ -181,4 +198,4 @@ def _check_settings(penalties: Sequence[float], held_out: float) -> None:
     if not penalties or not all(0 < penalty < math.inf for penalty in penalties):
         raise ConfigError(f"penalties={tuple(penalties)} must be numbers above 0, at least one")
     if not 0 < held_out < 1:
-        raise ConfigError(f"held_out={held_out} must be a share above 0 and below 1")
+        raise ConfigError(f"held_out={held_out} must be a fraction above 0 and below 1")

@@ -19,7 +19,7 @@ from jaxtyping import Int64
 from vitrail.data import remote
 from vitrail.data.source import Sample, Source, Target, class_indices, target_kind
 from vitrail.errors import DataError
-from vitrail.evaluation.predictions.bootstrap import Figure, mean_interval
+from vitrail.evaluation.predictions.bootstrap import Metric, mean_interval
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.files import cache_folder, partial_path, saving
 
@@ -170,7 +170,7 @@ def read_real(path: str | Path | None = None) -> tuple[tuple[int, ...], ...]:
 class RealAccuracy:
     """Accuracy by the reassessed labels."""
 
-    accuracy: Figure
+    accuracy: Metric
     images: int
     """That were measured."""
     without_label: int

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from vitrail.errors import DataError
 
 __all__ = [
-    "ClassFigures",
+    "ClassMetrics",
     "average_precision",
     "balanced_accuracy",
     "check_labels",
@@ -59,7 +59,7 @@ def confusion(
 
 
 @dataclass(frozen=True, eq=False)
-class ClassFigures:
+class ClassMetrics:
     """Figures of each class, in [0, 1]; NaN where they would be 0 / 0."""
 
     images: Int64[np.ndarray, " classes"]
@@ -74,19 +74,19 @@ class ClassFigures:
     """The harmonic mean of the two: 2 right / (images + predicted)."""
 
 
-def per_class(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> ClassFigures:
+def per_class(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> ClassMetrics:
     """The figures of each class, where a sample has one label."""
     check_labels(labels, num_classes)
     counts = [np.bincount(some, minlength=num_classes) for some in (labels, predicted, labels[labels == predicted])]
-    return _class_figures(*counts)
+    return _class_metrics(*counts)
 
 
 def per_class_of_targets(
     predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]
-) -> ClassFigures:
+) -> ClassMetrics:
     """The same where a sample can have several labels."""
     truth = targets > 0
-    return _class_figures(truth.sum(axis=0), predicted.sum(axis=0), (truth & predicted).sum(axis=0))
+    return _class_metrics(truth.sum(axis=0), predicted.sum(axis=0), (truth & predicted).sum(axis=0))
 
 
 def balanced_accuracy(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> float:
@@ -131,10 +131,10 @@ def f1_scores(predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarra
     return micro, float(told.mean()) if len(told) else np.nan
 
 
-def _class_figures(
+def _class_metrics(
     images: Int64[np.ndarray, " classes"],
     predicted: Int64[np.ndarray, " classes"],
     right: Int64[np.ndarray, " classes"],
-) -> ClassFigures:
+) -> ClassMetrics:
     with np.errstate(invalid="ignore"):
-        return ClassFigures(images, predicted, right / images, right / predicted, 2 * right / (images + predicted))
+        return ClassMetrics(images, predicted, right / images, right / predicted, 2 * right / (images + predicted))

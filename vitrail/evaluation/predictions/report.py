@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float64, Int64
 from vitrail.data.pipeline import Skipped
 from vitrail.errors import DataError
 from vitrail.evaluation.predictions.bootstrap import (
-    Figure,
+    Metric,
     balanced_accuracy_interval,
     calibration_error_interval,
     mean_interval,
@@ -24,7 +24,7 @@ from vitrail.evaluation.predictions.calibration import (
     per_sample,
 )
 from vitrail.evaluation.predictions.metrics import (
-    ClassFigures,
+    ClassMetrics,
     average_precision,
     exact_match,
     f1_scores,
@@ -33,7 +33,7 @@ from vitrail.evaluation.predictions.metrics import (
     top_k,
 )
 from vitrail.evaluation.predictions.predict import Predictions
-from vitrail.evaluation.truth import MultiLabels, SingleLabels
+from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels
 
 __all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiLabel", "report"]
 
@@ -61,10 +61,10 @@ class Calibration:
     """How far to trust the probabilities of logits / temperature."""
 
     temperature: float
-    error: Figure
+    error: Metric
     """The expected calibration error; of its interval, see `calibration_error_interval`."""
-    cross_entropy: Figure
-    brier: Figure
+    cross_entropy: Metric
+    brier: Metric
     bins: tuple[CalibrationBin, ...]
 
 
@@ -74,7 +74,7 @@ class MultiLabel:
 
     mean_average_precision: float | None
     """None, like the two below, where no image has a label."""
-    exact_match: Figure
+    exact_match: Metric
     """The share of images that are taken for all of their classes and for no other."""
     micro_f1: float | None
     macro_f1: float | None
@@ -106,13 +106,13 @@ class ClassificationReport:
     skipped: tuple[Skipped, ...]
     """That could not be decoded."""
     num_classes: int
-    accuracy: Figure
+    accuracy: Metric
     """How often the likeliest class is the label, or one of several."""
-    cross_entropy: Figure
+    cross_entropy: Metric
     """In nats: what training minimises, so with sigmoid it is summed over the classes' yes-or-no questions."""
-    top5: Figure | None
+    top5: Metric | None
     """Where there are six classes or more."""
-    balanced_accuracy: Figure | None
+    balanced_accuracy: Metric | None
     """The mean of the accuracy within each class; like `calibration`, where an image has one label."""
     calibration: Calibration | None
     scaled: Calibration | None
@@ -148,6 +148,8 @@ def report(
     if not len(labelled):
         raise DataError(f"none of {len(predictions):,} images has a label, so there is nothing to measure")
     settings = {"resamples": bootstrap, "seed": seed}
+    if isinstance(labelled.truth, Numbers):
+        raise DataError("a classification report needs classes, and these samples have numbers; use regression_report")
     unlabelled = len(predictions) - len(labelled)
     if isinstance(labelled.truth, MultiLabels):
         return _several_labels(labelled, labelled.truth, settings, worst)
@@ -260,7 +262,7 @@ def _calibration(
 
 
 def _rows(
-    classes: tuple[str, ...], figures: ClassFigures, precisions: Float64[np.ndarray, " classes"] | None = None
+    classes: tuple[str, ...], figures: ClassMetrics, precisions: Float64[np.ndarray, " classes"] | None = None
 ) -> tuple[ClassRow, ...]:
     return tuple(
         ClassRow(

@@ -7,10 +7,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int64
 
+from vitrail.data.source import TargetKind
 from vitrail.evaluation.predictions.metrics import mean_average_precision
-from vitrail.evaluation.truth import MultiLabels, Truth
+from vitrail.evaluation.predictions.number_metrics import StreamingErrors
+from vitrail.evaluation.truth import MultiLabels, Numbers, Truth
 
-__all__ = ["StreamingAccuracy", "StreamingMetrics", "streaming_metrics"]
+__all__ = ["SELECTING", "StreamingAccuracy", "StreamingMetrics", "streaming_metrics"]
+
+SELECTING: dict[TargetKind, str] = {"class": "accuracy", "classes": "mean_average_precision", "numbers": "r2"}
+"""The metric that chooses between models of each kind of truth: the larger, the better."""
 
 
 @runtime_checkable
@@ -21,7 +26,7 @@ class StreamingMetrics(Protocol):
         """Add some samples: a model's outputs, and the truth of the same samples."""
 
     def result(self) -> dict[str, float]:
-        """Return the metrics of all samples so far by name, the most telling one first."""
+        """Return the metrics of all samples so far by name."""
 
 
 class StreamingAccuracy:
@@ -60,4 +65,4 @@ class StreamingAccuracy:
 
 def streaming_metrics(truth: Truth) -> StreamingMetrics:
     """Return an empty measurement of the metrics for a kind of truth."""
-    return StreamingAccuracy()
+    return StreamingErrors() if isinstance(truth, Numbers) else StreamingAccuracy()

@@ -1,0 +1,109 @@
+"""Metrics of numbers beside scikit-learn's, with unknown numbers, in parts, and their intervals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as reference
+
+from vitrail.errors import DataError
+from vitrail.evaluation.predictions.number_metrics import NumberMetrics, StreamingErrors, number_metrics
+from vitrail.evaluation.truth import Numbers
+
+
+def drawn(n: int, outputs: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted and true numbers of uneven scales and large means, some unknown."""
+    random = np.random.default_rng(seed)
+    truth = random.normal(size=(n, outputs)) * np.geomspace(0.1, 1000, outputs) + 1e6
+    predicted = truth + 0.3 * random.normal(size=(n, outputs)) * np.geomspace(0.1, 1000, outputs)
+    return predicted, np.where(random.random((n, outputs)) < unknown, math.nan, truth)
+
+
+def references(predicted: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """R², mean absolute error and root mean squared error of each output that has known numbers."""
+    rows = []
+    for guesses, numbers in zip(predicted.T, truth.T, strict=True):
+        known = ~np.isnan(numbers)
+        if known.any():
+            pair = numbers[known], guesses[known]
+            r2 = reference.r2_score(*pair) if known.sum() > 1 else float(pair[0][0] == pair[1][0])
+            rows.append((r2, reference.mean_absolute_error(*pair), reference.root_mean_squared_error(*pair)))
+    return np.array(rows)
+
+
+def values(metrics: NumberMetrics) -> list[float]:
+    return [metrics.r2.value, metrics.mean_absolute_error.value, metrics.root_mean_squared_error.value]
+
+
+@pytest.mark.parametrize(("n", "outputs", "unknown"), [(50, 1, 0.0), (37, 3, 0.0), (61, 2, 0.4), (5, 7, 0.5)])
+def test_they_are_scikit_learns(n: int, outputs: int, unknown: float) -> None:
+    predicted, truth = drawn(n, outputs, unknown=unknown)
+    overall, each = number_metrics(predicted, truth, resamples=0)
+    expected = references(predicted, truth)
+    np.testing.assert_allclose([values(one) for one in each if one is not None], expected, rtol=1e-7)
+    np.testing.assert_allclose(values(overall), expected.mean(axis=0), rtol=1e-7)
+    assert overall.r2.low is None
+
+
+@given(
+    n=st.integers(1, 40), outputs=st.integers(1, 3), seed=st.integers(0, 99), unknown=st.floats(0, 0.9),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+)  # fmt: skip
+def test_parts_add_up_to_the_metrics_of_all(n: int, outputs: int, seed: int, unknown: float, cuts: list[int]) -> None:
+    predicted, truth = drawn(n, outputs, seed=seed, unknown=unknown)
+    errors = StreamingErrors()
+    for first, last in itertools.pairwise([0, *sorted(min(cut, n) for cut in cuts), n]):
+        errors.add(predicted[first:last], Numbers(truth[first:last]))
+    found = errors.result()
+    if np.isnan(truth).all():
+        assert found == {}
+        with pytest.raises(DataError, match="no true number is known, so there is nothing to measure"):
+            number_metrics(predicted, truth)
+        return
+    expected = values(number_metrics(predicted, truth, resamples=0)[0])
+    assert list(found) == ["r2", "mean_absolute_error", "root_mean_squared_error"]
+    np.testing.assert_allclose(list(found.values()), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.25])
+def test_equal_true_numbers_have_an_r2_of_0_or_1(shift: float) -> None:
+    truth = np.full((30, 1), 0.1)
+    assert number_metrics(truth + shift, truth, resamples=20)[0].r2.value == float(shift == 0)
+    errors = StreamingErrors()
+    for part in (slice(0, 7), slice(7, 30)):
+        errors.add(truth[part] + shift, Numbers(truth[part]))
+    assert errors.result()["r2"] == float(shift == 0)
+
+
+def test_intervals_are_quantiles_over_resamples() -> None:
+    predicted, truth = drawn(80, 2, unknown=0.3)
+    overall, each = number_metrics(predicted, truth, resamples=400, seed=3)
+    random = np.random.default_rng(11)
+    resampled = []
+    for _ in range(400):
+        rows = random.integers(0, 80, 80)
+        resampled.append(references(predicted[rows], truth[rows]))
+    low, high = np.quantile(resampled, [0.025, 0.975], axis=0)
+    for output, one in enumerate(each):
+        assert one is not None
+        for number, metric in enumerate((one.r2, one.mean_absolute_error, one.root_mean_squared_error)):
+            assert metric.low is not None and metric.high is not None and metric.low < metric.value < metric.high
+            width = high[output, number] - low[output, number]
+            assert abs(metric.low - low[output, number]) < 0.25 * width
+            assert abs(metric.high - high[output, number]) < 0.25 * width
+    assert overall.r2.low is not None and overall.r2.low < overall.r2.value
+    assert number_metrics(predicted, truth, resamples=40, seed=3) == number_metrics(
+        predicted, truth, resamples=40, seed=3
+    )
+
+
+def test_an_output_without_known_numbers_does_not_count() -> None:
+    predicted, truth = drawn(20, 2)
+    truth[:, 1] = math.nan
+    overall, each = number_metrics(predicted, truth, resamples=30)
+    assert each[1] is None and each[0] == overall
