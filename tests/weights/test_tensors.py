@@ -162,14 +162,14 @@ def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path) -> None
             return exec, (f"open({str(marker)!r}, 'w').close()",)
 
     torch.save({"w": torch.zeros(1), "evil": Evil()}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
-    rest = "is damaged; it is not loaded, because unpickling could run code. Save the state dict alone, best as .safete"
-    with pytest.raises(BundleError, match=rf"x\.pth contains the Python object .*exec, or {rest}") as caught:
+    rest = "it is not loaded, because unpickling could run code. Save the state dict alone, best as .safetensors"
+    with pytest.raises(BundleError, match=rf"x\.pth is damaged or contains the Python object .*exec; {rest}") as caught:
         open_tensors(tmp_path / "x.pth")
     (tmp_path / "bare.bin").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(BundleError, match=r"bare\.bin contains .*, or is damaged") as bare:
+    with pytest.raises(BundleError, match=r"bare\.bin is damaged") as bare:
         open_tensors(tmp_path / "bare.bin")
     for error in (caught, bare):
-        assert not re.search("weights_only|safe_globals|trust", str(error.value))  # it advises nothing unsafe
+        assert not re.search("weights_only=|safe_globals|trust", str(error.value))  # it advises nothing unsafe
     assert not marker.exists()
     pickle.loads(pickle.dumps(Evil()))
     assert marker.exists()
@@ -270,7 +270,7 @@ def test_an_empty_file(path: Path) -> None:
 @pytest.mark.parametrize("content", [b"a page of text\n" * 20, b"\x00" * 300, b"PK\x03\x04" + b"x" * 100, b"\x80\x02"])
 def test_what_is_no_such_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(BundleError, match=rf"{re.escape(str(path))} (is|holds) .*damaged"):
+    with pytest.raises(BundleError, match=rf"{re.escape(str(path))} is damaged"):
         open_tensors(path)
 
 
@@ -285,7 +285,7 @@ def test_a_file_cut_short(path: Path, share: float, write_file: Write) -> None:
     write_file({f"w{number}": torch.randn(50) for number in range(20)}, path)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(BundleError, match=rf"{re.escape(str(path))} (is|holds) .*damaged"):
+    with pytest.raises(BundleError, match=rf"{re.escape(str(path))} is damaged"):
         open_tensors(path)
 
 

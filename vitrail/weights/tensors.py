@@ -173,7 +173,7 @@ def _open_torch(path: Path) -> TensorFile:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         objects = f"the Python object {found[1]}" if found else "other data than tensors"
         raise BundleError(
-            f"{path} contains {objects}, or is damaged; it is not loaded, because unpickling could run code. Save the "
+            f"{path} is damaged or contains {objects}; it is not loaded, because unpickling could run code. Save the "
             "state dict alone, best as .safetensors"
         ) from None
     tensors = _without_common_prefix(_tensors(path, content))
