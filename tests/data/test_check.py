@@ -346,4 +346,4 @@ def test_numbers_and_unlabelled_images_are_checked_as_well(arrays: Callable[...,
     plain.train.classes = ()
     report = check_data(plain)
     assert report.findings == () and quick_check(plain)[0].endswith("3 train; no labels")
-    assert "No labels" in page(report, plain, "x") and "A look at the images" in page(report, plain, "x")
+    assert "No labels" in page(report, plain, "x") and "<h2>Examples<" in page(report, plain, "x")
