@@ -79,7 +79,7 @@ def test_a_failure_to_write_says_what_where_and_why(tmp_path: Path) -> None:
     with pytest.raises(SaveError) as caught, replacing_folder("the test", target, OURS) as partial:
         (partial / "missing" / "a").write_text("2")
     assert str(caught.value) == (
-        f"could not save the test to {target}: No such file or directory; what was there is intact"
+        f"could not save the test to {target}: No such file or directory; an earlier version there is intact"
     )
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     assert content(target) == {"a": "1"}
@@ -141,7 +141,8 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_folder(tmp_path: Path) ->
         except SaveError as error:
             print(error)
     """)
-    assert result.stdout.strip() == f"could not save the test to {target}: File too large; what was there is intact"
+    expected = f"could not save the test to {target}: File too large; an earlier version there is intact"
+    assert result.stdout.strip() == expected
     assert content(target) == {"a": "1"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
@@ -167,7 +168,7 @@ def test_saving_lets_other_exceptions_pass() -> None:
 
 
 def test_saving_names_an_error_without_a_reason() -> None:
-    message = "could not save it to x: just so; what was there is intact"
+    message = "could not save it to x: just so; an earlier version there is intact"
     with pytest.raises(SaveError, match=message), saving("it", Path("x")):
         raise OSError("just so")
 

@@ -1,4 +1,4 @@
-"""Files written so that a reader finds all of them or none, and read so that a flipped bit is seen."""
+"""Files that are written completely or not at all, checks of output paths, and checksums."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ __all__ = [
 
 
 def cache_folder(name: str) -> Path:
-    """Where things of one kind are kept that can be made or fetched again: below `$VITRAIL_DATA`, or else
-    ~/.cache/vitrail. It may not exist yet."""
+    """Return the folder for files of one kind that can be made or downloaded again, which may not exist yet.
+
+    It is below `$VITRAIL_DATA`, or else below ~/.cache/vitrail.
+    """
     return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / name
 
 
 @contextmanager
 def saving(what: str, path: Path) -> Iterator[None]:
-    """Turns a failure to write into `SaveError`, which says what was being written, where, and what went wrong."""
+    """Turn an `OSError` into a `SaveError` that says what was being written, where, and what went wrong."""
     try:
         yield
     except OSError as error:
         raise SaveError(
-            f"could not save {what} to {path}: {error.strerror or error}; what was there is intact"
+            f"could not save {what} to {path}: {error.strerror or error}; an earlier version there is intact"
         ) from error
 
 
@@ -91,7 +93,7 @@ def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[
     try:
         with saving(what, path):
             if path.exists() and not path.is_dir():
-                raise NotADirectoryError(None, "it is a file, and a folder is to be written there")
+                raise NotADirectoryError(None, "it is a file, but a folder must be written there")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             yield partial
@@ -103,18 +105,19 @@ def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path beside `path` at which it is written before it is complete; no user's file has such a name."""
+    """Return the temporary path beside `path` at which an output is written until it is complete."""
     return path.with_name(f".{path.name}.vitrail-partial")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Pretty JSON, replaced in one step."""
+    """Write a value as indented JSON, replacing the file in one step."""
     partial = partial_path(path)
     partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""What reports as one HTML file share: the look, tables, thumbnails, and names that can never become markup."""
+"""The common parts of HTML reports: style, tables, thumbnails, and names that can never become markup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 __all__ = ["STYLE", "document", "escape", "figure", "is_our_page", "printable", "table", "thumbnail"]
 
 SIDE = 96
-"""Longest side of a thumbnail in pixels. Smaller images are enlarged by whole numbers, so that they stay sharp."""
+"""Longest side of a thumbnail in pixels. Smaller images are enlarged by a whole factor, so that they stay sharp."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d4d4d0; --soft: #f4f4f1; --dim: #5c5c58;
@@ -44,11 +44,11 @@ figure img, .none { display: block; width: 6rem; height: 6rem; object-fit: conta
 .none { display: grid; place-items: center; color: var(--dim); font-size: .8rem; }
 figcaption { font-size: .72rem; line-height: 1.25; overflow-wrap: anywhere; margin-top: .2rem; }
 """
-"""Light and dark, as the reader's system is. Colours are the variables at the top."""
+"""Style sheet, light or dark like the reader's system. The variables at the top define the colours."""
 
 
 GENERATOR = '<meta name="generator" content="vitrail">'
-"""In the head of every page, so that a later command recognises its own output."""
+"""Tag in the head of every page, by which a later command recognises a page of ours."""
 
 
 def is_our_page(path: Path) -> bool:
@@ -57,9 +57,9 @@ def is_our_page(path: Path) -> bool:
 
 
 def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
-    """The file: a heading, which is also the window's title, and under it parts that are HTML already.
+    """Return an HTML document with a heading, which is also the window's title, followed by the parts.
 
-    `style` follows `STYLE`. The title is text.
+    The title is text; the parts are HTML. `style` is appended to `STYLE`.
     """
     name = escape(title)
     head = [
@@ -72,32 +72,34 @@ def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
 
 
 def printable(name: str) -> str:
-    """A name from a file system, with what no terminal or page should be given (bytes, control characters) escaped."""
+    """Return a file name with unprintable characters (raw bytes, control characters) escaped."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in name
     )
 
 
 def escape(text: str) -> str:
-    """Text as HTML, between tags or in an attribute: no name becomes markup, turns what follows it around, or cannot be
-    written as UTF-8."""
+    """Return text escaped for HTML, between tags or in an attribute.
+
+    The result contains no markup, no characters that reverse the text direction, and is valid UTF-8.
+    """
     return html.escape(printable(text))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are text. What is too wide for the window scrolls by itself."""
+    """Return an HTML table. Cells are text. A table that is too wide for the window scrolls on its own."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heads)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
 def figure(picture: str, lines: Iterable[str]) -> str:
-    """A thumbnail over lines of text."""
+    """Return an HTML figure: a thumbnail above lines of text."""
     return f"<figure>{picture}<figcaption>{'<br>'.join(escape(line) for line in lines)}</figcaption></figure>"
 
 
 def thumbnail(picture: Image.Image | None, name: str) -> str:
-    """A picture of mode L or RGB, small and inside the page; None leaves a place that says that there is none."""
+    """Return an `img` tag with a picture of mode L or RGB, scaled down and embedded; for None, an empty frame."""
     if picture is None:
         return '<div class="none">no picture</div>'
     scale = SIDE / max(picture.size)

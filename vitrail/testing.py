@@ -1,4 +1,4 @@
-"""Checks that an extension keeps the contracts of the package. They need no test framework, only `AssertionError`.
+"""Checks that an extension fulfils the contracts of the package. They raise `AssertionError`, in any test framework.
 
 from vitrail.testing import check_network, check_source
 check_network(lambda num_classes: MyNetwork(num_classes), image_sizes=[(32, 48), (48, 32)])
@@ -30,10 +30,10 @@ __all__ = ["check_evaluator", "check_network", "check_source"]
 
 
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
-    """Holds a network to the contract of `vitrail.models.network.Network`.
+    """Check that a network fulfils the contract of `vitrail.models.network.Network`.
 
-    `make(num_classes)` returns a new one; 0 asks for one without a head. The sizes are heights and widths in pixels
-    that it must take; give at least one that is not square. Raises `AssertionError`, which names what does not hold.
+    `make(num_classes)` returns a new network, without a head for 0 classes. The sizes are heights and widths in pixels
+    that the network must accept; at least one must not be square. Raises `AssertionError`, which names the broken rule.
     """
     assert any(height != width for height, width in image_sizes), "give at least one size that is not square"
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int
 
 
 def _randomised(network: Any) -> Any:
-    """Small random numbers on top of how weights begin, so that no zero hides a path."""
+    """Add small random numbers to the initial weights, so that no zero hides a part of the network."""
     assert isinstance(network, nn.Module), f"a network is an nn.Module, not {type(network).__name__}"
     with torch.no_grad():
         for parameter in network.parameters():
@@ -134,7 +134,7 @@ def _check_gradients(network: Any, images: Tensor) -> None:
 
 @torch.no_grad()
 def _check_state(network: Any, other: Any, images: Tensor) -> None:
-    """Saved and loaded into a new network, the weights give the same logits: nothing that matters is left out."""
+    """Check that the saved weights give the same logits in a new network, so the state is complete."""
     file = io.BytesIO()
     torch.save(network.state_dict(), file)
     file.seek(0)
@@ -175,11 +175,11 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
 
 
 def check_source(source: Any, *, decodes: bool = True) -> None:
-    """Holds a source to the contract of `vitrail.data.source.Source`: random access, the same answers always, from any
-    thread and in any process.
+    """Check that a source fulfils the contract of `vitrail.data.source.Source`.
 
-    `decodes` says that every image is expected to be readable. Reads each sample a few times: give it a small one.
-    Raises `AssertionError`, which names what does not hold.
+    A source gives random access and always the same samples, from any thread and in any process. With `decodes`, every
+    image must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`,
+    which names the broken rule.
     """
     assert isinstance(source, Source), f"{type(source).__name__} lacks a method or the classes of a Source"
     count, classes = len(source), source.classes

@@ -58,7 +58,7 @@ def test_refusals_have_code_2(
 ) -> None:
     source = str(folder(1))
     for words, message in (
-        ([source, source], "is not empty, and has no shards to go on with; choose another folder"),
+        ([source, source], "is not empty and has no shards to continue; choose another folder"),
         ([source, str(tmp_path / "out"), "--shard-size", "much"], "--shard-size: 'much' is not a number of bytes"),
         ([str(tmp_path / "nothing"), str(tmp_path / "out")], "does not exist"),
     ):  # fmt: skip
@@ -79,7 +79,7 @@ def test_ctrl_c_stops_with_code_75_and_says_how_to_go_on(folder: Callable[[int],
     os.kill(child.pid, signal.SIGINT)
     _, errors = child.communicate()
     assert child.returncode == 75, errors
-    assert errors.startswith("vitrail: stopped after ") and "Traceback" not in errors
+    assert errors.startswith("vitrail: stopped: ") and "Traceback" not in errors
     assert errors.endswith(f"\nContinue with: vitrail data pack {source} '{out}' --shard-size 30000\n")
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert main(words) == 0

@@ -169,7 +169,7 @@ def test_what_passes_is_waited_out(server: Server, root: str, fault: str, monkey
     [
         ("503", "503"),
         ("drop", ""),
-        ("short", r"EOFError: 4 bytes came, of 8 from byte 10 on"),
+        ("short", r"EOFError: the server sent 4 of 8 bytes from byte 10 on"),
         ("stall", "TimeoutError"),
     ],
 )
@@ -179,7 +179,7 @@ def test_what_lasts_is_an_error_that_names_the_file(
     monkeypatch.setattr(remote, "TIMEOUT", 0.1 if fault == "stall" else 30.0)
     server.files["/x"] = bytes(range(200))
     server.faults = [fault, "..."]
-    with pytest.raises(DataError, match=rf"{root}/x: reading failed 5 times, with up to .* s for each; .*{reason}"):
+    with pytest.raises(DataError, match=rf"{root}/x: reading failed 5 times, with up to .* s per attempt; .*{reason}"):
         remote.read(f"{root}/x", 10, 18)
     assert len(server.requests) == remote.ATTEMPTS
 
@@ -236,7 +236,7 @@ def test_a_server_that_forbids_what_it_does_not_have(server: Server, encode: Cal
 
 
 def test_what_a_protocol_lacks_is_said() -> None:
-    with pytest.raises(DataError, match=r"zzz://x/y\.tar: Protocol not known: zzz; known are file paths, s3://"):
+    with pytest.raises(DataError, match=r"zzz://x/y\.tar: Protocol not known: zzz; supported are file paths, s3://"):
         remote.read_all("zzz://x/y.tar")
 
 

@@ -56,7 +56,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
     with pytest.raises(SaveError) as caught:
         train(small(run))
     assert str(caught.value).startswith(f"could not save a checkpoint to {run}/checkpoints/step-16: No space left")
-    assert str(caught.value).endswith("; what was there is intact")
+    assert str(caught.value).endswith("; an earlier version there is intact")
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
     assert Checkpoints(run / "checkpoints").steps() == [8]
     small_disk("4m")
@@ -81,7 +81,7 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
                 file_limit(120_000)
 
     run = tmp_path / "run"
-    with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: .*what was there is intact$"):
+    with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: .*version there is intact$"):
         train(small(run), display=Limit())
     file_limit(resource.RLIM_INFINITY)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]

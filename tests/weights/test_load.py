@@ -689,7 +689,7 @@ def test_what_cannot_be_written_is_a_save_error(bundle: Bundle, place_of: Place,
     path = bundle.save(tmp_path / "ours")
     (tmp_path / "file").write_text("mine")
     for to in ("google", "timm", "vitrail"):
-        with pytest.raises(SaveError, match=r"what was there is intact"):
+        with pytest.raises(SaveError, match=r"an earlier version there is intact"):
             convert(path, tmp_path / "file" / place_of("google" if to == "google" else "timm", Path()).name, to)
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -1,7 +1,7 @@
-"""Files behind a URL (s3://, gs://, https://, whatever fsspec knows): ranges of bytes, retries, an end to waiting.
+"""Files at URLs (s3://, gs://, https:// and all others of fsspec): ranges of bytes, with retries and timeouts.
 
-An attempt has `TIMEOUT` seconds; after `ATTEMPTS` of them, with pauses that double from `PAUSE` seconds, a `DataError`
-names the URL. So no request hangs for longer than 2 min 38 s.
+Each attempt may take `TIMEOUT` seconds. After `ATTEMPTS` attempts, with pauses that double from `PAUSE` seconds, a
+`DataError` names the URL. No request therefore blocks for longer than 2 min 38 s.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PACKAGES = {
     "sftp": "paramiko",
     "ssh": "paramiko",
 }
-"""What to install for a protocol that fsspec knows but does not bring."""
+"""Packages to install for protocols that fsspec supports only with another package."""
 
 TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "Last-Modified", "mtime", "created")
-"""Where file systems say which version of a file they have, the surest first."""
+"""Fields in which file systems state the version of a file, most reliable first."""
 
 
 def is_remote(location: str) -> bool:
@@ -45,40 +45,40 @@ def is_remote(location: str) -> bool:
 
 
 def describe(url: str) -> tuple[int, str]:
-    """Size in bytes, and what tells this version of the file from others ("" where the server says nothing).
+    """Return the size of a file in bytes, and text that identifies its version ("" if the server states none).
 
     Raises `FileNotFoundError`, `PermissionError`, and `DataError` after the last attempt.
     """
-    about = _insist("looking it up", url, lambda system, path: system.info(path))
+    about = _retry("looking it up", url, lambda system, path: system.info(path))
     if not isinstance(about.get("size"), int):
-        raise DataError(f"{url}: its server does not say how large it is, so parts of it cannot be asked for")
+        raise DataError(f"{url}: the server does not state the size of the file, so parts of it cannot be read")
     return about["size"], next((str(about[tag]) for tag in TAGS if about.get(tag)), "")
 
 
 def read(url: str, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop`, all of them. Raises as `describe` does."""
+    """Return all bytes from `start` to `stop`. Raises the errors of `describe`."""
 
     def part(system: Any, path: str) -> bytes:
         data: bytes = system.cat_file(path, start=start, end=stop)
         if len(data) != stop - start:
-            raise EOFError(f"{len(data):,} bytes came, of {stop - start:,} from byte {start:,} on")
+            raise EOFError(f"the server sent {len(data):,} of {stop - start:,} bytes from byte {start:,} on")
         return data
 
-    return _insist("reading", url, part) if stop > start else b""
+    return _retry("reading", url, part) if stop > start else b""
 
 
 def read_all(url: str) -> bytes:
-    """The whole file, a small one. Raises as `describe` does."""
-    return _insist("reading", url, lambda system, path: system.cat_file(path))
+    """Return all bytes of a small file. Raises the errors of `describe`."""
+    return _retry("reading", url, lambda system, path: system.cat_file(path))
 
 
 def list_files(url: str) -> list[str]:
-    """Paths, relative to a folder, of the files in it and in its subfolders, sorted. Raises `DataError`."""
+    """Return the files in a folder and in its subfolders, as sorted relative paths. Raises `DataError`."""
     return _list(url, lambda system, path: system.find(path, maxdepth=2))
 
 
 def glob(folder: str, pattern: str) -> list[str]:
-    """Paths, relative to `folder`, of the files that fit a pattern with *, sorted. Raises `DataError`."""
+    """Return the files that match a pattern with *, as sorted paths relative to `folder`. Raises `DataError`."""
     return _list(folder, lambda system, path: system.glob(f"{path.rstrip('/')}/{pattern}"))
 
 
@@ -88,36 +88,36 @@ def _list(url: str, work: Callable[[Any, str], list[str]]) -> list[str]:
         return sorted(found.removeprefix(root) for found in work(system, path))
 
     try:
-        return _insist("listing", url, relative)
+        return _retry("listing", url, relative)
     except FileNotFoundError:
         return []
     except PermissionError as error:
         raise DataError(str(error)) from error
 
 
-def _insist(doing: str, url: str, work: Callable[[Any, str], T]) -> T:
-    """What `work(file system, path)` returns, tried again when it fails in a way that can pass."""
+def _retry(action: str, url: str, work: Callable[[Any, str], T]) -> T:
+    """Return the result of `work(file system, path)`, which is repeated if it fails in a way that may be temporary."""
     failure: Exception | None = None
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(PAUSE * 2 ** (attempt - 1))
         system, path = _open(url)
         try:
-            return _in_time(lambda: work(system, path))  # noqa: B023 (it has returned, or been given up, by then)
+            return _in_time(lambda: work(system, path))  # noqa: B023 (the call ends before the names change)
         except FileNotFoundError:
             raise
         except Exception as error:  # each file system has exceptions of its own
             if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
-                raise PermissionError(f"{url}: {doing} is not allowed ({error})") from error
+                raise PermissionError(f"{url}: {action} is not allowed ({error})") from error
             failure = error
     raise DataError(
-        f"{url}: {doing} failed {ATTEMPTS} times, with up to {TIMEOUT:g} s for each; the last time: "
+        f"{url}: {action} failed {ATTEMPTS} times, with up to {TIMEOUT:g} s per attempt; the last error was "
         f"{type(failure).__name__}: {failure}"
     ) from failure
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, which it keeps and shares, and the path in it."""
+    """Return fsspec's file system for a URL, which fsspec caches, and the path in it."""
     try:
         system, path = importlib.import_module("fsspec.core").url_to_fs(url)
     except ImportError as error:
@@ -126,12 +126,14 @@ def _open(url: str) -> tuple[Any, str]:
         hint = f"pip install {packages}" if packages else str(error)
         raise DataError(f"{url}: reading {protocol}:// needs another package: {hint}") from error
     except ValueError as error:
-        raise DataError(f"{url}: {error}; known are file paths, s3://, gs://, https:// and others of fsspec") from error
+        raise DataError(
+            f"{url}: {error}; supported are file paths, s3://, gs://, https:// and the other protocols of fsspec"
+        ) from error
     return system, path
 
 
 def _in_time(work: Callable[[], T]) -> T:
-    """What `work` returns. Raises what it raises, or `TimeoutError`, and then leaves it to itself."""
+    """Return the result of `work`. Raises its errors, or `TimeoutError`, after which `work` runs on unobserved."""
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -141,7 +143,7 @@ def _in_time(work: Callable[[], T]) -> T:
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # so that one that never ends does not keep the process
+    thread = threading.Thread(target=run, daemon=True)  # so that a call that never ends does not block the exit
     thread.start()
     thread.join(TIMEOUT)
     if errors:

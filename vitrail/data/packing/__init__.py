@@ -1,1 +1,1 @@
-"""Data sets written as tar shards."""
+"""Packing of any data set into tar shards."""

@@ -1,4 +1,4 @@
-"""What a folder of packed shards says of itself: classes, splits, and each shard's size and checksum."""
+"""The description of a folder of packed shards: classes, splits, and the size and checksum of each shard."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from dataclasses import dataclass, field
 
 from vitrail.data.splits import SPLITS
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, listed
 from vitrail.plain import from_plain
 
 __all__ = ["FILE", "FORMAT", "NUMBERS", "UNFINISHED", "Manifest", "Packing", "ShardRecord", "parse"]
 
 FILE = "dataset.json"
 UNFINISHED = "dataset.unfinished.json"
-"""The same while shards are missing; it becomes `FILE` with the last of them."""
+"""Name of the description while shards are missing. It is renamed to `FILE` after the last shard."""
 
 FORMAT = "vitrail shards 1"
 
@@ -23,56 +23,56 @@ NUMBERS = "__numbers__"
 
 @dataclass(frozen=True)
 class Packing:
-    """What decides every byte of the shards: the samples and how they are written."""
+    """The settings that determine every byte of the shards: the samples and the way they are written."""
 
     fingerprint: str
     """`vitrail.data.source.fingerprint` of the splits."""
     shard_size: int
-    """No shard is larger, in bytes, unless one sample is."""
+    """Largest size of a shard in bytes. Only a shard with a single sample can be larger."""
     max_side: int | None
-    """Larger images were scaled down to this, in pixels, and encoded anew."""
+    """Side in pixels to which larger images are scaled down, or None if no image is."""
     jpeg_quality: int | None
-    """With which they were."""
+    """JPEG quality of the images that are scaled down."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One shard, whole."""
+    """The description of one complete shard."""
 
     name: str
     samples: int
     size: int
     sha256: str
     rescaled: int
-    """Images that were larger than `max_side`."""
+    """Number of images that were larger than `max_side`."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Why images could not be rescaled, by their keys; they are there as they were."""
+    """Reasons why images could not be rescaled, by key. The shard has the original bytes of these images."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """`dataset.json`."""
+    """The content of `dataset.json`."""
 
     classes: tuple[str, ...]
     samples: dict[str, int]
-    """How many, of each split that there is."""
+    """Number of samples of each split."""
     packing: Packing
     shards: dict[str, tuple[ShardRecord, ...]]
-    """Of each split, in order."""
+    """The shards of each split, in order."""
     format: str = FORMAT
 
 
 def parse(where: str, data: bytes) -> Manifest:
-    """The manifest in a file's bytes. Raises `DataError` where it is none, or contradicts itself."""
+    """Return the manifest in the bytes of a file. Raises `DataError` if it is not a manifest or is inconsistent."""
     try:
         manifest = from_plain(Manifest, json.loads(data))
     except (ValueError, RecursionError, ConfigError) as error:
-        raise DataError(f"{where} is not the description of packed shards: {error}") from error
+        raise DataError(f"{where} is not a description of packed shards: {error}") from error
     if manifest.format != FORMAT:
         raise DataError(f"{where} has the format {manifest.format!r}; this version of Vitrail reads {FORMAT!r}")
     names = [record.name for records in manifest.shards.values() for record in records]
     if set(manifest.shards) - set(SPLITS) or any("/" in name or not name.endswith(".tar") for name in names):
-        raise DataError(f"{where} names splits or shards that cannot be: {', '.join([*manifest.shards, *names][:4])}")
+        raise DataError(f"{where} has invalid names of splits or shards: {listed([*manifest.shards, *names], 4)}")
     if "train" not in manifest.shards:
-        raise DataError(f"{where} has no training split")
+        raise DataError(f"{where} has no training split; pack the data again")
     return manifest

@@ -1,4 +1,7 @@
-"""Any data set as tar shards: the same bytes for the same input, however many workers; resumable at a shard."""
+"""Writing a data set as tar shards. The bytes depend only on the input, not on the number of workers.
+
+An interrupted pack continues after the last complete shard.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,20 @@ from vitrail.files import saving, write_json
 __all__ = ["JPEG_QUALITY", "pack", "packed_before"]
 
 JPEG_QUALITY = 95
-"""Of images that are scaled down; Pillow's default of 75 shows, and above 95 files grow for nothing to be seen."""
+"""JPEG quality of images that are scaled down. Pillow's default of 75 is visibly worse; above 95, files grow without a
+visible gain."""
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
-"""Ends a tar."""
+"""The bytes that end a tar."""
 
 GREY = ("1", "L", "LA", "I;16", "I;16B", "I;16L")
 MARKS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
-"""How files of images begin; of others, JPEG is the likeliest."""
+"""The first bytes of image formats. All other files are taken for JPEG, the likeliest format."""
 
 
 class _Encoded(NamedTuple):
-    """A sample as it goes into a shard."""
+    """A sample in the form in which it is written into a shard."""
 
     key: str
     image: bytes
@@ -49,7 +53,7 @@ class _Encoded(NamedTuple):
     text: bytes
     rescaled: bool
     reason: str | None
-    """Why it could not be scaled down."""
+    """Reason why the image could not be scaled down, or None."""
 
 
 def pack(
@@ -62,18 +66,19 @@ def pack(
     progress: Callable[[int], None] = lambda done: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Manifest:
-    """Writes shards `train-000000.tar`, ... of at most `shard_size` bytes and dataset.json, and returns what it says.
+    """Write shards `train-000000.tar`, ... of at most `shard_size` bytes, and return the content of dataset.json.
 
-    Encoded images are copied byte for byte and arrays become PNG; with `max_side`, images with a longer side (pixels)
-    are scaled down to it, upright, and encoded as JPEG of quality 95. An image that cannot be scaled down because it
-    cannot be read is copied, and named in dataset.json. `progress` is told how many samples are in whole or begun
-    shards; when `stop` returns True, `Stopped` is raised. Called again, it goes on after the last whole shard.
+    Encoded images are copied byte for byte, and arrays become PNG. With `max_side`, images with a longer side (in
+    pixels) are turned upright, scaled down to it, and encoded as JPEG of quality 95. An image that should be scaled
+    down but cannot be decoded is copied and listed in dataset.json. `progress` is called with the number of samples
+    written so far. If `stop` returns True, `Stopped` is raised. A further call continues after the last complete shard.
 
-    Raises `ConfigError` for a folder that holds something else, `DataError` as the source does, and `SaveError`.
+    Raises `ConfigError` for invalid arguments and for a folder that holds something else, `SaveError`, and the
+    `DataError` of the source.
     """
     for name, value in (("shard_size", shard_size), ("max_side", max_side), ("workers", workers)):
         if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} is not at least 1")
+            raise ConfigError(f"{name}={value} is less than 1")
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     sources: dict[str, Source] = {split: source for split, source in named.items() if source}
     packing = Packing(fingerprint(*sources.values()), shard_size, max_side, JPEG_QUALITY if max_side else None)
@@ -92,20 +97,23 @@ def pack(
                     done += 1
                     progress(done)
                     if stop():
-                        raise Stopped(f"stopped after {packed_before(state):,} of {sum(samples.values()):,} images in "
-                                      f"whole shards in {destination}", destination)  # fmt: skip
+                        raise Stopped(f"stopped: {packed_before(state):,} of {sum(samples.values()):,} images are in "
+                                      f"complete shards in {destination}", destination)  # fmt: skip
     with saving("the description of the shards", destination / FILE):
         (destination / UNFINISHED).replace(destination / FILE)
     return state
 
 
 def packed_before(manifest: Manifest) -> int:
-    """How many samples are in its whole shards."""
+    """Return the number of samples in the complete shards."""
     return sum(record.samples for records in manifest.shards.values() for record in records)
 
 
 def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, ...]]:
-    """The shards that are there already, whole, up to the first that is not. Makes the folder. Raises `ConfigError`."""
+    """Make the folder, and return the complete shards that it already has, up to the first incomplete one.
+
+    Raises `ConfigError` if the folder holds something else.
+    """
     shards: dict[str, tuple[ShardRecord, ...]] = dict(state.shards)
     for name in (FILE, UNFINISHED):
         path = destination / name
@@ -114,7 +122,7 @@ def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, .
         before = parse(str(path), path.read_bytes())
         if replace(before, shards=state.shards) != state:
             raise ConfigError(
-                f"{destination} has shards of other data, or of other options: {_difference(before, state)}; "
+                f"{destination} has shards of other data or with other options: {_difference(before, state)}; "
                 "choose another folder"
             )
         for split in shards:
@@ -122,9 +130,9 @@ def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, .
         break
     else:
         if destination.exists() and not destination.is_dir():
-            raise ConfigError(f"{destination} is a file; shards are written to a folder")
+            raise ConfigError(f"{destination} is a file; shards are written to a folder, so choose another path")
         if destination.exists() and any(not entry.name.endswith(".partial") for entry in destination.iterdir()):
-            raise ConfigError(f"{destination} is not empty, and has no shards to go on with; choose another folder")
+            raise ConfigError(f"{destination} is not empty and has no shards to continue; choose another folder")
     with saving("the description of the shards", destination):
         destination.mkdir(parents=True, exist_ok=True)
         (destination / FILE).unlink(missing_ok=True)
@@ -133,14 +141,14 @@ def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, .
 
 
 def _difference(before: Manifest, now: Manifest) -> str:
-    """The first thing in which two packs are not the same."""
+    """Return the first difference between two packs, as text."""
     pairs = {"classes": (before.classes, now.classes), "number of samples": (before.samples, now.samples)}
     old, new = asdict(before.packing), asdict(now.packing)
     pairs |= {name: (old[name], new[name]) for name in ("shard_size", "max_side", "jpeg_quality")}
     for name, (one, other) in pairs.items():
         if one != other:
-            return f"its {name} is {one}, not {other}" if name != "classes" else "its classes are others"
-    return "its keys or labels are others"
+            return f"its {name} is {one}, not {other}" if name != "classes" else "its classes differ"
+    return "its keys or labels differ"
 
 
 def _whole(destination: Path, records: tuple[ShardRecord, ...]) -> tuple[ShardRecord, ...]:
@@ -159,7 +167,7 @@ def _save(destination: Path, state: Manifest) -> None:
 def _write(
     destination: Path, split: str, source: Source, start: int, state: Manifest, workers: int
 ) -> Generator[ShardRecord | None, None, None]:
-    """Writes the samples from `start` on. Yields a record when a shard is whole, and None when a sample is written."""
+    """Write the samples from `start` on. Yields a record for each complete shard, and None for each sample."""
     count = len(state.shards[split])
     shard: _Shard | None = None
     try:
@@ -184,7 +192,7 @@ def _write(
 
 
 class _Shard:
-    """A tar being written, under another name until it is whole."""
+    """A tar that is being written, under a temporary name until it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -227,14 +235,17 @@ class _Shard:
 
 
 def _member(name: str, data: bytes) -> bytes:
-    """A file in a tar, of nobody, at no time, so that the same data give the same bytes."""
+    """Return a file of a tar without owner and time, so that the same data always give the same bytes."""
     about = tarfile.TarInfo(name)
     about.size = len(data)
     return about.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
 
 
 def _in_order(work: Callable[[int], _Encoded], start: int, stop: int, workers: int) -> Generator[_Encoded, None, None]:
-    """What `work` returns for each number, in order, worked on by threads a little ahead (Pillow lets them run)."""
+    """Yield the results of `work` for each number, in order. Threads compute a few results ahead.
+
+    Threads help because Pillow releases the GIL.
+    """
     waiting: deque[Future[_Encoded]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         try:
@@ -277,11 +288,11 @@ def _fields(target: Target) -> dict[str, object]:
 
 
 def _rescaled(image: bytes, max_side: int) -> bytes | None:
-    """The image as a JPEG with sides of at most `max_side`, or None where it has them. Raises `UndecodableImage`."""
+    """Return the image as a JPEG scaled down to `max_side`, or None if it is not larger. Raises `UndecodableImage`."""
     try:
         with Image.open(io.BytesIO(image), formats=FORMATS) as header:
             size, mode = header.size, header.mode
-    except Exception:  # whatever it is, decoding says so in the words that are used elsewhere
+    except Exception:  # decoding raises the usual error for whatever is wrong
         to_pil(image, 3)
         return None
     if max(size) <= max_side:
@@ -302,7 +313,7 @@ def _saved(picture: Image.Image, file_format: str, **options: int) -> bytes:
 
 
 def _suffix(key: str, image: bytes) -> str:
-    """The one of its name, or else that of what it begins with."""
+    """Return the suffix of the image's name, or else the one that its first bytes imply."""
     own = os.path.splitext(key)[1].lower()  # noqa: PTH122 (a key is not a path of this machine)
     if own in SUFFIXES:
         return own.removeprefix(".")
