@@ -87,7 +87,7 @@ def test_a_module_only_defines(path: Path) -> None:
 def test_importing_everything_touches_nothing() -> None:
     script = """
 import importlib, pkgutil, sys
-import torch, tyro, rich.console, rich.progress, safetensors.torch, dacite, PIL.Image
+import torch, rich.console, rich.progress, safetensors.torch, dacite, PIL.Image
 import torch.distributed.checkpoint.state_dict_saver, torch.distributed.checkpoint.state_dict_loader
 def watch(event, arguments):
     if event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):

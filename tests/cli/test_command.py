@@ -89,14 +89,15 @@ def test_required_options() -> None:
         ("flip=True cannot be given with init='my model'", "--flip: True cannot be given with MODEL 'my model'"),
         ("flip=True needs image_size, see a/image_size", "--flip: True needs --image-size, see a/image_size"),
         ("one\nbatch_size=0: two", "one\n--batch-size: 0 two"),
+        ("batch_size=3 rules out flip=True and head_bias=2", "--batch-size: 3 rules out --flip True and head_bias=2"),
         ("runs/batch_size=3 exists", "runs/batch_size=3 exists"),
         ("unknown field 'image_size'", "unknown field 'image_size'"),
     ],
 )  # fmt: skip
 def test_messages_name_options(message: str, spelled: str) -> None:
-    assert COMMAND.message(ConfigError(message)) == spelled
+    assert COMMAND.message(ConfigError(message), {"flip": True}) == spelled
 
 
 def test_messages_about_files_keep_the_names_in_them() -> None:
-    assert COMMAND.message(BundleError("a.json: image_size is missing")) == "a.json: image_size is missing"
-    assert COMMAND.message(BundleError("out='x' is taken, image_size=3")) == "--out: 'x' is taken, image_size=3"
+    assert COMMAND.message(BundleError("a.json: image_size is missing"), {}) == "a.json: image_size is missing"
+    assert COMMAND.message(BundleError("out='x' is taken, image_size=3"), {}) == "--out: 'x' is taken, image_size=3"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from vitrail.cli import main
+from vitrail.cli.train import recipe_for
+from vitrail.recipes import RECIPES
 from vitrail.training.run import RunResult
 
 TINY = [
@@ -16,12 +18,9 @@ TINY = [
 ]  # fmt: skip
 
 
-def run(*words: str) -> int | str | None:
-    """The exit code of `vitrail train WORDS`, however it leaves."""
-    try:
-        return main(["train", *words])
-    except SystemExit as leaving:
-        return leaving.code
+def run(*words: str) -> int:
+    """Return the exit code of `vitrail train WORDS`."""
+    return main(["train", *words])
 
 
 def test_a_folder_of_colours_is_learned_shown_and_used(
@@ -71,11 +70,11 @@ SIZES = ("--width", "--depth", "--heads", "--mlp-width")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--init", "{model}", "--variant", "ViT-S/16"], "variant='ViT-S/16' cannot be given with init="),
-        (["--init", "{model}", "--train-blocks", "3"], "train_blocks=3 is more than the 2 blocks of the model"),
+        (["--init", "{model}", "--variant", "ViT-S/16"], "--variant: 'ViT-S/16' cannot be given with --init '"),
+        (["--init", "{model}", "--train-blocks", "3"], "--train-blocks: 3 is more than the 2 blocks of the model"),
         (["--init", "{model}", "--lora-rank", "2", "--lora-on", "fc1"], "query"),
         (["--init={model}/nowhere"], "does not exist"),
-        (["--train-blocks", "0"], "train_blocks=0 keeps weights as they are: it needs init"),
+        (["--train-blocks", "0"], "--train-blocks: 0 keeps weights as they are: it needs init"),
         (["--init", "{model}", "--channels", "3"], "takes; choose 1: the images are converted"),
     ],
 )  # fmt: skip
@@ -90,45 +89,47 @@ def test_mistakes_in_starting_from_a_model_are_named(
 
 
 def test_the_default_recipe_follows_the_data() -> None:
-    from vitrail.cli.train import _default_recipe
-
-    assert _default_recipe([]) == _default_recipe(["--data", "bundled"]) == "demo"
-    assert _default_recipe(["--data=fashion-mnist"]) == "fashion-mnist"
-    assert _default_recipe(["--seed", "1", "--data", "flowers"]) == "folder"
+    assert recipe_for({}) == recipe_for({"data": "bundled"}) == RECIPES["demo"]()
+    assert recipe_for({"data": "fashion-mnist"}) == RECIPES["fashion-mnist"]()
+    assert recipe_for({"data": "flowers", "seed": 1}) == RECIPES["folder"]()
+    assert recipe_for({"data": "flowers", "recipe": "demo"}) == RECIPES["demo"]()
 
 
 def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("fashion-mnist", "--help") == 0
-    shown = capsys.readouterr().out
-    assert "default: fashion-mnist" in shown and "--learning-rate" in shown and "RECIPE is one of demo" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Default: fashion-mnist." in shown and "Default: 18." in shown and "demo, fashion-mnist or folder" in shown
+    assert run("--data", "flowers", "--help") == 0
+    assert "Default: 40." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["dmo"], "unknown recipe 'dmo'; nearest: demo"),
-        (["--lerning-rate", "1"], "--learning-rate"),
+        (["dmo"], "recipe 'dmo' does not exist; nearest: demo"),
+        (["--lerning-rate", "1"], "--lerning-rate: vitrail train has no such option; nearest: --learning-rate"),
+        (["--lr", "1"], "nearest: --learning-rate"),
         (["--data", "{folder}/none"], "none' does not exist"),
         (["--data", "bundeld"], "nearest: bundled"),
         (["--data", "{folder}/empty"], "is empty"),
         (["--data", "{folder}/single"], "has only one class, 'only'"),
         (["--data", "{folder}/hollow"], "has no images"),
-        (["--data", "{folder}/file.txt"], "is a file"),
+        (["--data", "{folder}/file.txt"], "has an unknown file format"),
         (["--image-size", "28", "30"], "patch_size=(4, 4) of a feature map at 1/2; the nearest that is: (32, 32)"),
-        (["--heads", "5"], "width=16 is not divisible by heads=5"),
+        (["--heads", "5"], "--width: 16 is not divisible by --heads 5"),
         (["--variant", "ViT-Q/7"], "size 'Q' does not exist; nearest"),
         (["--variant", "vit-s-16"], "a name is ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1; nearest: ViT-S/16"),
         (["--precision", "fp8"], "fp8"),
-        (["--batch-size", "0"], "batch_size=0 is less than 1"),
+        (["--batch-size", "0"], "--batch-size: 0 is less than 1"),
         (["--steps", "many"], "many"),
-        (["--learning-rate", "-1"], "learning_rate=-1.0 is not above 0"),
-        (["--warmup", "2"], "warmup=2.0 is not in [0, 1)"),
-        (["--device", "abacus"], "device='abacus' cannot be used here"),
+        (["--learning-rate", "-1"], "--learning-rate: -1.0 is not above 0"),
+        (["--warmup", "2"], "--warmup: 2.0 is not in [0, 1)"),
+        (["--device", "abacus"], "--device: 'abacus' cannot be used here"),
         (["--run", "{folder}"], "exists; choose another --run"),
         (["--run", "{folder}", "--overwrite"], "is not a run's folder"),
-        (["--keep", "best", "--validation-share", "0"], "keep='best' needs a validation split"),
+        (["--keep", "best", "--validation-share", "0"], "--keep: 'best' needs a validation split"),
         (["--resume", "{folder}/none"], "is not a run's folder: it has no run.json"),
-        (["--resume", "{folder}/none", "--steps", "9"], "--steps"),
+        (["--resume", "{folder}/none", "--steps", "9"], "--steps: a run that --resume continues keeps its settings"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from vitrail import __version__
 from vitrail.errors import UserError, VitrailError, nearest
@@ -67,11 +68,9 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
     from vitrail.cli.help import help_page
 
     module = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}")
-    command = getattr(module, "COMMAND", None)  # train and finetune parse their own arguments so far
+    command = module.COMMAND
+    given: dict[str, Any] = {}
     try:
-        if command is None:
-            own: int = module.main(arguments, started)
-            return own
         given = command.parse([word for word in arguments if word not in HELP])
         if any(word in HELP for word in arguments):
             print(help_page(command, given, everything="--help-all" in arguments), end="")
@@ -83,7 +82,7 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
     except VitrailError as error:
         if debug:
             raise
-        message = command.message(error) if command and isinstance(error, UserError) else str(error)
+        message = command.message(error, given) if isinstance(error, UserError) else str(error)
         print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -53,11 +53,17 @@ class Command:
     """One or two paragraphs about what the verb does."""
     examples: tuple[Example, ...]
     options: tuple[type, ...]
-    """Dataclasses whose fields are the options."""
+    """Dataclasses whose fields are the verb's own options."""
+    settings: Callable[[], Iterable[Option]] = tuple
+    """Further options: the settings of a run, for verbs that train."""
+    depends: Callable[[Options], Mapping[str, Option]] = lambda given: {}
+    """Options that differ with others that are given, such as the settings of a task. They replace `known`."""
     essential: Mapping[str, tuple[str, ...]]
     """Options that `--help` shows, by the heading of their group."""
     defaults: Callable[[Options], Mapping[str, str]] = lambda given: {}
     """Texts for defaults that differ from those of the fields, for the options that were given."""
+    required: tuple[str, ...] = ()
+    """Options that must be given although they have a default."""
     hidden: tuple[str, ...] = ()
     """Options that the help does not show."""
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +72,8 @@ class Command:
     @cached_property
     def known(self) -> dict[str, Option]:
         """Every option by the name of its field."""
-        return {option.name: option for cls in self.options for option in options_of(cls)}
+        own = (option for cls in self.options for option in options_of(cls))
+        return {option.name: option for option in (*own, *self.settings())}
 
     @property
     def positionals(self) -> list[Option]:
@@ -74,9 +81,8 @@ class Command:
 
     @property
     def usage(self) -> str:
-        required = (option for option in self.known.values() if option.default is dataclasses.MISSING)
         parts = [option.label for option in self.positionals]
-        parts += [f"{option.label} {option.metavar}" for option in required if not option.positional]
+        parts += [f"{option.label} {option.metavar}" for option in self._required() if not option.positional]
         return " ".join(["vitrail", self.name, *parts, "[options]"])
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -94,37 +100,51 @@ class Command:
             names = [name for name, option in by_name.items() if not option.positional and name not in self.hidden]
             raise ConfigError("\n".join(unknown_option(word, self.name, names) for word in unknown))
         given = self._places([*rest, *typed[end + 1 :]])
-        for name, values in vars(found).items():
+        words = vars(found)
+        single = {name: values[0] for name, values in words.items() if isinstance(values, list) and len(values) == 1}
+        by_name = {**by_name, **self.depends(given | single)}
+        for name, values in words.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
         return given
 
     def check_required(self, given: Options) -> None:
         """Raise `ConfigError` if an option that has no default is not given."""
-        missing = [
-            option.label
-            for option in self.known.values()
-            if option.default is dataclasses.MISSING and option.name not in given
-        ]
-        if missing:
+        if "resume" in given:
+            return
+        if missing := [option.label for option in self._required() if option.name not in given]:
             are = "is" if len(missing) == 1 else "are"
             raise ConfigError(f"{' and '.join(missing)} {are} missing; usage: {self.usage}")
 
-    def message(self, error: UserError) -> str:
-        """Return an error's message with the fields that it names spelled as options: `--batch-size: 0 is less than 1`
-        for `batch_size=0 is less than 1`. Only the first words of a line are changed if the error is not about
-        settings, since its message can name files and fields of files."""
-        return "\n".join(self._line(line, isinstance(error, ConfigError)) for line in str(error).split("\n"))
+    def _required(self) -> list[Option]:
+        missing = dataclasses.MISSING
+        return [one for one in self.known.values() if one.default is missing or one.name in self.required]
 
-    def _line(self, line: str, is_about_settings: bool) -> str:
+    def message(self, error: UserError, given: Options) -> str:
+        """Return an error's message with the fields that it names spelled as options: `--batch-size: 0 is less than 1`
+        for `batch_size=0 is less than 1`.
+
+        Values of settings that were not given keep their spelling unless they are a line's first words. Only the first
+        words are changed if the error is not about settings, since its message can name files and fields of files.
+        """
+        about_settings = isinstance(error, ConfigError)
+        return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
+
+    def _line(self, line: str, about_settings: bool, given: Options) -> str:
         names = "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True))
         value = r"\([^()]*\)|'[^']*'|\"[^\"]*\"|[^\s,;:()]+"
-        line = re.sub(rf"^({names})=({value}):? ", lambda found: f"{self._label(found[1])}: {_typed(found[2])} ", line)
-        if not is_about_settings:
+
+        def first(found: re.Match[str]) -> str:
+            return f"{self._label(found[1])}: {_typed(found[2])} "
+
+        def inside(found: re.Match[str]) -> str:
+            is_typed = found[1] in given or found[1] in self.spelled
+            return f"{self._label(found[1])} {_typed(found[2])}" if is_typed else found[0]
+
+        line = re.sub(rf"^({names})=({value}):? ", first, line)
+        if not about_settings:
             return line
         before, after = r"(?<![\w/.'-])", r"(?![\w=('/])"
-        line = re.sub(
-            rf"{before}({names})=({value})", lambda found: f"{self._label(found[1])} {_typed(found[2])}", line
-        )
+        line = re.sub(rf"{before}({names})=({value})", inside, line)
         return re.sub(rf"{before}([a-z0-9]+(?:_[a-z0-9]+)+){after}", lambda found: self._label(found[1]), line)
 
     def _label(self, name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from vitrail.errors import ConfigError, nearest
 
-__all__ = ["Option", "Positional", "convert", "flag", "options_of"]
+__all__ = ["Option", "Positional", "convert", "flag", "options_of", "shown", "unknown_option", "without_none"]
 
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 """Placeholders for values, by type."""
@@ -34,6 +34,9 @@ NAMED_METAVARS = {
     "to": "LAYOUT",
 }
 """Placeholders for the values of some options, by name."""
+
+HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
+"""Options of other programs, and what they are called here."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from options_of(kind, section=field.name)
             continue
-        kind, accepts_none = _without_none(kind)
+        kind, accepts_none = without_none(kind)
         name = field.metadata.get("bare_name", field.name)
         yield Option(name, field.name, kind, accepts_none, field.default, cls, section, positional)
 
@@ -190,7 +193,18 @@ def _first_that_fits(kinds: Sequence[Any], text: str) -> Any:
     raise ValueError(f"{text!r} is {' and '.join(problems)}")
 
 
-def _without_none(kind: Any) -> tuple[Any, bool]:
+def shown(value: object) -> str:
+    """Return a default as a user would type it; nothing for one that means "not given"."""
+    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
+        return ""
+    if value is True:
+        return "on"
+    if isinstance(value, tuple):
+        return " ".join(shown(each) or str(each) for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def without_none(kind: Any) -> tuple[Any, bool]:
     """Return a type without None, and True if None was one of its alternatives."""
     if get_origin(kind) not in (Union, UnionType):
         return kind, False
@@ -210,8 +224,8 @@ def unknown_option(typed: str, verb: str, names: Sequence[str]) -> str:
     """Return the message about an option that a verb does not have, with the nearest ones that it has."""
     name = typed.lstrip("-").replace("_", "-")
     labels = [each.replace("_", "-") for each in names]
-    initials = [each for each in labels if "".join(part[0] for part in each.split("-")) == name]
-    likely = initials or [each for each in labels if each.startswith(f"{name}-") or each.endswith(f"-{name}")]
+    habit = [each for each in labels if each == HABITS.get(name)]
+    likely = habit or [each for each in labels if each.startswith(f"{name}-") or each.endswith(f"-{name}")]
     close = nearest(name, labels)
     found = likely or (close.removeprefix("nearest: ").split(", ") if close.startswith("nearest: ") else [])
     advice = f"nearest: {', '.join(f'--{each}' for each in found[:3])}" if found else f"see vitrail {verb} --help-all"

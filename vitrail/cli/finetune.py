@@ -1,24 +1,26 @@
-"""`vitrail finetune`: a pre-trained model, on your images."""
+"""`vitrail finetune`: adapt a pre-trained model to your images."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.cli.options import Resume, given, parse, parse_run
-from vitrail.data.config import DataConfig
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Option, Positional, flag, shown
+from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_options
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.report import ClassificationReport
-from vitrail.plain import to_plain
-from vitrail.training.config import RunConfig, TrainConfig
+from vitrail.models.config import override_fields
+from vitrail.settings import bare_names
+from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
@@ -31,130 +33,155 @@ from vitrail.weights.load import load
 
 __all__ = ["main"]
 
-USAGE = "vitrail finetune MODEL --data DIR"
+AGAIN = "to continue, give the first command again"
 
-AGAIN = "to go on, give the command again that began it"
+BEFORE_RULE = ("data", "validation_share", "per_class", "subset_seed", "task", "device", "name")
+"""Options that the rule needs to know: they say what it chooses settings for."""
 
-UNSET = 999_983
-"""What an option is that the rule chooses and nobody gave; a default that it could be is one that a user could give."""
+ARCHITECTURE = tuple(name for name in ("variant", *override_fields()) if name not in WITHOUT_WEIGHTS)
+"""Options that the model to start from decides."""
+
+
+LEARNING = ("task", "images", "augment", "optimizer")
+"""Sections of the config that decide how a model learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune:
-    """Fine-tune a pre-trained model on your images, and see where it errs.
+    """Options of `vitrail finetune` that are not settings of the run."""
 
-    MODEL is a model's folder or its run's, another library's file or folder, or a name on the hub. Classes and splits
-    come from the data; steps, learning rate, batch, image size and augmentation from its size and from the machine
-    (docs/transfer.md has the rule), where no option says otherwise. Ctrl-C saves and stops; go on with:
-    vitrail finetune --resume RUN."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = ""
-    """The model to start from."""
+    model: Annotated[str, Positional("MODEL")] = ""
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     protocol: Protocol = "rule"
-    """rule: settings from the data's size and the machine. paper: those of the paper's Table 4; the learning rate is
-    chosen on held-out images, and the model then learns from all of them."""
+    """rule chooses settings from the data's size and the machine. paper takes those of the paper's Table 4, chooses the
+    learning rate on held-out images, and then trains on all of them."""
+    resume: Path | None = None
+    """Folder of a stopped run to continue, with the run's own settings."""
 
 
-def main(words: Sequence[str], started: float) -> int:
+def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
+    base = TrainConfig()
+    texts = default_texts(base)
+    images = bare_names(type(base.images))
+    chosen = ("steps", "epochs", "batch_size", "accumulation", "loss", "label_smoothing", "image_size", "keep",
+              "evaluations", *bare_names(type(base.augment)), *bare_names(type(base.optimizer)))  # fmt: skip
+    texts |= dict.fromkeys(images, "the model's") | dict.fromkeys(chosen, "chosen from the data")
+    return texts | {"data": "", "task": "chosen from the data"}
+
+
+def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
+    return {option.name: option for option in task_options(given.get("task") or TrainConfig().task.name)}
+
+
+COMMAND = Command(
+    name="finetune",
+    summary="""Adapt a pre-trained model to your images, and write a report on where it errs.
+
+    Classes and splits come from the data. The length of the training, the learning rate, the batch size, the image
+    size and the augmentation are chosen from the data's size and the machine; options that you give replace them.
+    Ctrl-C saves the run and stops it; continue with vitrail finetune --resume RUN.""",
+    examples=(
+        Example("vitrail finetune vit.npz --data photos", "Train on a folder that has a folder per class."),
+        Example("vitrail finetune runs/flowers --data photos --lora-rank 8", "Train low-rank updates only."),
+        Example("vitrail finetune google/vit-base-patch16-224 --data labels.csv", "Use a model from the hub."),
+    ),
+    options=(Finetune,),
+    settings=run_options,
+    depends=_of_task,
+    essential={
+        "Data": ("data", "validation_share"),
+        "Method": ("protocol", "train_blocks", "lora_rank", "task", "loss"),
+        "Settings that are otherwise chosen": (
+            "image_size", "epochs", "batch_size", "learning_rate", "flip",
+        ),
+        "Run": ("name", "resume", "device"),
+    },
+    defaults=_defaults,
+    required=("model", "data"),
+    hidden=("init", *ARCHITECTURE),
+    spelled={"init": "MODEL"},
+)  # fmt: skip
+
+
+def main(call: Call) -> int:
     display = ConsoleDisplay(Console())
+    given = call.options
     try:
-        if given(words, "--resume") is not None:
-            folder = parse(Resume, words, usage="vitrail finetune", description=Resume.__doc__ or "").resume
-            if is_trial(folder):
-                raise RunError(f"run {folder} only tries a learning rate; {AGAIN}")
-            config = read_record(folder).config
-            run = None if (folder / "report.html").exists() else finished(folder)
-            result = look_at(run or resume(folder, display=display, started=started), config)
+        if (folder := given.get("resume")) is not None:
+            check_only_resume(given, COMMAND.known)
+            result = _resumed(folder, display, call.started)
         else:
-            config, protocol, initial = _config(words, display)
-            rate = config.optimizer.learning_rate
+            config, protocol, initial = _config(given, display)
+            rate = given.get("learning_rate")
             result = finetune(
                 config,
                 protocol=protocol,
-                rates=(rate,) if given(words, "--learning-rate") is not None else None,
+                rates=None if rate is None else (rate,),
                 initial=initial,
                 display=display,
-                started=started,
+                started=call.started,
                 on_trial=lambda trial: display.say(_tried(trial)),
             )
     except Stopped as stop:
         how = (
-            f"It tries a learning rate; {AGAIN}"
+            f"The run tries a learning rate; {AGAIN}"
             if is_trial(stop.run)
-            else f"Go on with: vitrail finetune --resume {stop.run}"
+            else f"Continue with: vitrail finetune --resume {stop.run}"
         )
         raise Stopped(f"{stop}\n{how}", stop.run) from None
     _report(display, result)
     return 0
 
 
-def _config(words: Sequence[str], display: Display) -> tuple[TrainConfig, Protocol, Bundle]:
-    """The run, made in two readings of the words: the first says what is given, the second fills in the rest."""
-    if {"-h", "--help"}.intersection(words):  # which shows defaults, and leaves
-        _parse(words, TrainConfig().override(data=""))
-    unset = TrainConfig().override(data="", batch_size=UNSET, image_size=(UNSET, UNSET), init="MODEL")
-    first, asked = _parse(words, unset)
-    if not first.model:
-        raise ConfigError("MODEL is missing: say which model to start from")
-    if not asked.data.spec:
-        raise ConfigError("--data is missing: say which images to fine-tune on")
-    if (init := given(words, "--init")) is not None:
-        raise ConfigError(f"--init {init} cannot be given beside {first.model!r}: MODEL is what is started from")
-    initial = load(first.model, device="cpu")
-    run = RunConfig(device=asked.run.device, name=asked.run.name)
-    data = replace(asked.data, mix=(), max_skipped=DataConfig.max_skipped)
-    base = TrainConfig(start=StartConfig(init=first.model), data=data, run=run)
-    chosen = plan(initial, base, first.protocol, _choices(words, asked))
-    rest = chosen.config if given(words, "--epochs") is None else chosen.config.override(steps=None)
-    _, config = _parse(words, rest)
-    usual, optimizer = chosen.config.optimizer.kind, config.optimizer.kind
-    if optimizer != usual and given(words, "--learning-rate") is None:
-        raise ConfigError(
-            f"optimizer={optimizer!r} needs a --learning-rate of its own: those of --protocol {first.protocol} are for "
-            f"{usual!r}"
-        )
-    _say_settings(display, chosen, config)
-    return config, first.protocol, initial
+def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
+    """Finish a run that was stopped, and measure it if that is missing."""
+    if is_trial(folder):
+        raise RunError(f"run {folder} only tries a learning rate; {AGAIN}")
+    config = read_record(folder).config
+    run = None if (folder / "report.html").exists() else finished(folder)
+    return look_at(run or resume(folder, display=display, started=started), config)
 
 
-def _choices(words: Sequence[str], asked: TrainConfig) -> Given:
-    """What is given of the choices that others depend on."""
-    size, batch = asked.images.image_size, asked.run.batch_size
-    return Given(
-        image_size=None if size == (UNSET, UNSET) else size,
-        batch_size=None if batch == UNSET else batch,
-        train_blocks=asked.start.train_blocks,
-        lora_rank=asked.start.lora_rank,
-        learning_rate=None if given(words, "--learning-rate") is None else asked.optimizer.learning_rate,
-        loss="sigmoid" if asked.task.output == "sigmoid" else None,
+def _config(given: Mapping[str, Any], display: Display) -> tuple[TrainConfig, Protocol, Bundle]:
+    """Return the run: the settings that the rule chooses, with those that were given in their places."""
+    model, protocol = given["model"], given.get("protocol", "rule")
+    if "init" in given:
+        raise ConfigError(f"--init: MODEL {model} is what fine-tuning starts from; leave --init out")
+    settings = {name: value for name, value in given.items() if name not in ("model", "protocol")}
+    initial = load(model, device="cpu")
+    base = TrainConfig(start=StartConfig(init=model)).override(
+        **{name: value for name, value in settings.items() if name in BEFORE_RULE}
     )
+    chosen = plan(initial, base, protocol, Given(**{name: settings.get(name) for name in Given._fields}))
+    rest = chosen.config.override(steps=None) if "epochs" in settings else chosen.config
+    config = rest.override(**settings)
+    usual, optimizer = chosen.config.optimizer.kind, config.optimizer.kind
+    if optimizer != usual and "learning_rate" not in settings:
+        raise ConfigError(
+            f"optimizer={optimizer!r} needs learning_rate: the rate that --protocol {protocol} chooses is for {usual!r}"
+        )
+    _say_settings(display, chosen, config, settings)
+    return config, protocol, initial
 
 
-def _say_settings(display: Display, chosen: Rule, config: TrainConfig) -> None:
-    display.say("settings for this data and machine, which your options replace:")
+def _say_settings(display: Display, chosen: Rule, config: TrainConfig, settings: Mapping[str, Any]) -> None:
+    """Print the settings that were chosen, and the options that replace some of them."""
+    display.say("settings chosen for this data and machine:")
     for reason in chosen.reasons:
         display.say(f"  {reason}")
-    if replaced := ", ".join(_replaced(chosen.config, config)):
-        display.say(f"your options instead: {replaced}")
+    before, after = default_texts(chosen.config), default_texts(config)
+    sections = config.settings()
+    decides = ("steps", "epochs", "keep", *(name for name in sections if sections[name] in LEARNING))
+    changed = (name for name in decides if name in settings and after[name] != before.get(name))
+    if replaced := ", ".join(_typed(name, settings[name]) for name in changed):
+        display.say(f"replaced by your options: {replaced}")
 
 
-def _replaced(chosen: TrainConfig, config: TrainConfig) -> Iterator[str]:
-    """What options made other than it was chosen: names and values."""
-    was, now = _settings(chosen), _settings(config)
-    for name, value in now.items():
-        if value != was[name] and value is not None:
-            values = value if isinstance(value, tuple) else (value,)
-            yield f"{name}={' '.join(f'{one:g}' if isinstance(one, float) else str(one) for one in values)}"
-
-
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """Those that decide how a model learns, by name."""
-    own = {name: getattr(config.run, name) for name in ("steps", "epochs", "keep")} | to_plain(config.task)
-    return own | to_plain(config.images) | to_plain(config.augment) | to_plain(config.optimizer)
-
-
-def _parse(words: Sequence[str], default: TrainConfig) -> tuple[Finetune, TrainConfig]:
-    return parse_run(Finetune, words, usage=USAGE, description=Finetune.__doc__ or "", default=default)
+def _typed(name: str, value: Any) -> str:
+    """Return an option as a user types it."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    return f"{flag(name)} {shown(value) or value}"
 
 
 def _tried(trial: Trial) -> str:

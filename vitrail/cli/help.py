@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import textwrap
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vitrail.cli.command import Command
-from vitrail.cli.fields import Option
+from vitrail.cli.fields import Option, flag, shown
 
 __all__ = ["help_page"]
 
@@ -37,7 +36,7 @@ def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, w
     for heading, options in _groups(command, everything=everything):
         lines += ["", f"{heading}:"]
         for option in options:
-            lines += _entry(option, defaults, width, everything=everything)
+            lines += _entry(option, _text(option, command), defaults, width, everything=everything)
     if not everything:
         lines += ["", f"vitrail {command.name} --help-all shows every option with its whole text."]
     return "\n".join(lines) + "\n"
@@ -49,8 +48,7 @@ def _groups(command: Command, *, everything: bool) -> Iterator[tuple[str, Sequen
         yield "Arguments", command.positionals
     essential = {name for names in command.essential.values() for name in names}
     for heading, names in command.essential.items():
-        if options := [command.known[name] for name in names if name in command.known]:
-            yield heading, options
+        yield heading, [command.known[name] for name in names]
     if not everything:
         return
     rest: dict[str, list[Option]] = {}
@@ -61,9 +59,17 @@ def _groups(command: Command, *, everything: bool) -> Iterator[tuple[str, Sequen
         yield f"More of {section}" if section else "More options", options
 
 
-def _entry(option: Option, defaults: Mapping[str, str], width: int, *, everything: bool) -> Iterator[str]:
+def _text(option: Option, command: Command) -> str:
+    """Return the text of an option in the terms of the verb: without "With --init: " if a verb always has --init."""
+    text = option.help
+    for name, spelled in command.spelled.items():
+        text = text.removeprefix(f"With {flag(name)}: ").replace(flag(name), spelled)
+    return text[:1].upper() + text[1:] if text != option.help else text
+
+
+def _entry(option: Option, text: str, defaults: Mapping[str, str], width: int, *, everything: bool) -> Iterator[str]:
     """Yield the lines about an option: its name and values, and its text with the default."""
-    text = option.help if everything else _short(option.help)
+    text = text if everything else _short(text)
     default = defaults[option.name] if option.name in defaults else shown(option.default)
     if default and "efault" not in text:
         text += f" Default: {default}."
@@ -85,17 +91,6 @@ def _head(option: Option, default: str) -> str:
         is_off = option.default is False and not default
         return option.label if is_off else f"{option.label}, --no-{option.label[2:]}"
     return f"{option.label} {option.metavar}"
-
-
-def shown(value: object) -> str:
-    """Return a default as a user would type it; nothing for one that means "not given"."""
-    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
-        return ""
-    if value is True:
-        return "on"
-    if isinstance(value, tuple):
-        return " ".join(shown(each) or str(each) for each in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _short(text: str) -> str:

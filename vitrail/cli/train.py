@@ -1,16 +1,20 @@
-"""`vitrail train`: a run from scratch or from a model, or the rest of one that was stopped."""
+"""`vitrail train`: train a network from scratch or from a model, or continue a run that was stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.options import Resume, given, parse, parse_run
+from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.fields import Option, Positional
+from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_options
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import RECIPES
@@ -22,53 +26,89 @@ from vitrail.weights.load import load
 
 __all__ = ["main"]
 
-USAGE = "vitrail train [RECIPE]"
-DESCRIPTION = """Train a Vision Transformer from scratch, or from a model with --init.
 
-RECIPE is one of {recipes}; the options below show its settings and replace them. Without one it is demo, on bundled
-images, or folder where --data names something else. With --init the architecture is the model's, and so are image size
-and normalisation unless given. Ctrl-C saves and stops; go on with: vitrail train --resume RUN."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Train:
-    """The options of the verb that are not settings of a run: none."""
+    """Options of `vitrail train` that are not settings of the run."""
+
+    recipe: Annotated[str, Positional("[RECIPE]")] = ""
+    """Settings to start from: demo, fashion-mnist or folder. By default demo, or folder for --data of your own."""
+    resume: Path | None = None
+    """Folder of a stopped run to continue, with the run's own settings."""
 
 
-def main(words: Sequence[str], started: float) -> int:
+def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
+    """Return the recipe that is named, or the one for the data. Raise `ConfigError` if there is none of this name."""
+    data = given.get("data")
+    for_data = "demo" if data is None else {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")
+    name = given.get("recipe") or for_data
+    if name not in RECIPES:
+        raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, RECIPES)}")
+    return RECIPES[name]()
+
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
+    texts = default_texts(recipe_for(given))
+    if "init" in given:
+        texts |= dict.fromkeys(("image_size", "channels", "mean", "std"), "the model's") | {"variant": "the model's"}
+    return texts
+
+
+def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
+    """Return the settings of the task that is given, or of the recipe's."""
+    task = given.get("task") or recipe_for(given).task.name
+    return {option.name: option for option in task_options(task)}
+
+
+COMMAND = Command(
+    name="train",
+    summary="""Train a Vision Transformer from scratch, or from a model with --init. Without options it trains a small
+    network on bundled images, which takes a few minutes.
+
+    RECIPE sets all options; those that you give replace its values. Ctrl-C saves the run and stops it; continue with
+    vitrail train --resume RUN.""",
+    examples=(
+        Example("vitrail train", "Train the demo on bundled images."),
+        Example("vitrail train --data photos --epochs 100", "Train on a folder that has a folder per class."),
+        Example("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
+    ),
+    options=(Train,),
+    settings=run_options,
+    depends=_of_task,
+    essential={
+        "Data": ("data", "validation_share", "image_size"),
+        "Network": ("variant", "init"),
+        "Task": ("task", "loss"),
+        "Optimisation": ("epochs", "batch_size", "learning_rate"),
+        "Run": ("name", "resume", "device"),
+    },
+    defaults=_defaults,
+)
+
+
+def main(call: Call) -> int:
     console = Console()
     display = ConsoleDisplay(console)
     try:
-        if given(words, "--resume") is not None:
-            run = parse(Resume, words, usage="vitrail train", description=Resume.__doc__ or "").resume
-            result = resume(run, display=display, started=started)
+        if (folder := call.options.get("resume")) is not None:
+            check_only_resume(call.options, COMMAND.known)
+            result = resume(folder, display=display, started=call.started)
         else:
-            config, initial = _config(words)
-            result = train(config, initial=initial, display=display, started=started)
+            config, initial = _config(call.options)
+            result = train(config, initial=initial, display=display, started=call.started)
     except Stopped as stop:
-        raise Stopped(f"{stop}\nGo on with: vitrail train --resume {stop.run}", stop.run) from None
+        raise Stopped(f"{stop}\nContinue with: vitrail train --resume {stop.run}", stop.run) from None
     _report(console, result)
     return 0
 
 
-def _config(words: Sequence[str]) -> tuple[TrainConfig, Bundle | None]:
-    """The run, and the model to start it from, which decides what images have to be like where options do not."""
-    name, rest = (words[0], words[1:]) if words and not words[0].startswith("-") else (_default_recipe(words), words)
-    if name not in RECIPES:
-        raise ConfigError(f"unknown recipe {name!r}; {nearest(name, RECIPES)}")
-    recipe, initial = RECIPES[name](), None
-    if (init := given(rest, "--init")) is not None:
+def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
+    """Return the run, and the model to start it from. The model replaces the recipe's network and preprocessing."""
+    recipe, initial = recipe_for(given), None
+    if (init := given.get("init")) is not None:
         initial = load(init, device="cpu")
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig(), images=initial.preprocess)
-    description = DESCRIPTION.format(recipes=", ".join(RECIPES))
-    _, config = parse_run(Train, rest, usage=USAGE, description=description, default=recipe)
-    return config, initial
-
-
-def _default_recipe(words: Sequence[str]) -> str:
-    """The recipe for data that was named without one."""
-    data = given(words, "--data")
-    return "demo" if data is None else {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")
+    return recipe.override(**{name: value for name, value in given.items() if name != "recipe"}), initial
 
 
 def _report(console: Console, result: RunResult) -> None:

@@ -16,9 +16,10 @@ class DataConfig:
     """The data of a run. Raises `ConfigError`, naming every field that does not fit, when it is made."""
 
     spec: str = field(default="bundled", metadata=named("data"))
-    """A folder of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards,
-    Parquet, hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or bundled. With [:1000] or
-    [:10%] behind it, only that part of the training images is used."""
+    """Data set: a folder with a folder per class, a table, shards, or a name such as fashion-mnist. In full: a folder
+    of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards, Parquet,
+    hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or bundled. With [:1000] or [:10%]
+    behind it, only that part of the training images is used."""
     mix: tuple[str, ...] = ()
     """More data to train on, each with its fraction of the images: 0.3:fractals:1000:100. Its held-out splits are not
     used."""

@@ -49,6 +49,7 @@ class RootConfig:
     weight_eps: float = 1e-5
     """Epsilon of weight standardisation: 1e-5 on the deviation, or timm's 1e-8 on the variance."""
     weight_eps_on: WeightEps = "deviation"
+    """Statistic that the epsilon of weight standardisation is added to: the deviation or the variance of a filter."""
 
     def __post_init__(self) -> None:
         _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
@@ -90,6 +91,7 @@ class ResNetConfig:
     weight_eps: float = 1e-10
     """Epsilon of weight standardisation: 1e-10, or timm's 1e-8."""
     weight_eps_on: WeightEps = "variance"
+    """Statistic that the epsilon of weight standardisation is added to: the deviation or the variance of a filter."""
 
     def __post_init__(self) -> None:
         _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)

@@ -36,8 +36,7 @@ class Classification(Task):
     name: ClassVar[str] = "classification"
 
     loss: Loss = "softmax"
-    """softmax: every image has one class. sigmoid: each class is a yes-or-no question of its own, so an image can have
-    several labels or none."""
+    """Loss function: softmax if every image has exactly one class, sigmoid if an image can have several or none."""
     label_smoothing: float = 0.0
     """Fraction of the target that is spread over all classes."""
     class_weights: ClassWeights = "none"

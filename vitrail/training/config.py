@@ -42,7 +42,7 @@ class RunConfig:
     epochs: float = 10.0
     """Passes over the training images, unless --steps is given."""
     steps: int | None = None
-    """Optimiser steps."""
+    """Number of optimiser steps. By default it follows from --epochs."""
     batch_size: int = 128
     """Images per step."""
     accumulation: int = 1

@@ -47,7 +47,7 @@ class Preprocess:
     """
 
     image_size: tuple[int, int]
-    """Height and width of the result."""
+    """Height and width in pixels of the images that the network receives."""
     channels: int = 3
     """3 for RGB, 1 for grey; other images are converted."""
     resize: Resize = "squash"

@@ -1,0 +1,91 @@
+"""The options of the verbs that train: the settings of a run, of its network and of its task."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, get_type_hints
+
+from vitrail.cli.fields import Option, options_of, shown, without_none
+from vitrail.errors import ConfigError
+from vitrail.models.config import ModelConfig, override_fields
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.settings import bare_names
+from vitrail.tasks import TASKS, Task
+from vitrail.training.config import TrainConfig
+
+__all__ = ["check_only_resume", "default_texts", "run_options", "task_options"]
+
+
+def run_options() -> Iterator[Option]:
+    """Yield the options of a run, none of them required, since a recipe or a rule has a value for each.
+
+    A setting that several tasks have is yielded once, as the first of them has it.
+    """
+    kinds = get_type_hints(TrainConfig)
+    for section in dataclasses.fields(TrainConfig):
+        kind = kinds[section.name]
+        if kind is Task:
+            yield _task_option()
+            yield from {option.name: option for name in reversed(TASKS) for option in task_options(name)}.values()
+        elif kind is ModelConfig:
+            yield from _model_options(section.name)
+        else:
+            for option in options_of(kind, section=section.name):
+                yield dataclasses.replace(option, default=None) if option.default is dataclasses.MISSING else option
+
+
+def task_options(task: str) -> Iterable[Option]:
+    """Return the options of a task: its settings."""
+    return options_of(TASKS[task], section="task")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """The options that choose among dataclasses."""
+
+    task: str = "classification"
+    """Task to train for. Each task has settings of its own."""
+
+
+def _task_option() -> Option:
+    kind = Literal[tuple(TASKS)]  # type: ignore[valid-type]
+    return Option("task", "task", kind, False, _Chosen.task, _Chosen, "task", None)
+
+
+def _model_options(section: str) -> Iterator[Option]:
+    """Yield the variant, and an option for each field of a network's config that can be overridden."""
+    yield next(option for option in options_of(ModelConfig, section=section) if option.name == "variant")
+    for name in override_fields():
+        owner = _owner_of(name)
+        kind, _ = without_none(get_type_hints(owner)[name])
+        if not dataclasses.is_dataclass(kind):
+            yield Option(name, name, kind, True, None, owner, section, None)
+
+
+def _owner_of(name: str) -> Any:
+    """Return the config of a network that has a field; the first one if several have it."""
+    return next(cls for cls in (ViTConfig, ResNetConfig) if name in {field.name for field in dataclasses.fields(cls)})
+
+
+def default_texts(config: TrainConfig) -> dict[str, str]:
+    """Return the values of a run's settings as texts, by their bare names."""
+    texts = {"task": config.task.name}
+    for name, section in config.settings().items():
+        value = _value(getattr(config, section), name)
+        texts[name] = "off" if value is False else shown(value)
+    return texts
+
+
+def _value(section: Any, name: str) -> Any:
+    if isinstance(section, ModelConfig):
+        return section.variant if name == "variant" else section.overrides.get(name)
+    return getattr(section, bare_names(type(section))[name])
+
+
+def check_only_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> None:
+    """Raise `ConfigError` if an option is given beside --resume."""
+    for name in given:
+        if name != "resume":
+            raise ConfigError(f"{labels[name].label}: a run that --resume continues keeps its settings; leave this out")
