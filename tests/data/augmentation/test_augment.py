@@ -17,6 +17,7 @@ from vitrail.data.augmentation import jitter, randaugment
 from vitrail.data.augmentation.augment import PRESETS, Augment
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 from vitrail.data.pipeline import Batch
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 
 
@@ -310,3 +311,21 @@ def test_each_view_is_augmented_and_mixed_for_itself(fields: dict[str, float]) -
         assert torch.equal(several.targets[::views], single.targets)
         partners = (several.targets[1::views] > 0).nonzero()
         assert all((label - row) % 4 in (0, 1) for row, label in partners.tolist()), "the next sample is the partner"
+
+
+@pytest.mark.parametrize(("flip", "shift"), [(True, 0), (False, 2), (True, 2)])
+def test_placements_say_where_images_land(flip: bool, shift: int) -> None:
+    """Against images whose pixels are numbered; what is moved in from beyond the border has no place."""
+    count, height, width = 24, 5, 7
+    ids = np.arange(height * width, dtype=np.uint8).reshape(height, width)
+    images = torch.from_numpy(ids).repeat(count, 1, 1, 1)
+    samples = torch.arange(count) // 2
+    data = replace(make_batch(images, samples * 0, samples), views=torch.arange(count) % 2)
+    augment = Augment(flip=flip, shift=shift)
+    before = Preprocess(image_size=(height, width)).placement((height, width))
+    found = augment.placements(data, [before] * count, seed=5)
+    changed = augment(data, seed=5).images[:, 0].numpy()
+    for placement, image in zip(found, changed, strict=True):
+        expected = placement.mask(ids, fill=255)
+        assert np.array_equal(image[expected != 255], expected[expected != 255]) and (expected != 255).any()
+    assert len(set(found)) > 1 and {placement.mirrored for placement in found} == {False, flip}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from PIL import Image
 
 from vitrail.data.pixels.geometry import Placement, place, scaled_side
 from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess
+from vitrail.errors import ConfigError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "placements.json").read_text())
 """Transform, size of the image, size asked for, share (torchvision: cut and short side), and what their code does: the
@@ -34,7 +37,8 @@ def test_placements_are_those_of_torchvision_and_timm(kind: str) -> None:
     assert len(rows) > 80
     for _, old, new, share, (height, width, top, left) in rows:
         share = share[0] / share[1] if kind == "torchvision" else share
-        assert place(tuple(old), tuple(new), OURS[kind], share) == Placement((height, width), top, left), (old, new)
+        found = place(tuple(old), tuple(new), OURS[kind], share)
+        assert found == Placement(tuple(old), (0, 0, *old), (height, width), tuple(new), top, left), (old, new)
 
 
 @pytest.mark.parametrize(("size", "edge"), [(224, 256), (224, 232), (238, 242)])
@@ -123,3 +127,176 @@ def test_the_window_lies_in_the_middle(old: tuple[int, int], new: tuple[int, int
         assert any(
             abs(whole - scaled_side(part, share)) <= 0 for whole, part in zip(placement.scaled, new, strict=True)
         )
+
+
+small = st.integers(1, 23)
+cases = st.tuples(
+    st.tuples(small, small), st.tuples(small, small), st.sampled_from(["squash", "crop", "pad"]), st.floats(0.3, 1),
+    st.none() | st.tuples(small, small, small, small), st.booleans(), st.tuples(st.integers(-3, 3), st.integers(-3, 3)),
+)  # fmt: skip
+"""Sizes of the image and of the result, resize, crop_share, what a box is made of, mirrored, and a shift."""
+
+
+def placed(case: tuple[Any, ...]) -> Placement:
+    """A placement of an image of odd size: squashed, cut, padded, or a box of it, and perhaps mirrored and moved."""
+    old, new, resize, share, numbers, mirrored, shift = case
+    box = None
+    if numbers is not None:
+        top, left = numbers[0] % old[0], numbers[1] % old[1]
+        box = (top, left, 1 + numbers[2] % (old[0] - top), 1 + numbers[3] % (old[1] - left))
+    placement = Preprocess(image_size=new, resize=resize, crop_share=share).placement(old, box)
+    return (placement.flipped() if mirrored else placement).shifted(*shift)
+
+
+def forwards(placement: Placement, axis: int, at: Fraction) -> Fraction:
+    """Where a coordinate of the image lands, by the definition: cut the box, scale it, cut the window, mirror."""
+    scaled = (at - placement.box[axis]) * placement.scaled[axis] / placement.box[2 + axis]
+    window = scaled - (placement.top, placement.left)[axis]
+    return placement.size[axis] - window if axis == 1 and placement.mirrored else window
+
+
+def under(placement: Placement, axis: int) -> list[int]:
+    """For each pixel of the result the pixel of the image whose area holds its centre, -1 for padding."""
+    found = []
+    edges = [forwards(placement, axis, Fraction(at)) for at in range(placement.image[axis] + 1)]
+    box = range(placement.box[axis], placement.box[axis] + placement.box[2 + axis])
+    for pixel in range(placement.size[axis]):
+        centre = pixel + Fraction(1, 2)
+        holding = [at for at in box if min(edges[at : at + 2]) <= centre <= max(edges[at : at + 2])]
+        # On the edge of two pixels, the one whose area begins there in the image, whichever way it is mirrored.
+        found.append(max(holding) if holding else -1)
+    return found
+
+
+@given(cases)
+def test_masks_are_placed_as_the_definition_says(case: tuple[Any, ...]) -> None:
+    placement = placed(case)
+    height, width = placement.image
+    ids = np.arange(height * width).reshape(height, width)
+    rows, columns = under(placement, 0), under(placement, 1)
+    expected = [[-1 if row < 0 or column < 0 else row * width + column for column in columns] for row in rows]
+    found = placement.mask(ids, fill=-1)
+    assert found.dtype == ids.dtype
+    # A centre on the outer edge of the scaled box belongs to the padding or to the box; both hold by the definition.
+    edge = np.array(expected) != found
+    assert not edge.any() or set(found[edge]) == {-1}
+    np.testing.assert_array_equal(placement.mask(np.stack([ids, ids + 1]), fill=-1)[0], found)
+
+
+@given(cases)
+def test_points_go_there_and_back_exactly_as_defined(case: tuple[Any, ...]) -> None:
+    placement = placed(case)
+    points = np.array([[0.0, 0.0], [0.5, 0.5], [3.25, 7.0], [float(placement.image[1]), float(placement.image[0])]])
+    found = placement.points(points)
+    for (x, y), (new_x, new_y) in zip(points, found, strict=True):
+        assert abs(forwards(placement, 1, Fraction(x)) - Fraction(new_x)) < 1e-9
+        assert abs(forwards(placement, 0, Fraction(y)) - Fraction(new_y)) < 1e-9
+    np.testing.assert_allclose(placement.points_back(found), points, atol=1e-9)
+
+
+@given(cases, st.tuples(*[st.integers(0, 22)] * 4))
+def test_boxes_enclose_the_pixels_of_their_masks(case: tuple[Any, ...], corners: tuple[int, int, int, int]) -> None:
+    """A pixel of the result shows the box where its centre is in the placed box (centres on an edge aside)."""
+    placement = placed(case)
+    height, width = placement.image
+    left, right = sorted((corners[0] % width, corners[1] % width + 1))
+    top, bottom = sorted((corners[2] % height, corners[3] % height + 1))
+    mask = np.zeros((height, width), bool)
+    mask[top:bottom, left:right] = True
+    ((x0, y0, x1, y1),) = placement.boxes(np.array([[left, top, right, bottom]], np.float64))
+    assert 0 <= x0 <= x1 <= placement.size[1] and 0 <= y0 <= y1 <= placement.size[0]
+    y, x = (np.arange(size) + 0.5 for size in placement.size)
+    seen = placement.mask(mask)
+    inside = ((y > y0 + 1e-9) & (y < y1 - 1e-9))[:, None] & ((x > x0 + 1e-9) & (x < x1 - 1e-9))
+    nearly = ((y > y0 - 1e-9) & (y < y1 + 1e-9))[:, None] & ((x > x0 - 1e-9) & (x < x1 + 1e-9))
+    boxed = placement.mask(np.ones_like(mask))
+    assert (seen >= (inside & boxed)).all() and (seen <= nearly).all()
+    back = placement.boxes_back(np.array([[x0, y0, x1, y1]]))[0]
+    if x1 > x0 and y1 > y0:  # what was clipped is lost, and nothing is added
+        assert back[0] >= left - 1e-9 and back[1] >= top - 1e-9 and back[2] <= right + 1e-9 and back[3] <= bottom + 1e-9
+
+
+def test_boxes_are_clipped_and_mirrored() -> None:
+    placement = Placement((10, 20), (0, 0, 10, 20), (20, 40), (20, 20), 0, 10)
+    boxes = np.array([[5.0, 1.0, 9.0, 4.0], [0.0, 0.0, 6.0, 10.0], [0.0, 0.0, 2.0, 2.0]])
+    assert placement.boxes(boxes).tolist() == [[0, 2, 8, 8], [0, 0, 2, 20], [0, 0, 0, 4]]
+    assert placement.flipped().boxes(boxes).tolist() == [[12, 2, 20, 8], [18, 0, 20, 20], [20, 0, 20, 4]]
+    assert placement.flipped().flipped() == placement and hash(placement) != hash(placement.flipped())
+
+
+@given(cases)
+def test_maps_are_filtered_as_pillow_does(case: tuple[Any, ...]) -> None:
+    placement = placed(case)
+    height, width = placement.image
+    values = np.random.default_rng(height * 31 + width).normal(size=(height, width)).astype(np.float32)
+    top, left, h, w = placement.box
+    part = Image.fromarray(values[top : top + h, left : left + w])
+    scaled = part.resize(placement.scaled[::-1], Image.Resampling.BILINEAR)
+    window = np.full(placement.size, -7.0)
+    for row in range(placement.size[0]):
+        for column in range(placement.size[1]):
+            y, x = row + placement.top, column + placement.left
+            if 0 <= y < placement.scaled[0] and 0 <= x < placement.scaled[1]:
+                window[row, column] = np.asarray(scaled)[y, x]
+    expected = window[:, ::-1] if placement.mirrored else window
+    np.testing.assert_allclose(placement.map(values, fill=-7.0), expected, atol=2e-6)
+
+
+@given(cases, st.integers(1, 9), st.integers(1, 9))
+def test_cells_of_the_result_are_put_back_onto_the_image(case: tuple[Any, ...], rows: int, columns: int) -> None:
+    """By nearest cells, and by linear interpolation, against the place where each pixel's centre lands."""
+    placement = placed(case)
+    height, width = placement.image
+    cells = np.arange(rows * columns).reshape(rows, columns)
+    down, across = np.mgrid[:rows, :columns] + 0.5
+    grid = np.stack([across * placement.size[1] / columns, down * placement.size[0] / rows])
+    ids, places = placement.mask_back(cells, fill=-1), placement.map_back(grid, fill=-1.0)
+    top, left, h, w = placement.box
+    for y in range(height):
+        for x in range(width):
+            at = [forwards(placement, axis, Fraction(2 * pixel + 1, 2)) for axis, pixel in ((0, y), (1, x))]
+            part = [at[axis] * (rows, columns)[axis] / placement.size[axis] for axis in (0, 1)]
+            inside = top <= y < top + h and left <= x < left + w
+            if any(one.denominator == 1 for one in part):
+                continue  # on the edge of two cells, or of the result
+            if not inside or not all(0 <= one < count for one, count in zip(part, (rows, columns), strict=True)):
+                assert ids[y, x] == -1 and (places[:, y, x] == -1).all()
+                continue
+            assert ids[y, x] == int(part[0]) * columns + int(part[1])
+            for axis, count in ((0, rows), (1, columns)):
+                step = placement.scaled[axis] / placement.box[2 + axis] * count / placement.size[axis]
+                if step <= 1:
+                    clamped = min(max(part[axis], Fraction(1, 2)), count - Fraction(1, 2))  # beyond the outer centres
+                    assert abs(places[1 - axis, y, x] - float(clamped) * placement.size[axis] / count) < 1e-9
+
+
+@pytest.mark.parametrize("box", [None, (1, 2, 9, 7), (3, 0, 10, 16), (12, 15, 1, 1)])
+@pytest.mark.parametrize("resize", ["squash", "crop", "pad"])
+@pytest.mark.parametrize("new", [(13, 16), (5, 7), (26, 33), (9, 30)])
+def test_pixels_are_where_the_placement_says(
+    box: tuple[int, int, int, int] | None, resize: str, new: tuple[int, int]
+) -> None:
+    """A picture of coordinates, decoded and scaled as a network's input is."""
+    y, x = np.mgrid[:13, :16].astype(np.uint8)
+    picture = np.stack([y, x, np.full_like(x, 1)], axis=2)
+    preprocess = Preprocess(image_size=new, resize=resize, crop_share=0.8, interpolation="nearest", pad_value=(0,))
+    found = preprocess.pixels(picture, box).astype(int)
+    placement = preprocess.placement((13, 16), box)
+    expected = placement.mask(picture.transpose(2, 0, 1), fill=0).astype(int)
+    difference = np.abs(found - expected)
+    assert (difference[2] == 0).all(), "padding lies where it should"
+    for axis in (0, 1):
+        begin, part, whole = (placement.top, placement.left)[axis], placement.box[2 + axis], placement.scaled[axis]
+        tie = np.array([(2 * (at + begin) + 1) * part % (2 * whole) == 0 for at in range(new[axis])])
+        wrong = difference[axis].any(axis=1 - axis)
+        assert (
+            not (wrong & ~tie).any() and difference[axis].max() <= 1
+        )  # Pillow's sums may fall to either side of a tie
+
+
+def test_a_map_of_another_image_is_refused() -> None:
+    placement = Preprocess(image_size=(4, 4)).placement((5, 7))
+    message = r"values of shape \(7, 5\) do not belong to an image of 5 x 7 \(height, width\); their last two"
+    for method in (placement.mask, placement.map):
+        with pytest.raises(ConfigError, match=message):
+            method(np.zeros((7, 5)))

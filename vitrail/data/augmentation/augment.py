@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -21,6 +22,7 @@ from vitrail.data.augmentation import jitter, mixing, operations, randaugment
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 from vitrail.data.augmentation.operations import on_device
 from vitrail.data.pipeline import Batch
+from vitrail.data.pixels.geometry import Placement
 from vitrail.errors import ConfigError
 
 __all__ = ["PRESETS", "Augment", "Preset", "Settings"]
@@ -138,6 +140,20 @@ class Augment:
             numbers = draw(Slot.MIX, mixing.DRAWS)
             return mixing.mix(batch, numbers, mixup=chosen.mixup, cutmix=self.cutmix, classes=classes)
         return batch
+
+    def placements(self, batch: Batch, placements: Sequence[Placement], *, seed: int) -> list[Placement]:
+        """Return where the images of a batch land once they are mirrored and moved, given where they landed before.
+
+        Other geometric changes, those of RandAugment, are not included.
+        """
+        key = (batch.epochs.numpy(), batch.samples.numpy(), batch.views.numpy())
+        moved = []
+        for placement, draws in zip(placements, keyed_uniform(seed, *key, draws=3, first=Slot.MOVE), strict=True):
+            reach = 2 * self.shift + 1
+            down, right = ((draws[1:] * reach).astype(np.int64) - self.shift).tolist()
+            turned = placement.flipped() if self.flip and draws[0] < 0.5 else placement
+            moved.append(turned.shifted(down, right))
+        return moved
 
     def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 3"]) -> UInt8[Tensor, "b c h w"]:
         b, _, height, width = images.shape

@@ -1,4 +1,4 @@
-"""From a decoded image to what a network sees: one description, shared by training, evaluation, export and serving."""
+"""From a decoded image to the input of a network: one description for training, evaluation, export and serving."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.data.pixels.decode import MAX_PIXELS, Opened, decode, open_image
-from vitrail.data.pixels.geometry import Placement, Resize, place
+from vitrail.data.pixels.geometry import Box, Placement, Resize, place
 from vitrail.errors import ConfigError, UndecodableImage
 
 __all__ = ["Box", "Interpolation", "Preprocess", "Resize"]
@@ -28,50 +28,47 @@ FILTERS: dict[Interpolation, Image.Resampling] = {
     "area": Image.Resampling.BOX,
 }
 
-Box = tuple[int, int, int, int]
-"""Top, left, height and width of a part of an image, in pixels of the upright image at its full size."""
-
 Part = tuple[float, float, float, float]
-"""Likewise of any picture, in pixels that may be cut through."""
+"""Top, left, height and width of a part of a picture, in fractions of pixels."""
 
 SPARE = 2
-"""A JPEG is shrunk while it is decoded as long as this many times the pixels that are needed remain on each side."""
+"""A JPEG is shrunk while it is decoded as long as each side keeps this many times the pixels that are needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """Geometry on the CPU, an image at a time (`pixels`); normalisation where the network is, a batch at a time.
+    """Geometry on the CPU, one image at a time (`pixels`); normalisation on the network's device, one batch at a time.
 
-    The evaluation transforms of torchvision (`Resize`, `CenterCrop`) and of timm ("center", "squash" and "border") can
-    all be said, and give the same pixels. Raises `ConfigError` when a field is out of its range.
+    The fields can express the evaluation transforms of torchvision (`Resize`, `CenterCrop`) and of timm ("center",
+    "squash" and "border"), with the same pixels. Raise `ConfigError` if a field is out of its range.
     """
 
     image_size: tuple[int, int]
     """Height and width in pixels of the images that the network receives."""
     channels: int = 3
-    """3 for RGB, 1 for grey; other images are converted."""
+    """3 for RGB, 1 for grey. Other images are converted."""
     resize: Resize = "squash"
-    """"squash" scales both sides to the size; "crop" scales until the image covers it, and cuts the centre; "pad"
-    scales until the image fits into it, puts it in the middle and fills the rest."""
+    """"squash" scales both sides to the size. "crop" scales until the image covers it, and cuts out the centre. "pad"
+    scales until the image fits into it, and fills the borders."""
     crop_share: float = 1.0
-    """The share of the scaled image that the cut keeps; 0.875 scales to 256 for 224, rounded down."""
+    """Fraction of the scaled image's side that the window keeps: 0.875 scales to 256 for 224, rounded down."""
     pad_value: tuple[int, ...] = (255,)
-    """With "pad": levels around the image, 0 to 255, one number for all channels or one each."""
+    """Levels of the borders with "pad", 0 to 255: one number for all channels, or one per channel."""
     interpolation: Interpolation = "bilinear"
-    """How pixels are made when scaling; all but "nearest" average over the pixels that fall together. "area" takes
-    their plain mean, and repeats pixels when enlarging."""
+    """Filter for scaling. All but "nearest" average over the pixels that fall together. "area" takes their plain mean,
+    and repeats pixels when enlarging."""
     antialias: bool = True
-    """False takes the nearest 2 x 2 ("bilinear") or 4 x 4 ("bicubic") pixels however much is shrunk, as torchvision
-    does with tensors when told so, and OpenCV; only for files that were trained that way."""
+    """If False, scaling uses the nearest 2 x 2 ("bilinear") or 4 x 4 ("bicubic") pixels however much it shrinks, as
+    OpenCV does and torchvision with antialias=False. Only for models that were trained that way."""
     scaled_decode: bool = False
     """Decode a JPEG at a half, a quarter or an eighth of its size where that leaves twice the pixels that are needed on
     each side. Pixels change by 0.5 to 2 levels on average, by up to 17 at edges (five pictures of 720 x 477 to 2000 x
     1500, bilinear and bicubic). To 224, a photograph of 2000 x 1500 takes 11 ms instead of 19, one of 500 x 375 as long
     as before (one of two cores of an AMD EPYC 9004, 2026-11). What is not a JPEG file is decoded in full."""
     mean: tuple[float, ...] = (0.5,)
-    """Subtracted, in units of [0, 1]: one number for all channels, or one each."""
+    """Subtracted from the levels, in units of [0, 1]: one number for all channels, or one per channel."""
     std: tuple[float, ...] = (0.5,)
-    """Divided by, likewise. 0.5 and 0.5 give the paper's range of [-1, 1]."""
+    """The levels are then divided by this. A mean and std of 0.5 give the paper's range of [-1, 1]."""
 
     def __post_init__(self) -> None:
         if problems := self._problems():
@@ -105,36 +102,42 @@ class Preprocess:
         return problems
 
     def pixels(self, image: bytes | np.ndarray | Image.Image, box: Box | None = None) -> UInt8[np.ndarray, "c h w"]:
-        """Decodes, cuts and scales. With `box`, that part of the image is scaled to the size, whatever `resize` and
-        `crop_share` say, and as if it were all there is: what training draws (`image_size_of` gives the bounds).
+        """Decode, cut and scale an image of any kind that `decode` takes, as `placement` says.
 
-        Takes what `decode` takes. Raises `UndecodableImage`; `ConfigError` for a box that the image does not hold.
+        Pixels outside `box` have no influence. Raise `UndecodableImage`, and `ConfigError` if `box` is not a part of
+        the image.
         """
         array = decode(image, self.channels) if isinstance(image, np.ndarray) else None
         if array is None or array.shape[:2] != self.image_size or self.crop_share != 1 or box is not None:
             array = self._fit(open_image(image), box)
         return np.ascontiguousarray(array.reshape(*self.image_size, self.channels).transpose(2, 0, 1))
 
+    def placement(self, size: tuple[int, int], box: Box | None = None) -> Placement:
+        """Return where an image of this height and width lands.
+
+        With `box`, that part of the image is scaled to the size, regardless of `resize` and `crop_share`; training
+        draws such boxes. Raise `ConfigError` if `box` is not a part of the image.
+        """
+        if box is None:
+            return place(size, self.image_size, self.resize, self.crop_share)
+        _check_box(box, size)
+        return Placement(size, box, self.image_size, self.image_size)
+
     def normalise(self, images: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        """float32 on the device of `images`: (value / 255 - mean) / std."""
+        """Return (value / 255 - mean) / std in float32, on the device of `images`."""
         mean = _constant(tuple(255 * value for value in self.mean), images.device)
         scale = _constant(tuple(1 / (255 * value) for value in self.std), images.device)
         return images.float().sub_(mean).mul_(scale)
 
     def _fit(self, opened: Opened, box: Box | None) -> np.ndarray:
-        """The image, or the box of it, scaled and cut: h w or h w c."""
-        whole = 0, 0, *opened.size
-        if box is None:
-            placement = place(opened.size, self.image_size, self.resize, self.crop_share)
-        else:
-            placement = Placement(self.image_size)
-            _check_box(box, opened.size)
+        """Return the image, or the box of it, scaled and cut: h w or h w c."""
+        placement = self.placement(opened.size, box)
         height, width = placement.scaled
         if height * width > MAX_PIXELS:
             raise UndecodableImage(
                 f"is too long and thin: {opened.size[1]} x {opened.size[0]} pixels, scaled to {width} x {height}"
             )
-        top, left, *taken = box or whole
+        top, left, *taken = placement.box
         shrink = 1
         if self.scaled_decode:
             shrink = opened.shrink_for(min(taken[0] / height, taken[1] / width) / SPARE)
@@ -149,7 +152,7 @@ class Preprocess:
         return self._window(picture, placement)
 
     def _scaled(self, picture: Image.Image, part: Part | None, size: tuple[int, int]) -> Image.Image:
-        """`part` of the picture, or all of it, at the size: height and width."""
+        """Return `part` of the picture, or all of it, scaled to a height and width."""
         height, width = size
         if part is None and picture.size == (width, height):
             return picture
@@ -157,7 +160,7 @@ class Preprocess:
             return _without_antialias(picture, size, self.interpolation)
         if part is None:
             return picture.resize((width, height), FILTERS[self.interpolation])
-        # Only what lies in the part may count, so the rest is cut off, as far as pixels are not cut through.
+        # Only pixels in the part may count, so whole pixels outside of it are cut off first.
         top, left, bottom, right = part[0], part[1], part[0] + part[2], part[1] + part[3]
         first = math.floor(left), math.floor(top)
         inside = picture.crop((*first, math.ceil(right), math.ceil(bottom)))
@@ -186,7 +189,7 @@ def _check_box(box: Box, size: tuple[int, int]) -> None:
 
 
 def _without_antialias(picture: Image.Image, size: tuple[int, int], interpolation: Interpolation) -> Image.Image:
-    """Weights of the nearest pixels alone, in float32, rounded half to even; "bicubic" is Keys's with a = -3/4."""
+    """Scale by the nearest pixels alone, in float32, rounded half to even; "bicubic" is Keys's kernel with a = -3/4."""
     array = np.asarray(picture)
     planes = torch.from_numpy(array.reshape(*array.shape[:2], -1).transpose(2, 0, 1)[None].astype(np.float32))
     scaled = torch.nn.functional.interpolate(planes, size, mode=interpolation, align_corners=False)
@@ -196,5 +199,5 @@ def _without_antialias(picture: Image.Image, size: tuple[int, int], interpolatio
 
 @functools.cache
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers for each channel, put onto the device once: a copy in every step would make a GPU wait."""
+    """Return one number per channel, copied to the device once: a copy in every step would make a GPU wait."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1)
