@@ -183,7 +183,7 @@ def test_another_image_size_gives_other_features(evaluate: Evaluate, tmp_path: P
     model = make_model(tmp_path / "headless", ())
     evaluate(model, colours, "--by", "knn")
     code, out, _ = evaluate(model, colours, "--by", "knn", "--image-size", "28", "14")
-    assert code == 0 and "the cache has features of this data, but of other" in out
+    assert code == 0 and "the cache has features of this data, but with other" in out
 
 
 IMAGENET = tuple(f"class {number}" for number in range(1000))

@@ -1,4 +1,4 @@
-"""Frozen features: what a network's head would see of every sample, computed once, kept on disk, read mapped."""
+"""Frozen features: the inputs of a network's head for every sample, computed once and kept in a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from vitrail.data.pipeline import Ranks, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
-from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.errors import ConfigError, DataError, SaveError, UndecodableImage
 from vitrail.evaluation.features.cache import (
     Entry,
     Identity,
@@ -35,7 +35,7 @@ __all__ = ["FeatureSet", "default_cache", "extract"]
 Keep = Callable[
     [Int64[np.ndarray, " b"], Float32[np.ndarray, "b d"], Bool[np.ndarray, " b"], tuple[Skipped, ...]], None
 ]
-"""Takes a batch: its rows in the source, their features, which could be decoded, and why the others could not."""
+"""Takes the rows of a batch in the source, their features, a mask of decoded samples, and the skipped samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class FeatureSet:
     """The samples' names in their source."""
     classes: tuple[str, ...]
     skipped: tuple[Skipped, ...] = ()
-    """Samples that could not be decoded, which have no row."""
+    """Samples that could not be decoded. They have no row."""
 
     def __post_init__(self) -> None:
         counts = {len(self.features), len(self.truth), len(self.keys)}
@@ -60,7 +60,7 @@ class FeatureSet:
 
     @property
     def width(self) -> int:
-        """Numbers in a feature."""
+        """Length of a feature vector."""
         return self.features.shape[1]
 
 
@@ -77,24 +77,31 @@ def extract(
     on_progress: Callable[[int], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> FeatureSet:
-    """`network.embed` of every sample, as float32; products run in `precision`.
+    """Return `network.embed` of every sample, as float32. Matrix products run in `precision`.
 
-    With a folder as `cache` (`default_cache()` is the usual one), what was computed before of the same weights, data,
-    preprocessing and precision is read, mapped, and what is computed is kept there. An extraction that was stopped
-    goes on where it was, to the same bytes if the batch size is the same; and where another process computes the same,
-    this one waits for it. Several `ranks` that are called with the same arguments share the work and all return all of
-    it, whichever of them comes late or dies; the bytes do not depend on their number. Without a cache each computes
-    everything.
+    With a folder as `cache` (`default_cache()` is the usual one), features that were computed before with the same
+    weights, data, preprocessing and precision are read from files, mapped, and new features are kept there. An
+    extraction that was stopped continues where it was, and gives the same bytes if the batch size is the same. If
+    another process computes the same features, this one waits for it. Several `ranks` that are called with the same
+    arguments share the work, and each returns all features, even if some ranks start late or die; the bytes do not
+    depend on the number of ranks. Without a cache, each rank computes everything.
 
-    `on_progress` is told how many samples are done, `on_note` what the user should know: that features come from the
-    cache, that it holds others of the same data, or that it was damaged. Raises `ConfigError`, `DataError` as the
-    source does, and `SaveError` where the cache cannot be written.
+    A cache that cannot be written does not end the extraction: the features are then computed in memory and not kept.
+
+    `on_progress` is called with the number of samples that are done, and `on_note` with sentences for the user: that
+    features come from the cache, that the cache has other features of the same data, that it is damaged or cannot be
+    written. Raise `ConfigError`, and the `DataError`s of the source.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
     job = _Job(network, source, preprocess, batch_size, readers, precision, on_progress or (lambda done: None))
     note = on_note or (lambda text: None)
-    kept = None if cache is None else _from_cache(job, cache, ranks, note)
+    kept = None
+    if cache is not None:
+        try:
+            kept = _from_cache(job, cache, ranks, note)
+        except SaveError as error:
+            note(f"features are computed and not kept, because the cache cannot be written: {error}")
     kept = _in_memory(job) if kept is None else kept
     job.on_progress(len(source))
     return _gathered(source, kept)
@@ -102,7 +109,7 @@ def extract(
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be computed, and how."""
+    """The network, the data and the settings of an extraction."""
 
     network: nn.Module
     source: Source
@@ -117,7 +124,7 @@ class _Job:
         return cast(Network, self.network).config.embed_width
 
     def run(self, rows: Int64[np.ndarray, " n"], done: int, keep: Keep) -> None:
-        """Embeds these samples of the source, in batches and in their order."""
+        """Compute the features of these rows of the source, in batches and in order. `done` rows were done before."""
         if not len(rows):
             return
         predictor = Predictor(self.network, self.precision)
@@ -131,7 +138,7 @@ class _Job:
             self.on_progress(done)
 
     def reason(self, row: int) -> str:
-        """Why a sample cannot be decoded."""
+        """Return the reason why a sample cannot be decoded."""
         try:
             self.preprocess.pixels(self.source[row].image)
         except UndecodableImage as error:
@@ -153,7 +160,7 @@ def _in_memory(job: _Job) -> Kept:
 
 
 def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None]) -> Kept | None:
-    """Features that are kept, computed if need be; None where the disk has no locks."""
+    """Return features from the cache, which are computed first if necessary; None if the disk has no locks."""
     device = next(job.network.parameters()).device
     identity = Identity(
         data_fingerprint(job.source), weights_fingerprint(job.network), job.preprocess,
@@ -166,10 +173,10 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None
             note(f"features of {len(kept.features):,} images read from the cache, {entry.folder}")
             return kept
     except DataError as error:
-        note(f"cached features are damaged, and computed anew: {error}")
+        note(f"cached features are damaged and are computed again: {error}")
     with entry.locked() as lock:
         if lock is None:
-            note(f"features are computed and not kept, for the disk of {cache} has no locks")
+            note(f"features are computed and not kept, because the disk of {cache} has no locks")
             return None
         if ranks.world > 1:
             lock.share()
@@ -185,20 +192,20 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None
 
 
 def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) -> None:
-    """Computes what is not done yet of a rank's batches, every so many in turn."""
+    """Compute the batches of a rank that are not done yet. Ranks take batches in turn."""
     with contextlib.closing(Partial(entry)) as partial:
         done, size = partial.done() > 0, job.batch_size
         firsts = range(0, len(done), size)[ranks.rank :: ranks.world]
-        # Whole batches: so that a row's neighbours, on whom its last bits can depend, are always the same.
+        # Whole batches, because the last bits of a row can depend on the other rows of its batch.
         batches = [np.arange(first, min(first + size, len(done))) for first in firsts]
         rows = [rows for rows in batches if not done[rows].all()]
         if not rows:
             return
         before = sum(map(len, batches)) - sum(map(len, rows))
         if before:
-            note(f"going on: features of {before:,} images are in the cache, of {len(done):,}")
+            note(f"continuing: features of {before:,} of {len(done):,} images are in the cache")
         elif (others := entry.others()) is not None:
-            note(f"the cache has features of this data, but of {others}: computing them anew")
+            note(f"the cache has features of this data, but with {others}: computing them again")
 
         def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
             partial.write(int(rows[0]), values, valid)
