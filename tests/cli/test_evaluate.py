@@ -289,3 +289,44 @@ code = main(["evaluate", "--help"])
 sys.exit(code or "torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    lines = ["split,path,age,height"]
+    for number in range(40):
+        pixels = random.integers(0, 256, (8, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        split = "train" if number < 30 else "test"
+        lines.append(f"{split},{number}.png,{pixels.mean():.3f},{'' if number % 5 == 1 else -number}")
+    (tmp_path / "people.csv").write_text("\n".join(lines) + "\n")
+    torch.manual_seed(0)
+    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=2, channels=3)
+    preprocess = Preprocess(image_size=(14, 21), channels=3)
+    Bundle(network, ("age", "height"), preprocess, output="numbers").save(tmp_path / "model")
+
+    def evaluate(*options: str) -> tuple[int, str, str]:
+        words = [str(tmp_path / "model"), "--data", str(tmp_path / "people.csv"), *options]
+        code = main(["evaluate", *words, "--no-cache"])
+        return code, *capsys.readouterr()
+
+    code, out, _ = evaluate("--json")
+    row = json.loads(out)["test"]
+    assert code == 0 and row["images"] == 10 and row["r2"] < 0
+    assert row["mean_absolute_error"] == pytest.approx(
+        (row["age:mean_absolute_error"] + row["height:mean_absolute_error"]) / 2
+    )
+    code, out, _ = evaluate("--by", "regression,linear,knn", "--k", "3", "--bootstrap", "0")
+    assert code == 0
+    for name in ("age: R²", "height: root mean squared error", "linear, R²", "knn, k = 3, mean absolute error"):
+        assert name in out
+    assert f"{row['age:mean_absolute_error']:.4g}" in out
+    code, out, _ = evaluate("--by", "knn", "--numbers", "height", "--k", "1", "--json")
+    assert code == 0 and {"knn_1_r2", "knn_1_mean_absolute_error"} <= set(json.loads(out)["test"])
+    for options, message in (
+        (("--by", "accuracy"), "accuracy needs classes, and the targets of this data are numbers; use regression"),
+        (("--by", "fewshot"), "fewshot needs images with one label each, and these have numbers and no classes"),
+        (("--confusion",), "--per-class and --confusion are for classes, and this model predicts numbers; leave them"),
+    ):
+        code, _, errors = evaluate(*options)
+        assert code == 2 and message in " ".join(errors.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 BY_SUITE = (
     "by", "split", "per_class", "confusion", "bootstrap", "real", "class_names", "shots", "seeds", "l2", "allow_fewer",
-    "k", "temperature",
+    "k", "temperature", "numbers",
 )  # fmt: skip
 """Options that a suite decides."""
 
@@ -40,10 +40,12 @@ class Evaluate:
     data: str = ""
     """Data set: any that `vitrail train` takes. With --suite, a folder that may hold the tasks' data in folders of
     their names."""
-    by: str = "accuracy"
-    """Evaluators, separated by commas: accuracy, linear, fewshot, knn. accuracy measures the model's own head; the
-    others train a simple classifier on its features of the training split: logistic regression, least squares on a few
-    images per class, or a vote of the nearest neighbours."""
+    by: str = ""
+    """Evaluators, separated by commas: accuracy or regression (the model's own head, which is the default), linear,
+    fewshot and knn, which learn from its features of the training split."""
+    numbers: tuple[str, ...] = ()
+    """Columns of a table whose numbers are the targets. By default those that the model predicts, if it predicts
+    numbers."""
     suite: str = ""
     """Suite of tasks to measure instead of one data set: vtab-1k, paper-table-5, fewshot, offline, or a TOML file."""
     strict: bool = False
@@ -103,7 +105,7 @@ COMMAND = Command(
     ),
     options=(Evaluate,),
     essential={
-        "What to measure": ("data", "split", "by", "suite", "image_size"),
+        "What to measure": ("data", "split", "by", "numbers", "suite", "image_size"),
         "Settings of evaluators": ("shots", "k", "bootstrap", "class_names"),
         "Output": ("per_class", "confusion", "json"),
         "Speed": ("batch_size", "device", "precision", "cache"),
@@ -139,14 +141,23 @@ def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
 
 def _one(options: Evaluate, console: Console) -> int:
     """Measure one data set, and return the exit code."""
-    from vitrail.evaluation.evaluators import evaluators_of, measure
+    from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of, measure
 
-    evaluators = evaluators_of(options.by, _settings(options))
-    by_head = {name: evaluator for name, evaluator in evaluators.items() if name == "accuracy"}
-    by_features = {name: evaluator for name, evaluator in evaluators.items() if name != "accuracy"}
-    if (options.per_class or options.confusion) and not by_head:
+    evaluators = evaluators_of(options.by or "accuracy", _settings(options))
+    if (options.per_class or options.confusion) and "accuracy" not in evaluators:
         raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
     bundle = _load(options)
+    if not options.by:
+        evaluators = evaluators_of(BY_HEAD[bundle.output], _settings(options))
+    if bundle.output == "numbers":
+        if options.per_class or options.confusion:
+            raise ConfigError(
+                "--per-class and --confusion are for classes, and this model predicts numbers; leave them out"
+            )
+        options = replace(options, numbers=options.numbers or bundle.classes)
+    heads = set(BY_HEAD.values())
+    by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
+    by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
     share = 0.0 if options.split == "all" else float(bundle.provenance.get("validation_share") or 0.1)
     notes = list(bundle.notes)
     judged: dict[str, Source] = {}
@@ -245,6 +256,7 @@ def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
     """Return the settings of each evaluator, by its name."""
     names = {
         "accuracy": ("bootstrap", "real", "class_names"),
+        "regression": ("bootstrap",),
         "fewshot": ("shots", "seeds", "l2", "allow_fewer"),
         "knn": ("k", "temperature"),
     }
@@ -257,6 +269,8 @@ def _by_model(bundle: Bundle, options: Evaluate, share: float) -> tuple[Splits, 
     from vitrail.data.splits import Splits
     from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes
 
+    if options.numbers:
+        return open_data(options.data, validation_share=share, numbers=options.numbers), ()
     if not options.class_names:
         try:
             # The cut depends on names and fraction alone, so this holds out the images that training held out.
@@ -278,10 +292,10 @@ def _by_data(options: Evaluate, share: float) -> Splits:
     from vitrail.data.sources import open_data
 
     if options.split != "validation":
-        splits = open_data(options.data, validation_share=0.0)
+        splits = open_data(options.data, validation_share=0.0, numbers=options.numbers)
         if splits.held_out is not None or options.split == "all":
             return splits
-    return open_data(options.data, validation_share=share)
+    return open_data(options.data, validation_share=share, numbers=options.numbers)
 
 
 def _learned_all(bundle: Bundle, options: Evaluate) -> bool:
@@ -290,7 +304,7 @@ def _learned_all(bundle: Bundle, options: Evaluate) -> bool:
 
     if options.split == "all" or bundle.provenance.get("validation_share") != 0:
         return False
-    return open_data(options.data, validation_share=0.0).validation is None
+    return open_data(options.data, validation_share=0.0, numbers=options.numbers).validation is None
 
 
 def _chosen(splits: Splits, options: Evaluate) -> tuple[dict[str, Source], tuple[str, ...]]:

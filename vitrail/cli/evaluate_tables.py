@@ -21,6 +21,9 @@ FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
 )
 """Of figures that are no shares."""
 
+NUMBER_METRICS = ("r2", "mean_absolute_error", "root_mean_squared_error")
+"""Ends of the names of metrics in the units of the targets."""
+
 EXTRAS = ("_low", "_high", "_deviation")
 """Ends of the names of what is said of another figure."""
 
@@ -32,6 +35,7 @@ NAMES = {
     "micro_f1": "F1 over all answers",
     "macro_f1": "F1, mean over classes",
     "cross_entropy": "cross-entropy, nats",
+    "r2": "R²",
 }
 SEVERAL = {"accuracy": "likeliest class is a label"}
 """Where images can have several labels."""
@@ -136,8 +140,10 @@ def _named(name: str) -> str:
     if match := COUNTED.fullmatch(name):
         kind, number, rest = match.groups()
         text = f"knn, k = {number}" if kind == "knn" else f"fewshot, {number} shot{'s' if number != '1' else ''}"
-        return text + (f", {rest[1:].replace('_', ' ')}" if rest else "")
-    return NAMES.get(name) or name.replace("_", " ")
+        return text + (f", {NAMES.get(rest[1:]) or rest[1:].replace('_', ' ')}" if rest else "")
+    output, _, metric = name.rpartition(":")  # "age:r2" is that of one of several numbers
+    text = NAMES.get(metric) or metric.replace("_", " ").replace(" r2", ", R²")
+    return f"{output}: {text}" if output else text
 
 
 def _cell(row: Mapping[str, float], name: str) -> str:
@@ -154,7 +160,8 @@ def _cell(row: Mapping[str, float], name: str) -> str:
 
 
 def _value(name: str, value: float) -> str:
-    return format(value, FORMATS.get(name, ".2%"))
+    """Return a metric as text. Metrics that are in no table of formats are fractions."""
+    return format(value, ".4g" if name.endswith(NUMBER_METRICS) else FORMATS.get(name, ".2%"))
 
 
 def _share(value: float | None) -> str:
