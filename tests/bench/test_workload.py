@@ -11,18 +11,17 @@ import torch
 
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
-from vitrail.models import cost
-from vitrail.models.footprint import activation_bytes, training_bytes
+from vitrail.models.cost.footprint import activation_bytes, training_bytes
 
 
 def test_costs_are_of_the_whole_batch(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work(batch=4)
-    assert work.flops == 4 * cost.training_flops(work.config)
+    assert work.flops == 4 * work.config.training_flops()
     assert work.activation_bytes == 4 * activation_bytes(work.config)
     assert work.predicted_bytes == training_bytes(work.config, 4)
     infer = tiny_work(batch=4, task="infer")
-    assert infer.flops == 4 * cost.inference_flops(infer.config) < infer.whole_flops == 8 * cost.macs(infer.config)
-    assert work.flops < work.whole_flops == 4 * cost.training_flops(replace(work.config, pool="gap", class_token=True))
+    assert infer.flops == 4 * infer.config.inference_flops() < infer.whole_flops == 8 * infer.config.macs()
+    assert work.flops < work.whole_flops == 4 * replace(work.config, pool="gap", class_token=True).training_flops()
     assert infer.predicted_bytes is None and infer.activation_bytes is None
     float8 = tiny_work(precision="bf16", float8=True)
     assert float8.predicted_bytes is None and float8.activation_bytes is None

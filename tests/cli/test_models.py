@@ -9,8 +9,8 @@ import pytest
 
 import vitrail.cli.models
 from vitrail.cli import main
-from vitrail.models import cost
-from vitrail.models.footprint import training_bytes
+from vitrail.models.cost.footprint import training_bytes
+from vitrail.models.cost.mixing import layer_costs
 from vitrail.models.variants import PUBLISHED, variant_config
 
 FIELDS = ["name", "shape", "image_size", "tokens", "parameters", "macs", "training_flops", "training_bytes"]
@@ -101,9 +101,9 @@ def test_json_says_all_in_exact_numbers(capsys: pytest.CaptureFixture[str]) -> N
     for row in rows:
         assert list(row) == FIELDS
         config = variant_config(row["name"], image_size=tuple(row["image_size"]))
-        assert row["parameters"] == cost.parameters(config) and row["macs"] == cost.macs(config)
+        assert row["parameters"] == config.parameters() and row["macs"] == config.macs()
         assert row["training_bytes"] == training_bytes(config, 32, precision="bf16")
-        assert row["training_flops"] == cost.training_flops(config)
+        assert row["training_flops"] == config.training_flops()
     by_name = {row["name"]: row for row in rows}
     assert by_name["ViT-B/16"]["shape"] == "768/12/3072/12" and by_name["BiT-R152x4"]["shape"] == "3-8-36-3"
     assert by_name["ViT-Pico/7"]["image_size"] == [28, 28] and by_name["BiT-R50x1"]["tokens"] == 49
@@ -135,7 +135,7 @@ def test_sizes_that_are_not_square_are_shown(capsys: pytest.CaptureFixture[str])
 
 def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, "--layers", "--image-size", "384", "192")
-    expected = [{**layer._asdict(), "tokens": 289, "width": 768} for layer in cost.layer_costs(289, 768)]
+    expected = [{**layer._asdict(), "tokens": 289, "width": 768} for layer in layer_costs(289, 768)]
     assert rows == expected and [row["kind"] for row in rows] == ["self-attention", "recurrence", "convolution"]
     lines = lines_of(capsys, "--layers")
     assert lines[0].strip() == "Mixing 197 tokens of width 768, as ViT-B/16 has them"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.models.attention.kernels import attend_fused
 from vitrail.models.dense import Linear
-from vitrail.models.kernels import ONEDNN, attention, fuses
+from vitrail.models.kernels import ONEDNN, fuses
 
 needs_onednn = pytest.mark.skipif(not ONEDNN, reason="this build of PyTorch has no oneDNN")
 
@@ -123,7 +124,7 @@ def test_attention_agrees_with_the_formula(batch: int, tokens: int, heads: int, 
     qkv = torch.randn(batch, tokens, 3 * heads * d).bfloat16().requires_grad_()
     upstream = torch.randn(batch, tokens, heads * d).bfloat16()
     with autocast():
-        found = attention(qkv, heads)
+        found = attend_fused(qkv, heads)
     exact = qkv.detach().double().requires_grad_()
     q, k, v = exact.view(batch, tokens, 3, heads, d).permute(2, 0, 3, 1, 4)
     weights = (q @ k.transpose(-1, -2) / d**0.5).softmax(dim=-1)
@@ -140,12 +141,12 @@ def test_without_gradients_the_results_are_the_same_numbers() -> None:
     torch.manual_seed(0)
     layer, x, qkv = Linear(24, 40), torch.randn(3, 5, 24), torch.randn(2, 13, 72).bfloat16()
     with autocast():
-        trained = layer(x), layer.after_gelu(x, "none"), attention(qkv, 4)
+        trained = layer(x), layer.after_gelu(x, "none"), attend_fused(qkv, 4)
         with torch.no_grad():
-            served = layer(x), layer.after_gelu(x, "none"), attention(qkv, 4)
+            served = layer(x), layer.after_gelu(x, "none"), attend_fused(qkv, 4)
         with torch.inference_mode():
             layer.freeze(torch.bfloat16)
-            frozen = layer(x), layer.after_gelu(x, "none"), attention(qkv, 4)
+            frozen = layer(x), layer.after_gelu(x, "none"), attend_fused(qkv, 4)
     for one, two, three in zip(trained, served, frozen, strict=True):
         assert torch.equal(one, two) and torch.equal(one, three)
 

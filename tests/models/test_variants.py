@@ -9,7 +9,6 @@ import torch
 
 import vitrail
 from vitrail.errors import ConfigError
-from vitrail.models import cost
 from vitrail.models.resnet import ResNet, ResNetConfig, RootConfig, Stem
 from vitrail.models.variants import PUBLISHED, VARIANTS, build, create, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
@@ -86,13 +85,13 @@ def test_published_parameter_counts(name: str) -> None:
     width = VARIANTS[name.removeprefix("ViT-").partition("/")[0]].width
     columns: list[dict[str, Any]] = [{}, {"head_hidden": width}, {"num_classes": 21843}, {"pool": "gap"}]
     assert tuple(made(name, **fields) for fields in columns) == COUNTS[name]
-    assert tuple(cost.parameters(variant_config(name, **fields)) for fields in columns) == COUNTS[name]
+    assert tuple(variant_config(name, **fields).parameters() for fields in columns) == COUNTS[name]
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_published_parameter_counts_of_pretraining_networks(name: str) -> None:
     fields = {"num_classes": 21843, "head_hidden": vit_config(name).width}
-    assert made(name, **fields) == cost.parameters(variant_config(name, **fields)) == BOTH[name]
+    assert made(name, **fields) == variant_config(name, **fields).parameters() == BOTH[name]
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, *BIT])
@@ -100,26 +99,26 @@ def test_published_parameter_counts_of_hybrids_and_resnets(name: str) -> None:
     for classes, count in zip((1000, 21843), {**HYBRIDS, **BIT}[name], strict=True):
         if count is not None:
             assert made(name, num_classes=classes) == count
-        closed = cost.parameters(variant_config(name, num_classes=classes))
+        closed = variant_config(name, num_classes=classes).parameters()
         assert closed == (made(name, num_classes=classes) if count is None else count)
 
 
 def test_published_parameter_count_of_a_hybrid_for_pretraining() -> None:
     fields = {"num_classes": 21843, "head_hidden": 768}
     assert made("R50+ViT-B/16", **fields) == 115_277_971
-    assert cost.parameters(variant_config("R50+ViT-B/16", **fields)) == 115_277_971
+    assert variant_config("R50+ViT-B/16", **fields).parameters() == 115_277_971
 
 
 @pytest.mark.parametrize("name", ["BiT-R200x3", "BiT-R26x1", "R101x3+ViT-L/32", "R152+ViT-B/16", "Conv+ViT-Pico/8"])
 def test_closed_form_of_networks_without_a_published_count(name: str) -> None:
-    assert cost.parameters(variant_config(name)) == made(name)
+    assert variant_config(name).parameters() == made(name)
 
 
 def test_published_parameter_counts_of_the_s16_baseline() -> None:
     fields = {"pool": "gap", "positions": "sincos-2d"}
     for more, count in (({"head_hidden": 384}, 22_122_472), ({}, 21_974_632)):
         assert made("ViT-S/16", **fields, **more) == count
-        assert cost.parameters(variant_config("ViT-S/16", **fields, **more)) == count
+        assert variant_config("ViT-S/16", **fields, **more).parameters() == count
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_published_lengths_at_224(name: str, tokens: int) -> None:
 
 def test_published_parameter_count_at_384() -> None:
     assert made("ViT-B/16", image_size=384) == 86_859_496
-    assert cost.parameters(variant_config("ViT-B/16", image_size=384)) == 86_859_496
+    assert variant_config("ViT-B/16", image_size=384).parameters() == 86_859_496
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.attention import SelfAttention
+from vitrail.models.attention.full import SelfAttention
 from vitrail.models.layers import Mlp
 from vitrail.models.pooling import pool
 from vitrail.models.resnet import RootConfig

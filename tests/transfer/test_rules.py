@@ -15,7 +15,7 @@ from PIL import Image
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError
-from vitrail.models.footprint import training_bytes
+from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.transfer.rules import DataFacts, Given, Rule, facts_of, rule

@@ -19,8 +19,7 @@ from vitrail.bench.processes import ProcessKilled, Worker
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 from vitrail.machine import available_memory, keep_freed_memory, peak_memory
-from vitrail.models.footprint import training_bytes
-from vitrail.models.vit import ViTConfig
+from vitrail.models.cost.footprint import training_bytes
 
 __all__ = ["LargestBatch", "find_largest", "largest_batch", "measure_memory"]
 
@@ -145,7 +144,7 @@ def _settle(entry: Entry, workload: Workload, threads: int) -> None:
     """Runs one step of one image and one block, for which libraries are imported and threads are started once."""
     torch.set_num_threads(threads)
     config = workload.config
-    small = replace(config, depth=1) if isinstance(config, ViTConfig) else config
+    small = replace(config, depth=1) if config.architecture == "ViT" else config
     _run(entry, replace(workload, batch=1, config=small), steps=1)
     _hand_back()
     if entry.library == OURS:

@@ -10,7 +10,6 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError, nearest
-from vitrail.models.resnet import ResNetConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 
@@ -28,7 +27,7 @@ def check_peers(names: Sequence[str], config: AnyConfig) -> None:
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, PEERS)}")
-    if names and isinstance(config, ResNetConfig):
+    if names and config.architecture != "ViT":
         raise ConfigError("--against compares Vision Transformers; a BiT ResNet has no counterpart in other libraries")
     if names and not config.num_classes:
         raise ConfigError("num_classes=0 does not go with --against: not every library builds a network without a head")
@@ -37,7 +36,7 @@ def check_peers(names: Sequence[str], config: AnyConfig) -> None:
 def build_peer(name: str, config: AnyConfig) -> nn.Module:
     """The library's network of the same sizes, giving logits. Raises `ConfigError`, which says why there is none."""
     check_peers([name], config)
-    assert isinstance(config, ViTConfig)
+    assert config.architecture == "ViT"
     if config.root is not None:
         raise ConfigError("builds no hybrid of this kind")
     plain = ViTConfig(**{field: getattr(config, field) for field in SIZES})

@@ -13,7 +13,6 @@ from vitrail.bench.memory import measure_memory
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 from vitrail.machine import keep_freed_memory
-from vitrail.models.resnet import ResNetConfig
 from vitrail.models.vit import ViTConfig
 
 __all__ = ["Axis", "Point", "Scaling", "exponent", "scaling", "sweep"]
@@ -105,7 +104,7 @@ def _tokens(workload: Workload) -> dict[int, Workload]:
     found = {}
     for share in SIDES:
         size = round(height * share), round(width * share)
-        size = config.nearest_size(*size) if isinstance(config, ViTConfig) else size
+        size = config.nearest_size(*size)
         point = replace(workload, config=replace(config, image_size=size))
         found[point.tokens] = point
     return found
@@ -131,6 +130,6 @@ def _widths(workload: Workload) -> dict[int, Workload]:
 
 
 def _transformer(workload: Workload, axis: str) -> ViTConfig:
-    if isinstance(workload.config, ResNetConfig):
+    if workload.config.architecture != "ViT":
         raise ConfigError(f"--scaling {axis} is for transformers; of {workload.name}, choose batch or tokens")
     return workload.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,9 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.models.cost import inference_flops, training_flops
-from vitrail.models.footprint import activation_bytes, training_bytes
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.cost.footprint import activation_bytes, training_bytes
 from vitrail.models.variants import AnyConfig
 
 __all__ = ["Format", "Task", "Workload"]
@@ -50,21 +47,19 @@ class Workload:
     @property
     def flops(self) -> int:
         """Of all matrix products of a step, by closed form."""
-        each = training_flops(self.config) if self.task == "train" else inference_flops(self.config)
+        each = self.config.training_flops() if self.task == "train" else self.config.inference_flops()
         return self.batch * each
 
     @property
     def whole_flops(self) -> int:
         """Of all products where the last block computes tokens that nobody reads, as in other libraries."""
-        if isinstance(self.config, ResNetConfig) or self.config.pool != "cls":
+        if self.config.architecture == "BiT" or self.config.pool != "cls":
             return self.flops
         return replace(self, config=replace(self.config, pool="gap", class_token=True)).flops
 
     @property
     def tokens(self) -> int:
         """Length of the sequence that the blocks see; of a ResNet, cells of its last feature map."""
-        if isinstance(self.config, ResNetConfig):
-            return math.prod(self.config.grid_of(*self.config.image_size))
         return self.config.tokens
 
     @property

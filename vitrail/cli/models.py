@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,9 @@ from rich.table import Table
 from vitrail.cli.command import Call, Command, Example
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
-from vitrail.models.cost import layer_costs, macs, parameters, training_flops
-from vitrail.models.footprint import training_bytes
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.cost.footprint import training_bytes
+from vitrail.models.cost.mixing import layer_costs
 from vitrail.models.variants import PUBLISHED, variant_config
-from vitrail.models.vit import ViTConfig
 
 __all__ = ["main"]
 
@@ -112,19 +109,14 @@ def _side(height: int, width: int) -> str:
 
 def _row(name: str, options: Models) -> dict[str, Any]:
     config = variant_config(name, num_classes=options.num_classes, image_size=_size(name, options))
-    if isinstance(config, ResNetConfig):
-        height, width = config.grid_of(*config.image_size)
-        shape, tokens = "-".join(map(str, config.depths)), height * width
-    else:
-        shape, tokens = f"{config.width}/{config.depth}/{config.mlp_width}/{config.heads}", config.tokens
     return {
         "name": name,
-        "shape": shape,
+        "shape": config.summary,
         "image_size": list(config.image_size),
-        "tokens": tokens,
-        "parameters": parameters(config),
-        "macs": macs(config),
-        "training_flops": training_flops(config),
+        "tokens": config.tokens,
+        "parameters": config.parameters(),
+        "macs": config.macs(),
+        "training_flops": config.training_flops(),
         "training_bytes": training_bytes(config, options.batch_size, precision="bf16"),
     }
 
@@ -133,15 +125,14 @@ def _size(name: str, options: Models) -> tuple[int, int]:
     """Return the wanted size, or the nearest one that the variant's patches divide."""
     wanted = options.image_size or OWN_SIZES.get(name, (224, 224))
     config = variant_config(name, image_size=32 * int(name.rpartition("/")[2] if "/" in name else 1))
-    return wanted if isinstance(config, ResNetConfig) else config.nearest_size(*wanted)
+    return config.nearest_size(*wanted)
 
 
 def _layer_rows(options: Models) -> list[dict[str, Any]]:
     height, width = options.image_size or (224, 224)
     config = variant_config("ViT-B/16")
-    assert isinstance(config, ViTConfig)
-    tokens = math.prod(config.grid_of(*config.nearest_size(height, width))) + config.prefix
-    return [{**cost._asdict(), "tokens": tokens, "width": config.width} for cost in layer_costs(tokens, config.width)]
+    tokens, mixed = config.with_image_size(config.nearest_size(height, width)).tokens, config.stream_width
+    return [{**cost._asdict(), "tokens": tokens, "width": mixed} for cost in layer_costs(tokens, mixed)]
 
 
 def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:

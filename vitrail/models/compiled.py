@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from vitrail.errors import ConfigError
 from vitrail.models.layers import StochasticDepth
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import VisionTransformer
 
 __all__ = ["Compile", "Compiled", "compile_blocks", "compile_copy", "resolve_compile"]
 
@@ -36,12 +36,12 @@ OPTIONS = "compile_options"
 
 def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
     """What "auto" stands for here. Raises `ConfigError` where the others cannot be."""
-    is_transformer, lacks = isinstance(config, ViTConfig), _lacks(device)
+    lacks = _lacks(device)
     if compile == "auto":
-        return "on" if device.type == "cuda" and is_transformer and lacks is None else "off"
+        return "on" if device.type == "cuda" and config.has_uniform_blocks and lacks is None else "off"
     if compile == "off":
         return "off"
-    if not is_transformer:
+    if not config.has_uniform_blocks:
         raise ConfigError(f"compile={compile!r} is of a transformer's blocks; a ResNet has none. Choose 'off'")
     if compile == "graphs" and device.type != "cuda":
         raise ConfigError(f"compile='graphs' needs CUDA, and this is {device.type!r}; choices: 'auto', 'on', 'off'")
@@ -60,21 +60,22 @@ def compile_blocks(
 
     A hybrid's root stays as it is: its stages differ in shape, so each unit would be a graph of its own.
     """
-    if compile == "off" or not isinstance(network, VisionTransformer):
+    if compile == "off" or not getattr(getattr(network, "config", None), "has_uniform_blocks", False):
         return
+    transformer = cast(VisionTransformer, network)
     import torch._dynamo.config as settings  # takes a second
 
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS)
-    skips = [module for module in network.blocks.modules() if isinstance(module, StochasticDepth)]
+    skips = [module for module in transformer.blocks.modules() if isinstance(module, StochasticDepth)]
     draws = any(skip.draws for skip in skips)
     for skip in skips:
         skip.draws = draws  # the first one too, whose chance is 0, or it would be a graph of its own
     options = {"backend": backend, "mode": "reduce-overhead"} if compile == "graphs" else {"backend": backend}
-    for block in network.blocks:
+    for block in transformer.blocks:
         _compile(block, options)
     if compile == "graphs":
         # However the network is called, patches come before the first block.
-        network.patches.register_forward_pre_hook(partial(_begin_step, network.blocks))
+        transformer.patches.register_forward_pre_hook(partial(_begin_step, transformer.blocks))
 
 
 def compile_copy(module: nn.Module) -> None:

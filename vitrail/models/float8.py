@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.models.dense import Linear
 from vitrail.models.kernels import linear
+from vitrail.models.network import HasLayers
 from vitrail.models.variants import AnyConfig, build
-from vitrail.models.vit import VisionTransformer
 
 __all__ = ["check_float8", "float8_linear", "use_float8"]
 
@@ -34,7 +34,8 @@ def use_float8(network: nn.Module) -> int:
     no such layer.
     """
     found = 0
-    for module in network.blocks.modules() if isinstance(network, VisionTransformer) else ():
+    blocks = network.layers().blocks if isinstance(network, HasLayers) else []
+    for module in (part for block in blocks for part in block.modules()):
         if isinstance(module, Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
             module.use_product(float8_linear)
             found += 1

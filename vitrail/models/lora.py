@@ -10,7 +10,7 @@ that others used as well, least of 7, 2026-11). What it saves is the optimiser's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError
 from vitrail.models.dense import Linear
 from vitrail.models.variants import AnyConfig, AnyNetwork, build
-from vitrail.models.vit import Block, VisionTransformer, ViTConfig
+from vitrail.models.vit import Block
 
 __all__ = ["LowRank", "Projection", "add_adapters", "check_adapters", "merged"]
 
@@ -66,7 +66,7 @@ class LowRank(nn.Module):
 
 def check_adapters(config: AnyConfig, rank: int, names: Sequence[str]) -> None:
     """Raises `ConfigError` where `add_adapters` could not adapt a network of this config."""
-    if not isinstance(config, ViTConfig):
+    if not config.adaptable:
         raise ConfigError(f"lora_rank={rank} is of the dense layers of a transformer's blocks; a ResNet has none")
     choices = ", ".join(map(repr, get_args(Projection)))
     if not names:
@@ -83,9 +83,9 @@ def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequenc
     trained: the caller sees to that. Raises `ConfigError` for names that match nothing, and for a ResNet.
     """
     check_adapters(network.config, rank, names)
-    assert isinstance(network, VisionTransformer)
-    for block in network.blocks:
-        for layer, own in _layers(block):
+    for block in network.layers().blocks:
+        assert isinstance(block, Block)
+        for layer, own in block.projections():
             if parts := tuple(number for number, name in enumerate(own) if name in names):
                 layer.adapt(LowRank(layer.weight.detach(), rank=rank, alpha=alpha, parts=parts, of=len(own)))
 
@@ -101,16 +101,3 @@ def merged(network: AnyNetwork) -> AnyNetwork:
         plain = build(network.config)
     plain.load_state_dict(state, assign=True)
     return plain.to(next(network.parameters()).device).train(network.training)
-
-
-def _layers(block: nn.Module) -> Iterator[tuple[Linear, tuple[Projection, ...]]]:
-    """The dense layers of a block, and what the equal parts of each one's rows are called."""
-    assert isinstance(block, Block)
-    attention, mlp = block.attention, block.mlp
-    named: tuple[tuple[nn.Module, tuple[Projection, ...]], ...] = (
-        (attention.qkv, ("query", "key", "value")), (attention.out, ("out",)),
-        (mlp.get_submodule("up"), ("up",)), (mlp.get_submodule("down"), ("down",)),
-    )  # fmt: skip
-    for layer, own in named:
-        assert isinstance(layer, Linear)
-        yield layer, own

@@ -1,14 +1,19 @@
-"""What every network of the package can do, and what its encoder says of an image."""
+"""The contract of every network: the questions that it and its config answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-__all__ = ["Features", "Network", "NetworkConfig"]
+from vitrail.models.cost.footprint import Footprint, FootprintPrecision
+
+__all__ = ["Features", "HasLayers", "Layers", "Network", "NetworkConfig", "with_new_head", "with_weights"]
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,50 @@ class Features:
     """Patches down and across; their product is n, unless patches were dropped."""
 
 
+class Layers(NamedTuple):
+    """All modules of a network that hold weights or drop values, each once, from bottom to top.
+
+    This is the order of BEiT (2106.08254), whose learning rate decays from the head down.
+    """
+
+    embedding: list[nn.Module]
+    """Layer 0: everything below the first block, such as patches, positions, a hybrid's root or a ResNet's stem."""
+    blocks: list[nn.Module]
+    """Layers 1 to depth: blocks, or a ResNet's residual units."""
+    summary: list[nn.Module]
+    """Layer depth + 1, together with the head: the final norm, and pooling."""
+    head: list[nn.Module]
+    """The head and its hidden layer, if any."""
+
+    def numbers(self) -> dict[int, int]:
+        """Return the number of each parameter's layer, by the parameter's id."""
+        layers = [self.embedding, *([block] for block in self.blocks), [*self.summary, *self.head]]
+        return {
+            id(parameter): number
+            for number, modules in enumerate(layers)
+            for module in modules
+            for parameter in module.parameters()
+        }
+
+
+@runtime_checkable
+class HasLayers(Protocol):
+    """A network that names its layers, as layer-wise decay and freezing need."""
+
+    def layers(self) -> Layers:
+        """Return the modules from bottom to top."""
+
+
 class NetworkConfig(Protocol):
     """Questions that every network's config answers. The config decides all shapes and the arithmetic."""
 
     architecture: ClassVar[str]
     """Name of the architecture in files and messages: a key of `vitrail.models.variants.ARCHITECTURES`."""
+
+    has_uniform_blocks: ClassVar[bool]
+    """True if all blocks have the same shapes, so that one compiled graph serves them all."""
+    adaptable: ClassVar[tuple[str, ...]]
+    """Names of the weights in a block that LoRA can adapt."""
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -49,12 +93,20 @@ class NetworkConfig(Protocol):
         """Length of what `embed` returns."""
 
     @property
+    def weights_depend_on_size(self) -> bool:
+        """True if some weights, such as learned positions, are made for one image size and resized for others."""
+
+    @property
     def head_inputs(self) -> int:
         """Number of inputs of the head's last layer."""
 
     @property
     def stream_width(self) -> int:
         """Width of the residual stream below the head. Learning rates are scaled by it."""
+
+    @property
+    def summary(self) -> str:
+        """The sizes that distinguish variants, for tables."""
 
     @property
     def num_blocks(self) -> int:
@@ -77,6 +129,21 @@ class NetworkConfig(Protocol):
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> NetworkConfig:
         """Return the same config with a head of `num_classes` outputs, and without its hidden layer on request."""
 
+    def parameters(self) -> int:
+        """Return the number of weights."""
+
+    def macs(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the multiply-accumulates of the forward pass of one image, as the literature counts them."""
+
+    def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the FLOPs that are computed to predict one image."""
+
+    def training_flops(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the FLOPs that a training step computes per image."""
+
+    def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
+        """Return what a training step holds in memory."""
+
 
 class Network(Protocol):
     """The contract that `vitrail.testing.check_network` holds a network to. Every network is an `nn.Module`.
@@ -88,6 +155,21 @@ class Network(Protocol):
     config: Any
     head: nn.Module | None
 
+    def layers(self) -> Layers:
+        """Return the modules from bottom to top."""
+
+    def with_image_size(self, image_size: tuple[int, int]) -> Network:
+        """Return the same weights in a network for another image size, with learned positions resized.
+
+        All other tensors are shared. Raise `ConfigError` for a size that does not fit.
+        """
+
+    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> Network:
+        """Return the same network with a new head of zeros, and without its hidden layer on request.
+
+        All other tensors are shared.
+        """
+
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
         """Logits; without a head, what the head would have seen."""
 
@@ -96,3 +178,25 @@ class Network(Protocol):
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """One vector an image. What transfer builds on."""
+
+
+def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) -> AnyModule:
+    """Return a network of the same class with these weights, which it shares, all of them trainable."""
+    with torch.device("meta"):  # weights are not drawn only to be replaced
+        new = type(network)(config)
+    new.load_state_dict(weights, assign=True)
+    for parameter in new.parameters():
+        parameter.requires_grad_(True)
+    return new.train(network.training)
+
+
+def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = False) -> AnyModule:
+    """Return the same network with a new head: weights of zero, and biases of the config's `head_bias`."""
+    old: Any = network.config
+    config = old.with_head(num_classes, drop_hidden=drop_hidden)
+    dropped = ("head.", "head_hidden.") if drop_hidden else ("head.",)
+    weights = {name: tensor for name, tensor in network.state_dict().items() if not name.startswith(dropped)}
+    if num_classes:
+        weights["head.weight"] = torch.zeros(num_classes, config.head_inputs)
+        weights["head.bias"] = torch.full((num_classes,), config.head_bias)
+    return with_weights(network, config, weights)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.attention import attend
+from vitrail.models.attention.kernels import attend
 from vitrail.models.dense import Linear
 from vitrail.models.layers import Activation, make_mlp
 from vitrail.models.network import Features

@@ -18,8 +18,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
+from vitrail.models.cost import resnet as costs
+from vitrail.models.cost.footprint import Footprint, FootprintPrecision
+from vitrail.models.cost.resnet import EXPANSION
 from vitrail.models.layers import lecun_normal_
-from vitrail.models.network import Features
+from vitrail.models.network import Features, Layers, with_new_head, with_weights
 
 __all__ = ["HybridRoot", "ResNet", "ResNetConfig", "RootConfig", "Stem", "WeightEps"]
 
@@ -29,9 +32,6 @@ WeightEps = Literal["variance", "deviation"]
 Stem = Literal["7x7+pool", "3x3+3x3"]
 """How a root begins: a 7 x 7 convolution of stride 2 and a max pool of stride 2, as published; or two 3 x 3
 convolutions, the second of stride 2, which leave a small image cells for its patches (after 2106.14881)."""
-
-EXPANSION = 4
-"""A unit's outputs are four times as many as the channels of its 3 x 3 convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,14 @@ class RootConfig:
             raise ConfigError(f"stem={self.stem!r} is not one of {', '.join(map(repr, get_args(Stem)))}")
 
     @property
+    def stem_stride(self) -> int:
+        """Pixels between two cells of the map that the stem makes."""
+        return 4 if self.stem == "7x7+pool" else 2
+
+    @property
     def stride(self) -> int:
         """Pixels between two cells of the feature map."""
-        return (4 if self.stem == "7x7+pool" else 2) * 2 ** max(0, len(self.depths) - 1)
+        return self.stem_stride * 2 ** max(0, len(self.depths) - 1)
 
     @property
     def out_channels(self) -> int:
@@ -73,6 +78,16 @@ class ResNetConfig:
 
     architecture: ClassVar[Literal["BiT"]] = "BiT"
     """Name of the architecture in files and messages."""
+    has_uniform_blocks: ClassVar[bool] = False
+    """False because stages differ in shape, so each unit would be compiled into a graph of its own."""
+    adaptable: ClassVar[tuple[str, ...]] = ()
+    """Names of the weights in a block that LoRA can adapt: none, because units have no dense layers."""
+    stem_stride: ClassVar[int] = 4
+    """Pixels between two cells of the map that the stem makes."""
+    head_hidden: ClassVar[int] = 0
+    """Units of a hidden layer before the head: a ResNet has none."""
+    weights_depend_on_size: ClassVar[bool] = False
+    """False because no weight is made for one image size."""
 
     image_size: tuple[int, int] = (224, 224)
     """Height and width in pixels; the network takes any other as well."""
@@ -109,6 +124,11 @@ class ResNetConfig:
     def embed_width(self) -> int:
         """Channels of the last feature map."""
         return self.width * EXPANSION * 2 ** (len(self.depths) - 1)
+
+    @property
+    def summary(self) -> str:
+        """Number of units of each stage, for tables."""
+        return "-".join(map(str, self.depths))
 
     @property
     def num_blocks(self) -> int:
@@ -149,6 +169,26 @@ class ResNetConfig:
         stride = 2 ** (len(self.depths) + 1)
         return math.ceil(height / stride), math.ceil(width / stride)
 
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return costs.parameters(self)
+
+    def macs(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the multiply-accumulates of the forward pass of one image."""
+        return costs.macs(self, image_size or self.image_size)
+
+    def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the FLOPs that are computed to predict one image."""
+        return 2 * self.macs(image_size)
+
+    def training_flops(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the FLOPs that a training step computes per image."""
+        return costs.training_flops(self, image_size or self.image_size)
+
+    def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
+        """Return what a training step holds in memory."""
+        return costs.footprint(self, image_size, precision)
+
 
 class ResNet(nn.Module):
     """A BiT ResNet-v2. `embed` is the mean over the last feature map, whose cells are the `patches` of `features`."""
@@ -184,6 +224,19 @@ class ResNet(nn.Module):
         x = F.relu(self.norm(self.stages(x)))
         tokens = x.flatten(2).transpose(1, 2)  # b (h w) c
         return Features(cls=None, registers=tokens[:, :0], patches=tokens, grid=grid)
+
+    def layers(self) -> Layers:
+        """Return the modules from bottom to top. Residual units are the blocks."""
+        units = [unit for stage in self.stages.children() for unit in stage.children()]
+        return Layers([self.stem], units, [self.norm], [] if self.head is None else [self.head])
+
+    def with_image_size(self, image_size: tuple[int, int]) -> ResNet:
+        """Return a network for another image size, which shares all tensors."""
+        return with_weights(self, self.config.with_image_size(image_size), self.state_dict())
+
+    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNet:
+        """Return the same network with a new head of zeros."""
+        return with_new_head(self, num_classes, drop_hidden=drop_hidden)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -292,6 +345,10 @@ class PreActivationUnit(nn.Module):
         self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        if torch.is_grad_enabled() and self.norm1.weight.requires_grad and not x.requires_grad:
+            # The first trained unit above frozen ones. If channels are last in memory and the input needs no gradient,
+            # the norm's backward pass on a CPU ends the process: it writes that gradient nowhere (torch 2.13).
+            x = x.contiguous()
         active = F.relu(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(active)
         y = self.conv1(active)

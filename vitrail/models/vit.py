@@ -11,180 +11,23 @@ Read `VisionTransformer._encode` for equations 1 and 4, `Block.forward` for 2 an
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.attention import Guide, SelfAttention
+from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.dense import Linear
-from vitrail.models.layers import Activation, LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
-from vitrail.models.network import Features
+from vitrail.models.layers import LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
+from vitrail.models.network import Features, Layers, with_new_head, with_weights
 from vitrail.models.patches import PatchEmbedding, PrefixTokens
-from vitrail.models.pooling import AttentionPool, FinalNorm, Pool, pool
-from vitrail.models.positions import Covered, PositionKind, PositionResize, Positions, Where, make_positions
-from vitrail.models.resnet import HybridRoot, RootConfig
+from vitrail.models.pooling import AttentionPool, pool
+from vitrail.models.resnet import HybridRoot
+from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["Block", "ViTConfig", "VisionTransformer"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ViTConfig:
-    """Everything that decides a network's shapes and arithmetic. The defaults are the paper's ViT-B/16.
-
-    Raises `ConfigError`, naming every field that does not fit, when it is made.
-    """
-
-    architecture: ClassVar[Literal["ViT"]] = "ViT"
-    """Name of the architecture in files and messages. Hybrids are Vision Transformers with a root."""
-
-    image_size: tuple[int, int] = (224, 224)
-    """Height and width in pixels that the positions are made for; the network takes other sizes by resizing them."""
-    patch_size: tuple[int, int] = (16, 16)
-    """Height and width of a patch in pixels, or in cells of the root's feature map."""
-    channels: int = 3
-    """Image channels: 3 for RGB, 1 for grey."""
-    root: RootConfig | None = None
-    """A ResNet below the transformer makes a hybrid; patches are then cut from its feature map."""
-    width: int = 768
-    """Length of a token, D in the paper."""
-    depth: int = 12
-    """Number of blocks, L in the paper."""
-    heads: int = 12
-    """Attention heads; they divide the width."""
-    mlp_width: int = 3072
-    """Hidden units of each block's MLP; with "swiglu", of its gate."""
-    num_classes: int = 1000
-    """Outputs of the head; 0 makes a network without one."""
-    pool: Pool = "cls"
-    """What the head sees: the class token; the mean of the patch tokens; what multi-head attention pooling makes of all
-    tokens; or class token and mean, joined ("cls+gap")."""
-    class_token: bool | None = None
-    """Whether there is a class token; by default where the pool needs it."""
-    registers: int = 0
-    """Learned tokens between class token and patches, without a use of their own (2309.16588)."""
-    head_hidden: int = 0
-    """Units of a tanh layer before the head, which the paper has while pre-training; 0 for none."""
-    head_bias: float = 0.0
-    """Where the head's biases start: -10 for sigmoid losses over very many classes (big_vision)."""
-    final_norm: FinalNorm = "tokens"
-    """The last norm is of every token, before pooling, or of the pooled vector, after."""
-    positions: PositionKind = "learned"
-    """Kind of position embedding; `positions.py` says what each is."""
-    positions_at: Where | None = None
-    """Where positions act: by default at the stem, or at every layer for kinds that act inside attention."""
-    positions_cover: Covered = "class"
-    """Which tokens have learned positions besides the patches: all; the class token and no register; none."""
-    position_resize: PositionResize = "linear-corners"
-    """How learned positions are stretched to another grid: the original code's linear way, or another library's."""
-    position_std: float = 0.02
-    """Standard deviation of new position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
-    activation: Activation = "gelu"
-    """Exact GELU, the tanh approximation that the original code computes, or a gated SiLU."""
-    layer_scale: float = 0.0
-    """Where the learned factors on each branch's channels start (2103.17239); 0 for none."""
-    qk_norm: bool = False
-    """Layer norm of each head's queries and keys (2302.05442)."""
-    qkv_bias: bool = True
-    """Biases of queries, keys and values."""
-    dense_bias: bool = True
-    """Biases of attention's output and of the MLP."""
-    patch_bias: bool = True
-    """Bias of the patch projection."""
-    norm_eps: float = 1e-6
-    """Epsilon of every layer norm."""
-    dropout: float = 0.0
-    """Dropout after every dense layer but the qkv projections, and after the position embedding (Appendix B.1)."""
-    stochastic_depth: float = 0.0
-    """Chance of skipping the last block's branches; it grows linearly from 0 at the first block."""
-    patch_dropout: float = 0.0
-    """Share of its patches that an image goes without in training, other ones each time (2208.07220)."""
-
-    def __post_init__(self) -> None:
-        if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
-            raise ConfigError("\n".join(problems))
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Patches down and across, of an image of `image_size`."""
-        return self.grid_of(*self.image_size)
-
-    @property
-    def has_class_token(self) -> bool:
-        return self.pool in ("cls", "cls+gap") if self.class_token is None else self.class_token
-
-    @property
-    def prefix(self) -> int:
-        """Tokens before the patches: class token and registers."""
-        return self.has_class_token + self.registers
-
-    @property
-    def covered(self) -> int:
-        """How many of the tokens before the patches have learned positions."""
-        return {"all": self.prefix, "class": int(self.has_class_token), "patches": 0}[self.positions_cover]
-
-    @property
-    def tokens(self) -> int:
-        """Length of the sequence that the blocks see."""
-        return math.prod(self.grid) + self.prefix
-
-    @property
-    def embed_width(self) -> int:
-        """Length of what the head, or its hidden layer, sees."""
-        return 2 * self.width if self.pool == "cls+gap" else self.width
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks; the same as `depth`."""
-        return self.depth
-
-    @property
-    def stream_width(self) -> int:
-        """Width of the residual stream below the head. Learning rates are scaled by it."""
-        return self.width
-
-    @property
-    def head_inputs(self) -> int:
-        """Number of inputs of the head's last layer."""
-        return self.head_hidden or self.embed_width
-
-    @property
-    def where(self) -> Where:
-        """`positions_at`, or its default for this kind of positions."""
-        return self.positions_at or ("every-layer" if self.positions in INSIDE_ATTENTION else "stem")
-
-    def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Patches of an image of this size. Raises `ConfigError` where the patch does not divide it."""
-        stride = self.root.stride if self.root else 1
-        cells = math.ceil(height / stride), math.ceil(width / stride)
-        if min(height, width) < 1 or any(side % patch for side, patch in zip(cells, self.patch_size, strict=True)):
-            of_map = f" of a feature map at 1/{stride}" if self.root else ""
-            raise ConfigError(
-                f"image_size={(height, width)} is not a multiple of patch_size={self.patch_size}{of_map}; "
-                f"the nearest that is: {self.nearest_size(height, width)}"
-            )
-        return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
-
-    def with_image_size(self, image_size: tuple[int, int]) -> ViTConfig:
-        """Return the same config for another image size. Raise `ConfigError` if patches do not divide that size."""
-        return replace(self, image_size=image_size)
-
-    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
-        """Return the same config with a head of `num_classes` outputs, and without the hidden layer on request."""
-        return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
-
-    def kept_of(self, patches: int) -> int:
-        """How many patches are left, in training, of an image that has this many."""
-        return max(1, round(patches * (1 - self.patch_dropout)))
-
-    def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """The image size next to this one that patches divide."""
-        stride = self.root.stride if self.root else 1
-        down, across = (stride * patch for patch in self.patch_size)
-        return max(1, round(height / down)) * down, max(1, round(width / across)) * across
+__all__ = ["Block", "ViTConfig", "VisionTransformer", "make_block"]
 
 
 class VisionTransformer(nn.Module):
@@ -201,9 +44,9 @@ class VisionTransformer(nn.Module):
         channels = config.root.out_channels if config.root else config.channels
         self.patches = PatchEmbedding(config.patch_size, channels, config.width, bias=config.patch_bias)
         self.prefix = PrefixTokens(config.width, class_token=config.has_class_token, registers=config.registers)
-        self.positions = _positions(config)
+        self.positions = config.position_embedding.build()
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(_block(config, layer) for layer in range(config.depth))
+        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.depth))
         self.norm = nn.LayerNorm(config.width if config.final_norm == "tokens" else config.embed_width, config.norm_eps)
         self.attention_pool = (
             AttentionPool(config.width, config.heads, config.mlp_width, config.activation, config.norm_eps)
@@ -256,11 +99,11 @@ class VisionTransformer(nn.Module):
         # their biases in bfloat16, which are then 4 % off over 6,000 tokens and 59 % over 50,000 (torch 2.13).
         z = z.to(self.norm.weight.dtype)
         z = self.dropout(self.positions(self.prefix(z), grid, 0, kept))  # equation 1
-        guides = self.positions.guides(grid, self.config.depth, images.device, kept)
-        for layer, (block, guide) in enumerate(zip(self.blocks, guides, strict=True)):
+        insides = self.positions.for_attention(grid, self.config.depth, images.device, kept)
+        for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
             if layer:
                 z = self.positions(z, grid, layer, kept)  # changes nothing but where they are added at every layer
-            z = block(z, guide, read if layer == self.config.depth - 1 else None)
+            z = block(z, inside, read if layer == self.config.depth - 1 else None)
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
 
     def _draw_kept(self, images: Tensor, grid: tuple[int, int]) -> Int64[Tensor, "b k"] | None:
@@ -279,6 +122,32 @@ class VisionTransformer(nn.Module):
             )
         return self.config.grid_of(images.shape[2], images.shape[3])
 
+    def layers(self) -> Layers:
+        """Return the modules from bottom to top."""
+
+        def existing(*modules: nn.Module | None) -> list[nn.Module]:
+            return [module for module in modules if module is not None]
+
+        return Layers(
+            existing(self.root, self.patches, self.prefix, self.positions, self.dropout),
+            list(self.blocks),
+            existing(self.norm, self.attention_pool),
+            existing(self.head_hidden, self.head),
+        )
+
+    def with_image_size(self, image_size: tuple[int, int]) -> VisionTransformer:
+        """Return the same weights in a network for another image size, with learned positions resized.
+
+        All other tensors are shared. Raises `ConfigError` if patches do not divide the size.
+        """
+        config = self.config.with_image_size(image_size)
+        resized = {f"positions.{name}": tensor for name, tensor in self.positions.resized(config.grid).items()}
+        return with_weights(self, config, self.state_dict() | resized)
+
+    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> VisionTransformer:
+        """Return the same network with a new head of zeros, and without its hidden layer on request."""
+        return with_new_head(self, num_classes, drop_hidden=drop_hidden)
+
     @torch.no_grad()
     def initialise(self) -> None:
         """Draws new weights as the original code does (paper.md section 2 lists the distributions)."""
@@ -288,7 +157,7 @@ class VisionTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-            elif isinstance(module, HybridRoot | PrefixTokens | SelfAttention | Mlp | SwiGlu | LayerScale):
+            elif isinstance(module, HybridRoot | PrefixTokens | AttentionLayer | Mlp | SwiGlu | LayerScale):
                 module.initialise()
         self.positions.initialise(self.config.position_std)
         if self.attention_pool is not None:
@@ -308,7 +177,7 @@ class Block(nn.Module):
         self,
         *,
         width: int,
-        attention: SelfAttention,
+        attention: AttentionLayer,
         mlp: nn.Module,
         norm_eps: float,
         dropout: float = 0.0,
@@ -326,103 +195,30 @@ class Block(nn.Module):
         self.skip = StochasticDepth(stochastic_depth)
 
     def forward(
-        self, z: Float[Tensor, "b n width"], guide: Guide | None = None, read: int | None = None
+        self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None = None, read: int | None = None
     ) -> Float[Tensor, "b m width"]:
         """With `read`, the result is of the first `read` tokens alone; they still attend to all."""
-        z = z[:, :read] + self.skip(self.scale1(self.dropout(self.attention(self.norm1(z), guide, read))))  # equation 2
+        mixed = self.attention(self.norm1(z), inside, read)
+        z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
 
+    def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
+        """Yield the dense layers, each with the names of the equal parts that the rows of its weight consist of."""
+        yield from self.attention.projections()
+        for name in ("up", "down"):
+            layer = self.mlp.get_submodule(name)
+            assert isinstance(layer, Linear)
+            yield layer, (name,)
 
-def _block(config: ViTConfig, layer: int) -> Block:
+
+def make_block(config: ViTConfig, layer: int) -> Block:
+    """Return a new block of the network that a config describes. `layer` counts from 0."""
     return Block(
         width=config.width,
-        attention=SelfAttention(
-            config.width,
-            config.heads,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.dense_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else 0.0,
-        ),
+        attention=config.attention_kind.build(),
         mlp=make_mlp(config.width, config.mlp_width, config.activation, bias=config.dense_bias, dropout=config.dropout),
         norm_eps=config.norm_eps,
         dropout=config.dropout,
         layer_scale=config.layer_scale,
         stochastic_depth=config.stochastic_depth * layer / max(config.depth - 1, 1),
     )
-
-
-def _positions(config: ViTConfig) -> Positions:
-    return make_positions(
-        config.positions,
-        grid=config.grid,
-        width=config.width,
-        heads=config.heads,
-        depth=config.depth,
-        prefix=config.prefix,
-        covered=config.covered,
-        where=config.where,
-        resize=config.position_resize,
-    )
-
-
-INSIDE_ATTENTION = ("relative-bias", "rotary-2d")
-CHOICES = {
-    "pool": Pool, "activation": Activation, "final_norm": FinalNorm, "positions": PositionKind,
-    "positions_cover": Covered, "position_resize": PositionResize,
-}  # fmt: skip
-
-
-def _out_of_range(config: ViTConfig) -> list[str]:
-    found = []
-    for name in ("channels", "width", "depth", "heads", "mlp_width"):
-        if getattr(config, name) < 1:
-            found.append(f"{name}={getattr(config, name)} is less than 1")
-    for name in ("num_classes", "head_hidden", "registers", "position_std", "layer_scale"):
-        if not getattr(config, name) >= 0:
-            found.append(f"{name}={getattr(config, name)} is negative; 0 means none")
-    for name in ("dropout", "stochastic_depth", "patch_dropout"):
-        if not 0 <= getattr(config, name) < 1:
-            found.append(f"{name}={getattr(config, name)} is not in [0, 1)")
-    if not config.norm_eps > 0:
-        found.append(f"norm_eps={config.norm_eps} is not above 0")
-    if not math.isfinite(config.head_bias):
-        found.append(f"head_bias={config.head_bias} is not a number to start from")
-    return found
-
-
-def _not_a_choice(config: ViTConfig) -> list[str]:
-    found = []
-    for name, choices in (*CHOICES.items(), *([("positions_at", Where)] if config.positions_at else [])):
-        if getattr(config, name) not in get_args(choices):
-            found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, get_args(choices)))}")
-    return found
-
-
-def _misfits(config: ViTConfig) -> list[str]:
-    """Fields that are fine by themselves and do not go together."""
-    found = []
-    if config.heads >= 1 and config.width % config.heads:
-        found.append(f"width={config.width} is not divisible by heads={config.heads}")
-    elif config.heads >= 1 and config.positions == "rotary-2d" and (config.width // config.heads) % 4:
-        found.append(
-            f"positions='rotary-2d' turns pairs of channels in two directions: width / heads = "
-            f"{config.width // config.heads} is not divisible by 4"
-        )
-    if config.positions == "sincos-2d" and config.width % 4:
-        found.append(f"positions='sincos-2d' has four parts: width={config.width} is not divisible by 4")
-    if config.positions == "learned-2d" and config.width % 2:
-        found.append(f"positions='learned-2d' has two halves: width={config.width} is not divisible by 2")
-    if config.positions in INSIDE_ATTENTION and config.positions_at == "stem":
-        found.append(f"positions={config.positions!r} act inside attention: positions_at='stem' is not for them")
-    if config.positions == "rotary-2d" and config.positions_at == "shared":
-        found.append("positions='rotary-2d' have nothing to share: positions_at can only be 'every-layer'")
-    if config.class_token is False and config.pool in ("cls", "cls+gap"):
-        found.append(f"pool={config.pool!r} needs a class token: class_token=False cannot be")
-    if min(*config.image_size, *config.patch_size) < 1:
-        found.append(f"image_size={config.image_size} and patch_size={config.patch_size} must be at least 1")
-    else:
-        try:
-            config.grid_of(*config.image_size)
-        except ConfigError as error:
-            found.append(str(error))
-    return found

@@ -20,9 +20,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
-from vitrail.models.footprint import training_bytes
+from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit import ViTConfig
 from vitrail.tasks.classification import Loss
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
@@ -162,7 +161,7 @@ def _image_size(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tup
         why = f"images are small, {facts.side} pixels a side: at {own[0]} x {own[1]}, the model's, they only cost more"
         return scaled_size(network, SMALL_SIZE), why
     large = facts.side is not None and facts.side >= LARGE_SIZE
-    if gpu and large and max(own) < LARGE_SIZE and isinstance(network, ViTConfig):
+    if gpu and large and max(own) < LARGE_SIZE and network.architecture == "ViT":
         return scaled_size(network, LARGE_SIZE), f"images are large, {facts.side} pixels a side, and a GPU has the time"
     return own, "the model's own"
 
@@ -172,7 +171,7 @@ def scaled_size(network: AnyConfig, longest: int) -> tuple[int, int]:
     height, width = network.image_size
     factor = longest / max(height, width)
     scaled = round(height * factor), round(width * factor)
-    return network.nearest_size(*scaled) if isinstance(network, ViTConfig) else scaled
+    return network.nearest_size(*scaled)
 
 
 def _images_seen(images: int, *, gpu: bool) -> tuple[int, str]:
@@ -200,7 +199,7 @@ def accumulation(network: AnyConfig, size: tuple[int, int], batch: int, memory: 
 
 
 def _optimizer(network: AnyConfig, batch: int, given: Given) -> tuple[OptimizerConfig, str]:
-    width = network.width if isinstance(network, ViTConfig) else network.embed_width
+    width = network.stream_width
     moving = "lora" if given.lora_rank is not None else "head" if given.train_blocks == 0 else "all"
     rate = float(f"{RATES[moving] / width * math.sqrt(batch / 32):.2g}")
     text = f"AdamW, learning rate {rate:g} (falls with the network's width, grows as the root of the batch)"

@@ -14,7 +14,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.layers import StochasticDepth
 from vitrail.models.lora import LowRank
 from vitrail.models.variants import AnyNetwork, create, variant_config
-from vitrail.training.optimization.layers import block_count, check_choice, choose_weights, layers_of
+from vitrail.training.optimization.layers import check_choice, choose_weights
 from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer
 from vitrail.training.start import StartConfig
 
@@ -43,12 +43,12 @@ def moving(network: nn.Module) -> set[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_has_one_layer(kind: str) -> None:
     network = network_of(kind)
-    layers = layers_of(network)
+    layers = network.layers()
     numbers = layers.numbers()
     assert set(numbers) == {id(parameter) for parameter in network.parameters()}
     parts = [*layers.embedding, *layers.blocks, *layers.summary, *layers.head]
     assert sum(len(list(part.parameters())) for part in parts) == len(numbers)
-    assert len(layers.blocks) == block_count(network.config) == KINDS[kind][2]
+    assert len(layers.blocks) == network.config.num_blocks == KINDS[kind][2]
 
 
 def test_layers_are_those_of_beit() -> None:
@@ -61,7 +61,7 @@ def test_layers_are_those_of_beit() -> None:
                  "stages.3.1.conv1.weight": 8, "norm.weight": 9, "head.weight": 9}),
     ):  # fmt: skip
         network = network_of(kind)
-        numbers, named = layers_of(network).numbers(), dict(network.named_parameters())
+        numbers, named = network.layers().numbers(), dict(network.named_parameters())
         assert {name: numbers[id(named[name])] for name in expected} == expected
 
 
@@ -71,7 +71,7 @@ def test_the_last_blocks_are_trained_and_what_is_above_them(kind: str, data: st.
     network, depth = network_of(kind), KINDS[kind][2]
     count = data.draw(st.integers(0, depth))
     choose_weights(network, StartConfig(init="m", train_blocks=count))
-    layers, numbers = layers_of(network), layers_of(network).numbers()
+    layers, numbers = network.layers(), network.layers().numbers()
     head = {id(parameter) for module in layers.head for parameter in module.parameters()}
     for name, parameter in network.named_parameters():
         wanted = id(parameter) in head if count == 0 else numbers[id(parameter)] > depth - count
@@ -89,7 +89,7 @@ def test_without_a_choice_all_weights_move() -> None:
 def test_what_is_not_trained_keeps_nothing_for_backward(kind: str, count: int) -> None:
     network = network_of(kind).train()
     choose_weights(network, StartConfig(init="m", train_blocks=count))
-    layers, seen = layers_of(network), []
+    layers, seen = network.layers(), []
     below = layers.blocks[: len(layers.blocks) - count]
     for block in below:
         block.register_forward_hook(lambda module, given, result: seen.append(result.requires_grad))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.models.variants import create
-from vitrail.training.optimization.layers import choose_weights, layers_of
+from vitrail.training.optimization.layers import choose_weights
 from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer, split_by_decay
 from vitrail.training.start import StartConfig
 
@@ -113,7 +113,7 @@ def test_sgd_with_momentum_is_the_formula() -> None:
 ], ids=["ViT", "BiT"])  # fmt: skip
 def test_layer_decay_scales_by_depth(name: str, sizes: dict[str, Any], depth: int, optimizer: str) -> None:
     network = create(name, num_classes=3, **sizes)
-    numbers = layers_of(network).numbers()
+    numbers = network.layers().numbers()
     made = make_optimizer(network, OptimizerConfig(optimizer=optimizer, layer_decay=0.65))  # type: ignore[arg-type]
     seen = {}
     for group in made.param_groups:

@@ -9,10 +9,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from vitrail.models.lora import LowRank
-from vitrail.models.resnet import ResNet
-from vitrail.models.vit import VisionTransformer
+from vitrail.models.network import HasLayers
 from vitrail.settings import above_zero, at_least, below_one, named, one_of, raise_problems
-from vitrail.training.optimization.layers import layers_of
 from vitrail.training.optimization.schedule import ScheduleName
 
 __all__ = ["OptimizerConfig", "OptimizerName", "make_optimizer", "split_by_decay"]
@@ -98,7 +96,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
     """The factor of each weight of the network, by its id."""
-    network = next(part for part in module.modules() if isinstance(part, VisionTransformer | ResNet))
-    layers = layers_of(network)
+    network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
+    layers = network.layers()
     top = len(layers.blocks) + 1
     return {parameter: layer_decay ** (top - number) for parameter, number in layers.numbers().items()}

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from tests.models.networks import DROPPED, HYBRIDS
 from vitrail.bench.contenders import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
-from vitrail.models import cost
-from vitrail.models.footprint import activation_bytes, tensor_bytes, training_bytes
+from vitrail.models.cost.footprint import activation_bytes, tensor_bytes, training_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import ViTConfig
 
@@ -126,7 +125,7 @@ def held_at_once(config: AnyConfig, batch: int, precision: Precision) -> int:
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
-    there = 3 * cost.parameters(config) + batch * config.channels * math.prod(config.image_size)
+    there = 3 * config.parameters() + batch * config.channels * math.prod(config.image_size)
     return 4 * there + peak
 
 
@@ -166,7 +165,7 @@ def test_a_step_holds_weights_moments_images_and_activations() -> None:
         "bf16": (14, tokens * (6 * width + 6 * hidden)),
     }
     for precision, (state, passing) in cases.items():
-        count, kept = cost.parameters(config), activation_bytes(config, None, precision)
+        count, kept = config.parameters(), activation_bytes(config, None, precision)
         assert tensor_bytes(config, 32, precision=precision) == state * count + 32 * (image + kept + passing)
 
 
@@ -177,4 +176,4 @@ def test_a_process_needs_more_than_its_tensors(name: str) -> None:
         tensors, needed = (f(config, 8, (96, 64), precision) for f in (tensor_bytes, training_bytes))
         kept = 8 * activation_bytes(config, (96, 64), precision)
         assert 0.1 * kept < needed - tensors < 0.5 * kept
-        assert tensor_bytes(config, 0, precision=precision) >= 16 * cost.parameters(config)
+        assert tensor_bytes(config, 0, precision=precision) >= 16 * config.parameters()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.models.attention import Guide, SelfAttention, attend
+from vitrail.errors import ConfigError
+from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions
+from vitrail.models.attention.full import FullAttention, SelfAttention
+from vitrail.models.attention.kernels import attend
+from vitrail.models.vit import VisionTransformer, ViTConfig
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,8 +119,8 @@ def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, 
     angles = torch.randn(*([2, 1] if "each" in guide else []), 9, 8)
     told = {
         "none": None,
-        "bias": Guide(bias=torch.randn(*([2] if "each" in guide else []), 3, 9, 9)),
-        "rotation": Guide(rotation=(angles.cos(), angles.sin())),
+        "bias": AttentionPositions(bias=torch.randn(*([2] if "each" in guide else []), 3, 9, 9)),
+        "rotation": AttentionPositions(rotation=(angles.cos(), angles.sin())),
     }[guide.partition(" ")[0]]
     whole = layer(tokens, told)
     weighting = torch.randn(2, 9, 24)
@@ -138,10 +144,10 @@ def test_each_image_can_have_a_guide_of_its_own() -> None:
     layer, tokens = SelfAttention(24, 3), torch.randn(2, 9, 24)
     bias, angles = torch.randn(2, 3, 9, 9), torch.randn(2, 1, 9, 8)
     for guide, each in (
-        (Guide(bias=bias), [Guide(bias=part) for part in bias]),
+        (AttentionPositions(bias=bias), [AttentionPositions(bias=part) for part in bias]),
         (
-            Guide(rotation=(angles.cos(), angles.sin())),
-            [Guide(rotation=(part[0].cos(), part[0].sin())) for part in angles],
+            AttentionPositions(rotation=(angles.cos(), angles.sin())),
+            [AttentionPositions(rotation=(part[0].cos(), part[0].sin())) for part in angles],
         ),
     ):
         expected = torch.cat([layer(image[None], own) for image, own in zip(tokens, each, strict=True)])
@@ -174,3 +180,70 @@ def test_the_fused_kernel_is_given_heads_without_copies(
     assert all(tensor.shape == (2, 3, 7, 8) and tensor.stride(-1) == 1 for tensor in tensors)
     if not fields:
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1, "all are views of one product"
+
+
+# --- kinds
+
+
+class Mean(FullAttention):
+    """A kind of attention in which every token takes the mean of all tokens; it has no weights."""
+
+    def problems(self) -> list[str]:
+        return [] if self.config.qkv_bias else ["qkv_bias=False: attention='mean' has no queries, keys and values"]
+
+    def build(self) -> AttentionLayer:
+        return MeanLayer()
+
+    def parameters(self) -> int:
+        return 0
+
+    def macs(self, tokens: int, read: int) -> int:
+        return 0
+
+
+class MeanLayer(AttentionLayer):
+    def forward(self, tokens: Tensor, positions: Any = None, read: int | None = None) -> Tensor:
+        return tokens.mean(1, keepdim=True).expand(tokens.shape)[:, :read]
+
+    def projections(self) -> Iterator[Any]:
+        yield from ()
+
+    def initialise(self) -> None:
+        pass
+
+
+def test_a_kind_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ATTENTION, "mean", Mean)
+    full, mean = (
+        ViTConfig(image_size=(8, 12), patch_size=(4, 4), width=12, depth=2, heads=3, mlp_width=20, attention=name)
+        for name in ("full", "mean")
+    )
+    network = VisionTransformer(mean).eval()
+    assert network(torch.randn(2, 3, 8, 12)).shape == (2, 1000)
+    assert mean.parameters() == sum(parameter.numel() for parameter in network.parameters())
+    assert full.parameters() - mean.parameters() == 2 * (4 * 12 * 12 + 4 * 12)
+    assert full.macs() - mean.macs() == 2 * (7 * 4 * 12 * 12 + 2 * 7 * 7 * 12)
+    with pytest.raises(ConfigError, match=r"^qkv_bias=False: attention='mean' has no queries, keys and values$"):
+        replace(mean, qkv_bias=False)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^attention='linear' is not one of 'full'$"):
+        ViTConfig(attention="linear")
+
+
+@pytest.mark.parametrize("fields", [{}, {"qkv_bias": False}, {"qk_norm_eps": 1e-3}])
+@pytest.mark.parametrize("kind", ["none", "bias", "rotation"])
+def test_weights_are_those_that_mix_the_values(fields: dict[str, Any], kind: str) -> None:
+    torch.manual_seed(0)
+    layer, tokens, angles = SelfAttention(24, 3, **fields), torch.randn(2, 9, 24), torch.randn(9, 8)
+    inside = {
+        "none": None,
+        "bias": AttentionPositions(bias=torch.randn(3, 9, 9)),
+        "rotation": AttentionPositions(rotation=(angles.cos(), angles.sin())),
+    }[kind]
+    weights = layer.weights(tokens, inside)
+    assert weights.shape == (2, 3, 9, 9)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 9))
+    v = layer.qkv(tokens)[..., 48:].view(2, 9, 3, 8).transpose(1, 2)
+    torch.testing.assert_close(layer.out((weights @ v).transpose(1, 2).flatten(2)), layer(tokens, inside))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vitrail.models.attention import SelfAttention
+from vitrail.models.attention.full import SelfAttention
 from vitrail.models.positions import (
     LearnedPositions,
     LearnedPositions2d,
@@ -27,7 +27,6 @@ from vitrail.models.positions import (
     RotaryPositions,
     SinCosPositions,
     Where,
-    make_positions,
     resize_grid,
     sincos_2d,
 )
@@ -46,10 +45,9 @@ CPU = torch.device("cpu")
 
 def made(kind: PositionKind, where: Where = "stem", *, grid: tuple[int, int] = (3, 4), **fields: Any) -> Positions:
     """Positions for 5 blocks of width 16 with 2 heads, and 3 tokens before the patches, one of them covered."""
-    settings: dict[str, Any] = {
-        "width": 16, "heads": 2, "depth": 5, "prefix": 3, "covered": 1, "resize": "linear-corners",
-    }  # fmt: skip
-    positions = make_positions(kind, grid=grid, where=where, **{**settings, **fields})
+    settings: dict[str, Any] = {"width": 16, "heads": 2, "depth": 5, "mlp_width": 8, "registers": 2, **fields}
+    config = ViTConfig(image_size=grid, patch_size=(1, 1), positions=kind, positions_at=where, **settings)
+    positions = config.position_embedding.build()
     torch.manual_seed(0)
     positions.initialise(1.0)
     return positions
@@ -72,7 +70,7 @@ def test_shapes_at_any_grid(kind: PositionKind, where: Where, grid: tuple[int, i
             assert torch.equal(changed[:, 1:3], tokens[:, 1:3])
             assert torch.equal(changed[:, 0], tokens[:, 0]) == (kind == "sincos-2d")
             torch.testing.assert_close((changed - tokens)[0], (changed - tokens)[1], atol=1e-5, rtol=0)
-    guides = positions.guides(grid, 5, CPU)
+    guides = positions.for_attention(grid, 5, CPU)
     assert len(guides) == 5
     for guide in guides:
         assert (guide is not None) == (kind in ("relative-bias", "rotary-2d"))
@@ -94,7 +92,7 @@ def test_kept_patches_have_their_own_positions(kind: PositionKind, where: Where,
         whole = positions(tokens, grid, layer)
         expected = torch.stack([image[own] for image, own in zip(whole, seen, strict=True)])
         assert torch.equal(positions(few, grid, layer, kept), expected)
-    of_all, of_kept = positions.guides(grid, 5, CPU), positions.guides(grid, 5, CPU, kept)
+    of_all, of_kept = positions.for_attention(grid, 5, CPU), positions.for_attention(grid, 5, CPU, kept)
     assert len(of_all) == len(of_kept) == 5
     for all_told, told in zip(of_all, of_kept, strict=True):
         assert (all_told is None) == (told is None)
@@ -115,7 +113,7 @@ def test_kept_patches_have_their_own_positions(kind: PositionKind, where: Where,
 def test_each_layer_has_its_own_or_all_have_one(kind: PositionKind, where: Where) -> None:
     positions = made(kind, where)
     if kind == "relative-bias":
-        seen = [guide.bias for guide in positions.guides((3, 4), 5, CPU) if guide is not None]
+        seen = [guide.bias for guide in positions.for_attention((3, 4), 5, CPU) if guide is not None]
     else:
         seen = [positions(torch.zeros(1, 15, 16), (3, 4), layer) for layer in range(5)]
     first, *others = seen
@@ -130,12 +128,12 @@ def test_each_layer_has_its_own_or_all_have_one(kind: PositionKind, where: Where
 def test_gradients_reach_every_number(
     kind: PositionKind, where: Where, resize: PositionResize, grid: tuple[int, int]
 ) -> None:
-    positions, generator = made(kind, where, resize=resize), torch.Generator().manual_seed(0)
+    positions, generator = made(kind, where, position_resize=resize), torch.Generator().manual_seed(0)
     tokens = torch.zeros(2, 3 + math.prod(grid), 16)
     total = torch.zeros((), requires_grad=True)
     for layer in range(5):
         total = total + (positions(tokens, grid, layer) * torch.randn(tokens.shape, generator=generator)).sum()
-    for guide in positions.guides(grid, 5, CPU):
+    for guide in positions.for_attention(grid, 5, CPU):
         if guide is not None and guide.bias is not None:
             total = total + (guide.bias * torch.randn(guide.bias.shape, generator=generator)).sum()
     total.backward()
@@ -164,9 +162,9 @@ def test_what_is_learned(kind: PositionKind, where: Where, shapes: dict[str, tup
 
 
 def test_learned_2d_without_covered_tokens_learns_axes_alone() -> None:
-    assert {name for name, _ in made("learned-2d", covered=0).named_parameters()} == {"columns", "rows"}
+    assert {name for name, _ in made("learned-2d", positions_cover="patches").named_parameters()} == {"columns", "rows"}
     tokens = torch.zeros(1, 15, 16)
-    assert not made("learned-2d", covered=0)(tokens, (3, 4))[:, :3].any()
+    assert not made("learned-2d", positions_cover="patches")(tokens, (3, 4))[:, :3].any()
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
@@ -252,7 +250,7 @@ def test_sincos_belongs_to_patches_and_is_never_resized() -> None:
 def test_relative_bias_depends_on_the_offset_alone(grid: tuple[int, int]) -> None:
     layer = RelativeBias((3, 4), 2, prefix=2, layers=1)
     layer.initialise(1.0)
-    (guide,) = layer.guides(grid, 1, CPU)
+    (guide,) = layer.for_attention(grid, 1, CPU)
     assert guide is not None and guide.bias is not None
     bias, (rows, columns) = guide.bias, grid
     assert not bias[:, :2].any() and not bias[:, :, :2].any()
@@ -271,7 +269,7 @@ def test_relative_bias_depends_on_the_offset_alone(grid: tuple[int, int]) -> Non
 def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
     layer = RelativeBias((3, 4), 2, prefix=0, layers=1)
     layer.initialise(1.0)
-    (guide,) = layer.guides((5, 6), 1, CPU)
+    (guide,) = layer.for_attention((5, 6), 1, CPU)
     assert guide is not None and guide.bias is not None
     corner, centre = guide.bias[:, 0, 29], guide.bias[:, 7, 7]
     torch.testing.assert_close(corner, layer.bias[0, :, 0, 0])
@@ -282,7 +280,7 @@ def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
 def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
     """Against the closed form: sums over pairs of channels of |q||k| cos(angle between + offset * frequency)."""
     rows, columns = grid = 4, 5
-    (guide,) = RotaryPositions(head_width, prefix=2).guides(grid, 1, CPU)
+    (guide,) = RotaryPositions(head_width, prefix=2).for_attention(grid, 1, CPU)
     assert guide is not None and guide.rotation is not None
     cosine, sine = guide.rotation
     torch.manual_seed(0)
@@ -311,7 +309,7 @@ def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
 def test_attention_turns_queries_and_keys_and_no_values() -> None:
     torch.manual_seed(0)
     layer, tokens = SelfAttention(8, 2), torch.randn(2, 7, 8)
-    (guide,) = RotaryPositions(4, prefix=1).guides((2, 3), 1, CPU)
+    (guide,) = RotaryPositions(4, prefix=1).for_attention((2, 3), 1, CPU)
     plain, turned = layer(tokens), layer(tokens, guide)
     assert (plain - turned).abs().max() > 1e-3
     with torch.no_grad():
@@ -325,7 +323,7 @@ def test_attention_adds_the_bias_to_the_logits() -> None:
     layer, tokens = SelfAttention(8, 2), torch.randn(3, 7, 8)
     positions = RelativeBias((2, 3), 2, prefix=1, layers=1)
     positions.initialise(1.0)
-    (guide,) = positions.guides((2, 3), 1, CPU)
+    (guide,) = positions.for_attention((2, 3), 1, CPU)
     assert guide is not None and guide.bias is not None
     q, k, v = layer.qkv(tokens).view(3, 7, 3, 2, 4).permute(2, 0, 3, 1, 4)
     weights = ((q @ k.transpose(-1, -2)) / 2 + guide.bias).softmax(-1)

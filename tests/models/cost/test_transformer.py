@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.networks import DROPPED, HYBRIDS
-from vitrail.models import cost
+from vitrail.models.cost.mixing import layer_costs
 from vitrail.models.pooling import pool
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
@@ -75,19 +75,19 @@ def trained(config: AnyConfig, size: tuple[int, int] | None = None) -> int:
 @pytest.mark.parametrize("name", GMACS)
 def test_published_gmacs(name: str) -> None:
     decimals = len(GMACS[name].partition(".")[2])
-    assert f"{cost.macs(variant_config(name)) / 1e9:.{decimals}f}" == GMACS[name]
+    assert f"{variant_config(name).macs() / 1e9:.{decimals}f}" == GMACS[name]
 
 
 def test_published_gmacs_at_384() -> None:
-    assert f"{cost.macs(variant_config('ViT-B/16', image_size=384)) / 1e9:.1f}" == "55.5"
+    assert f"{variant_config('ViT-B/16', image_size=384).macs() / 1e9:.1f}" == "55.5"
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "ViT-B/32", "ViT-L/16", "ViT-G/14"])
 def test_macs_of_published_networks_equal_the_modules(name: str) -> None:
     config = variant_config(name)
-    assert counted(config, "meta") == cost.macs(config)
-    assert executed(config, "meta") == cost.inference_flops(config)
-    assert 2 * cost.macs(config) * 0.9 < cost.inference_flops(config) < 2 * cost.macs(config)
+    assert counted(config, "meta") == config.macs()
+    assert executed(config, "meta") == config.inference_flops()
+    assert 2 * config.macs() * 0.9 < config.inference_flops() < 2 * config.macs()
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,19 @@ def test_macs_of_published_networks_equal_the_modules(name: str) -> None:
 )
 def test_macs_of_a_forward_pass_on_the_cpu(small: Callable[..., ViTConfig], fields: dict[str, object]) -> None:
     config = small(**fields)
-    assert counted(config, "cpu", batch=3) == 3 * cost.macs(config)
-    assert executed(config, "cpu", batch=3) == 3 * cost.inference_flops(config)
+    assert counted(config, "cpu", batch=3) == 3 * config.macs()
+    assert executed(config, "cpu", batch=3) == 3 * config.inference_flops()
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_and_resnets_cost_what_the_modules_do(name: str) -> None:
     config, sizes = HYBRIDS[name]
     with torch.device("meta"):
-        assert cost.parameters(config) == sum(parameter.numel() for parameter in build(config).parameters())
+        assert config.parameters() == sum(parameter.numel() for parameter in build(config).parameters())
     for size in sizes:
-        assert cost.macs(config, size) == counted(config, "meta", size=size)
-        assert cost.inference_flops(config, size) == executed(config, "meta", size=size)
-        assert cost.training_flops(config, size) == pytest.approx(trained(config, size), rel=0.01)
+        assert config.macs(size) == counted(config, "meta", size=size)
+        assert config.inference_flops(size) == executed(config, "meta", size=size)
+        assert config.training_flops(size) == pytest.approx(trained(config, size), rel=0.01)
 
 
 def test_macs_by_hand() -> None:
@@ -122,9 +122,9 @@ def test_macs_by_hand() -> None:
     )
     stem, tokens = 6 * 1 * 2, 7
     qkv, scores, mixed, out, mlp = tokens * 2 * 6, tokens * tokens * 2, tokens * tokens * 2, tokens * 2 * 2, 7 * 2 * 10
-    assert cost.macs(config) == stem + qkv + scores + mixed + out + mlp + 2 * 3
+    assert config.macs() == stem + qkv + scores + mixed + out + mlp + 2 * 3
     keys_values, queries, scores, mixed, out, mlp = tokens * 2 * 4, 2 * 2, tokens * 2, tokens * 2, 2 * 2, 2 * 10
-    assert cost.inference_flops(config) == 2 * (stem + keys_values + queries + scores + mixed + out + mlp + 2 * 3)
+    assert config.inference_flops() == 2 * (stem + keys_values + queries + scores + mixed + out + mlp + 2 * 3)
 
 
 @settings(max_examples=25)
@@ -135,10 +135,10 @@ def test_parameters_macs_and_training_equal_the_modules(
     config = ViTConfig(**data.draw(configs))
     with torch.device("meta"):
         network = VisionTransformer(config)
-    assert cost.parameters(config) == sum(parameter.numel() for parameter in network.parameters())
-    assert cost.macs(config) == counted(config, "meta")
-    assert cost.inference_flops(config) == executed(config, "meta")
-    assert cost.training_flops(config) == pytest.approx(trained(config), rel=0.01)
+    assert config.parameters() == sum(parameter.numel() for parameter in network.parameters())
+    assert config.macs() == counted(config, "meta")
+    assert config.inference_flops() == executed(config, "meta")
+    assert config.training_flops() == pytest.approx(trained(config), rel=0.01)
 
 
 @settings(max_examples=15)
@@ -148,30 +148,30 @@ def test_macs_of_another_size(
 ) -> None:
     config = ViTConfig(**data.draw(configs))
     size = config.patch_size[0] * scale[0], config.patch_size[1] * scale[1]
-    assert cost.macs(config, size) == counted(config, "meta", size=size)
-    assert cost.macs(config, size) == cost.macs(replace(config, image_size=size))
-    assert cost.inference_flops(config, size) == executed(config, "meta", size=size)
-    assert cost.inference_flops(config, size) == cost.inference_flops(replace(config, image_size=size))
-    assert cost.training_flops(config, size) == cost.training_flops(replace(config, image_size=size))
+    assert config.macs(size) == counted(config, "meta", size=size)
+    assert config.macs(size) == replace(config, image_size=size).macs()
+    assert config.inference_flops(size) == executed(config, "meta", size=size)
+    assert config.inference_flops(size) == replace(config, image_size=size).inference_flops()
+    assert config.training_flops(size) == replace(config, image_size=size).training_flops()
 
 
 @pytest.mark.parametrize("name", ["ViT-B/16", "R50+ViT-B/16", "BiT-R50x1"])
 def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     config = variant_config(name)
-    forward = cost.inference_flops(config)
-    assert 0.97 * 3 * forward < cost.training_flops(config) < 3 * forward
-    assert cost.training_flops(config) == pytest.approx(trained(config), rel=1e-9)
+    forward = config.inference_flops()
+    assert 0.97 * 3 * forward < config.training_flops() < 3 * forward
+    assert config.training_flops() == pytest.approx(trained(config), rel=1e-9)
 
 
 @pytest.mark.parametrize("pooled", ["gap", "map", "cls+gap"])
 def test_the_last_block_is_whole_where_all_tokens_are_read(pooled: str) -> None:
     config = variant_config("ViT-Ti/16", pool=pooled)
-    assert cost.inference_flops(config) == 2 * cost.macs(config)
+    assert config.inference_flops() == 2 * config.macs()
 
 
 def test_a_class_token_saves_seven_percent_of_twelve_blocks() -> None:
     config = variant_config("ViT-B/16")
-    assert cost.inference_flops(config) / (2 * cost.macs(config)) == pytest.approx(0.93, abs=0.003)
+    assert config.inference_flops() / (2 * config.macs()) == pytest.approx(0.93, abs=0.003)
 
 
 @pytest.mark.parametrize("name", DROPPED)
@@ -181,12 +181,10 @@ def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
     whole = replace(config, patch_dropout=0.0)
     for size in sizes:
         exact = config.root is None  # a root's first convolutions are counted to within a percent, as above
-        assert cost.training_flops(config, size) == pytest.approx(trained(config, size), rel=1e-9 if exact else 0.01)
-        assert cost.training_flops(config, size) < cost.training_flops(whole, size) or size == (16, 16)
-        assert (
-            cost.inference_flops(config, size) == cost.inference_flops(whole, size) == executed(config, "meta", 1, size)
-        )
-        assert cost.macs(config, size) == cost.macs(whole, size)
+        assert config.training_flops(size) == pytest.approx(trained(config, size), rel=1e-9 if exact else 0.01)
+        assert config.training_flops(size) < whole.training_flops(size) or size == (16, 16)
+        assert config.inference_flops(size) == whole.inference_flops(size) == executed(config, "meta", 1, size)
+        assert config.macs(size) == whole.macs(size)
 
 
 # --- layers
@@ -194,7 +192,7 @@ def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "width", "kernel"), [(197, 768, 3), (10, 4, 5), (2, 8, 3), (1, 3, 3)])
 def test_layer_costs_are_the_table_of_attention_is_all_you_need(tokens: int, width: int, kernel: int) -> None:
-    attention, recurrence, convolution = cost.layer_costs(tokens, width, kernel)
+    attention, recurrence, convolution = layer_costs(tokens, width, kernel)
     assert attention == ("self-attention", 2 * tokens**2 * width, 1, 1)
     assert recurrence == ("recurrence", tokens * width**2, tokens, tokens)
     layers = 0
@@ -205,7 +203,7 @@ def test_layer_costs_are_the_table_of_attention_is_all_you_need(tokens: int, wid
 
 def test_macs_of_layers_are_counted() -> None:
     tokens, width, kernel = 12, 8, 3
-    attention, recurrence, convolution = cost.layer_costs(tokens, width, kernel)
+    attention, recurrence, convolution = layer_costs(tokens, width, kernel)
     x = torch.zeros(1, tokens, width, device="meta")
 
     def products(function: Callable[[], object]) -> int:

@@ -1,0 +1,163 @@
+"""Full multi-head self-attention (paper Appendix A): every token attends to all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.models.attention.kernels import attend, attend_fused
+from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
+from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
+from vitrail.models.dense import Linear
+from vitrail.models.kernels import fuses
+
+if TYPE_CHECKING:
+    from vitrail.models.vit_config import ViTConfig
+
+__all__ = ["FullAttention", "SelfAttention"]
+
+
+class FullAttention:
+    """Attention of the paper, for a config: `AttentionKind`."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        self.config = config
+
+    def problems(self) -> list[str]:
+        width, heads = self.config.width, self.config.heads
+        return [f"width={width} is not divisible by heads={heads}"] if heads >= 1 and width % heads else []
+
+    def build(self) -> SelfAttention:
+        config = self.config
+        return SelfAttention(
+            config.width,
+            config.heads,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.dense_bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else 0.0,
+        )
+
+    def parameters(self) -> int:
+        config, width = self.config, self.config.width
+        norms = 4 * (width // config.heads) * config.qk_norm
+        return 4 * width * width + 3 * width * config.qkv_bias + width * config.dense_bias + norms
+
+    def macs(self, tokens: int, read: int) -> int:
+        width = self.config.width
+        return 2 * tokens * width * width + 2 * read * width * width + 2 * read * tokens * width
+
+    def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
+        config, bf16 = self.config, precision == "bf16"
+        inside = config.position_embedding.inside_attention
+        all_tokens, results, exact = tokens * config.width, read * config.width, 0
+        kept = 2 * all_tokens + 2 * results  # keys, values, queries and the mixed values
+        if bf16 and read < tokens:
+            kept += results  # the tokens of the queries, apart from those of keys and values
+        if bf16 or inside == "bias":
+            kept += config.heads * read * tokens
+        else:
+            exact += config.heads * read  # log-sum-exp of the fused kernel
+        if config.qk_norm:
+            exact += all_tokens + results + 2 * config.heads * (tokens + read)
+            kept += results if read == tokens and not bf16 else 0  # the fused kernel then orders its result by head
+        elif inside == "rotation" and not bf16:
+            kept += all_tokens + (results if read == tokens else 0)
+        return 4 * exact + bytes_each(precision) * kept
+
+    def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
+        config = self.config
+        if precision == "float32" and config.position_embedding.inside_attention != "bias":
+            return 0  # the fused kernel has no n x n matrix
+        return bytes_each(precision) * (2 * config.heads * tokens * tokens + 4 * tokens * config.width)
+
+
+class SelfAttention(AttentionLayer):
+    """MSA of equation 2: every token attends to all tokens, `heads` times in parallel.
+
+    Queries, keys and values come from one matrix product (equation 5). The rows of its weight are all queries, then all
+    keys, then all values, each ordered by head. If `qk_norm_eps` is above 0, a layer norm over each head's channels
+    follows the projection of queries and keys, which keeps the logits small (2302.05442).
+    """
+
+    def __init__(
+        self, width: int, heads: int, *, qkv_bias: bool = True, out_bias: bool = True, qk_norm_eps: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = Linear(width, 3 * width, bias=qkv_bias)
+        self.query_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None
+        self.key_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None
+        self.out = Linear(width, width, bias=out_bias)
+
+    def forward(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
+    ) -> Float[Tensor, "b m width"]:
+        if positions is None and read is None and self.query_norm is None and fuses(tokens):
+            return self.out(attend_fused(self.qkv(tokens), self.heads))
+        q, k, v, bias = self._operands(tokens, positions, read)
+        return self.out(attend(q, k, v, bias).transpose(1, 2).flatten(2))
+
+    def weights(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
+    ) -> Float[Tensor, "b heads n n"]:
+        """Return `softmax(q k^T / sqrt(d) + bias)` of every head, in float32 (equation 6)."""
+        q, k, _, bias = self._operands(tokens, positions, None)
+        logits = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-1, -2)
+        return (logits if bias is None else logits + bias).softmax(dim=-1)
+
+    def _operands(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None, read: int | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values with all that is done to them, and the bias of the logits."""
+        q, k, v = self._queries_keys_values(tokens, read)
+        m = q.shape[2]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = _normalise(q, self.query_norm), _normalise(k, self.key_norm)
+        if positions is not None and positions.rotation is not None:
+            cosine, sine = (part.to(v.dtype) for part in positions.rotation)
+            q, k = _rotate(q, cosine[..., :m, :], sine[..., :m, :]), _rotate(k, cosine, sine)
+        return q, k, v, None if positions is None or positions.bias is None else positions.bias[..., :m, :]
+
+    def _queries_keys_values(
+        self, tokens: Float[Tensor, "b n width"], read: int | None
+    ) -> tuple[Float[Tensor, "b heads m d"], Float[Tensor, "b heads n d"], Float[Tensor, "b heads n d"]]:
+        b, n, width = tokens.shape
+        each_head = self.heads, width // self.heads
+        if read is None:
+            q, k, v = self.qkv(tokens).view(b, n, 3, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
+            return q, k, v
+        readers = tokens[:, :read]
+        q, kv = self.qkv.by_rows((readers, width), (tokens, 2 * width))
+        q = q.view(b, readers.shape[1], *each_head).transpose(1, 2)
+        k, v = kv.view(b, n, 2, *each_head).permute(2, 0, 3, 1, 4).unbind(0)
+        return q, k, v
+
+    def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
+        yield self.qkv, ("query", "key", "value")
+        yield self.out, ("out",)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        for projection in self.qkv.weight.chunk(3):  # each is a matrix of its own: fan-out D, not 3 D
+            nn.init.xavier_uniform_(projection)
+        nn.init.xavier_uniform_(self.out.weight)
+        for bias in (self.qkv.bias, self.out.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+
+def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.LayerNorm) -> Float[Tensor, "b heads n d"]:
+    """Normalise in the format of the norm's weights: gradients that are summed in bfloat16 are lost in rounding."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
+def _rotate(
+    x: Float[Tensor, "b heads n d"], cosine: Float[Tensor, "*images n d"], sine: Float[Tensor, "*images n d"]
+) -> Float[Tensor, "b heads n d"]:
+    """Rotate each pair of channels (i, i + d / 2) by its token's angle (2104.09864)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat([-second, first], dim=-1) * sine

@@ -1,0 +1,78 @@
+"""The contract of an attention kind: the layer that it builds, and what the layer costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.models.cost.footprint import FootprintPrecision
+from vitrail.models.dense import Linear
+
+if TYPE_CHECKING:
+    from vitrail.models.vit_config import ViTConfig
+
+__all__ = ["AttentionKind", "AttentionLayer", "AttentionPositions"]
+
+
+class AttentionPositions(NamedTuple):
+    """Positions that act inside attention (see `vitrail.models.positions`)."""
+
+    bias: Float[Tensor, "*images heads n n"] | None = None
+    """Added to the logits of every pair of tokens. It is the same for all images, or one for each image."""
+    rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
+    """Cosines and sines of the angles by which queries and keys are rotated; (b 1 n d) if images differ."""
+
+
+class AttentionLayer(nn.Module):
+    """The layer that mixes the tokens of a block: MSA of equation 2, or another kind."""
+
+    def forward(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
+    ) -> Float[Tensor, "b m width"]:
+        """Return the mixed tokens. With `read`, compute the first `read` of them only; they still attend to all."""
+        raise NotImplementedError
+
+    def weights(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
+    ) -> Float[Tensor, "b heads n n"]:
+        """Return the weight with which each token (row) attends to each token (column). Rows add up to 1."""
+        raise NotImplementedError
+
+    def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
+        """Yield the dense layers, each with the names of the equal parts that the rows of its weight consist of."""
+        raise NotImplementedError
+
+    def initialise(self) -> None:
+        """Draw new weights."""
+        raise NotImplementedError
+
+
+@runtime_checkable
+class AttentionKind(Protocol):
+    """One kind of attention in a network of a config. A kind is made from a `ViTConfig` and chosen by its `attention`.
+
+    To add a kind, write a file like `full.py`, and add it to `ATTENTION`.
+    """
+
+    def __init__(self, config: ViTConfig) -> None: ...
+
+    def problems(self) -> list[str]:
+        """Return a message for every field of the config that does not fit this kind of attention."""
+
+    def build(self) -> AttentionLayer:
+        """Return a new layer."""
+
+    def parameters(self) -> int:
+        """Return the number of the layer's weights."""
+
+    def macs(self, tokens: int, read: int) -> int:
+        """Return the multiply-accumulates for a sequence, if only the first `read` results are computed."""
+
+    def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
+        """Return the bytes that the layer keeps of one image for the backward pass, without its input."""
+
+    def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
+        """Return the peak bytes of one image that its backward pass adds; 0 if they are few."""

@@ -1,0 +1,79 @@
+"""The memory that a training step needs on a CPU, by closed form and without making the network."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["Footprint", "FootprintPrecision", "activation_bytes", "bytes_each", "tensor_bytes", "training_bytes"]
+
+FootprintPrecision = Literal["float32", "bf16"]
+
+
+class Footprint(NamedTuple):
+    """What a training step holds in memory: `config.footprint(size, precision)` of every network's config."""
+
+    parameters: int
+    """Number of weights. Each has two moments of AdamW, all in float32."""
+    activations: int
+    """Bytes per image that the forward pass keeps for the backward pass."""
+    first_weights: int
+    """Bytes of converted weights when the backward pass begins."""
+    last_weights: int
+    """Bytes of gradients and converted weights when the backward pass ends."""
+    filters: int
+    """Bytes through which the gradients of standardised filters pass."""
+    gaps: float
+    """Bytes that the heap leaves unused between tensors, as a fraction of the activations."""
+    passing: int = 0
+    """Peak extra bytes per image during the backward pass, beyond the kept activations."""
+    remaining: int = 0
+    """Bytes per image that are still held when the backward pass ends."""
+
+
+def activation_bytes(
+    config: Any, image_size: tuple[int, int] | None = None, precision: FootprintPrecision = "float32"
+) -> int:
+    """Return the bytes that the forward pass of one image keeps for the backward pass on a CPU, without the loss.
+
+    Every term stands for a tensor that some backward formula needs: the input of a norm, both factors of a product,
+    the input of GELU, the output of softmax. In float32 the fused attention kernel keeps no n x n matrix. In bf16 the
+    residual stream, which norms read, is still in float32.
+    """
+    footprint: Footprint = config.footprint(image_size or config.image_size, precision)
+    return footprint.activations
+
+
+def tensor_bytes(
+    config: Any, batch: int, image_size: tuple[int, int] | None = None, precision: FootprintPrecision = "float32"
+) -> int:
+    """Return the most bytes that the tensors of a training step with AdamW hold at once on a CPU.
+
+    Weights, two moments and the images are held all the time. The peak is reached either when the backward pass begins
+    (activations, converted weights, and the gradients that pass through the last whole block), or when it ends (all
+    gradients, and what the first block or a hybrid's root still keeps).
+    """
+    size = image_size or config.image_size
+    footprint: Footprint = config.footprint(size, precision)
+    images = batch * 4 * config.channels * math.prod(size)
+    begin = footprint.first_weights + batch * (footprint.activations + footprint.passing)
+    end = footprint.last_weights + batch * footprint.remaining
+    return 12 * footprint.parameters + images + footprint.filters + max(begin, end)
+
+
+def training_bytes(
+    config: Any, batch: int, image_size: tuple[int, int] | None = None, precision: FootprintPrecision = "float32"
+) -> int:
+    """Return the bytes that a process needs for a training step with AdamW on a CPU, besides Python and torch.
+
+    These are `tensor_bytes` and the gaps that the heap leaves between tensors; measurements differ by at most 10 %
+    (docs/performance.md).
+    """
+    footprint: Footprint = config.footprint(image_size or config.image_size, precision)
+    gaps = footprint.gaps * (batch * footprint.activations)
+    return tensor_bytes(config, batch, image_size, precision) + int(gaps)
+
+
+def bytes_each(precision: FootprintPrecision) -> int:
+    """Return the bytes of one number in the format of matrix products."""
+    return 4 if precision == "float32" else 2

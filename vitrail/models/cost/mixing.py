@@ -1,0 +1,33 @@
+"""The cost of three ways to mix a sequence: "Attention Is All You Need", Table 1."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+__all__ = ["LayerCost", "layer_costs"]
+
+
+class LayerCost(NamedTuple):
+    """The cost of one class of layer over a sequence."""
+
+    kind: str
+    macs: int
+    """Multiply-accumulates of mixing n tokens of a width."""
+    sequential: int
+    """Number of steps that must wait for each other."""
+    path: int
+    """Layers or steps that a signal passes between the two tokens that are farthest apart."""
+
+
+def layer_costs(tokens: int, width: int, kernel: int = 3) -> tuple[LayerCost, ...]:
+    """Return the costs of self-attention, a recurrence and a convolution over the same sequence.
+
+    Only products that mix tokens are counted: the two of attention, without its projections; one per token of a
+    recurrence; `kernel` per token of a convolution. A convolution's path runs through stacked layers of that kernel.
+    """
+    return (
+        LayerCost("self-attention", 2 * tokens * tokens * width, 1, 1),
+        LayerCost("recurrence", tokens * width * width, tokens, tokens),
+        LayerCost("convolution", kernel * tokens * width * width, 1, math.ceil((tokens - 1) / (kernel - 1))),
+    )

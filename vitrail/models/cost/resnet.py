@@ -1,0 +1,202 @@
+"""Closed forms of BiT ResNets and of the ResNet below a hybrid: parameters, multiply-accumulates and kept bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_each
+
+if TYPE_CHECKING:
+    from vitrail.models.resnet import ResNetConfig, RootConfig
+
+__all__ = [
+    "EXPANSION",
+    "Unit",
+    "cells",
+    "filter_bytes",
+    "footprint",
+    "macs",
+    "parameters",
+    "root_bytes",
+    "root_first_macs",
+    "root_macs",
+    "root_parameters",
+    "standardised_bytes",
+    "training_flops",
+    "units",
+]
+
+EXPANSION = 4
+"""A unit has four times as many outputs as its 3 x 3 convolution has channels."""
+
+GAPS = 0.45
+"""Unused bytes between the tensors of a ResNet or a hybrid, as a fraction of the activations, including oneDNN's own
+copies of maps and filters. Measured (glibc 2.36, 2026-11)."""
+
+
+class Unit(NamedTuple):
+    """One bottleneck: its channels, and the cells of its map before and after the stride."""
+
+    before: int
+    after: int
+    cells_in: int
+    cells_out: int
+    side: tuple[int, int]
+    stride: int
+
+    @property
+    def middle(self) -> int:
+        return self.after // EXPANSION
+
+    @property
+    def has_shortcut(self) -> bool:
+        return self.stride > 1 or self.before != self.after
+
+    @property
+    def macs(self) -> int:
+        shortcut = self.before * self.after * self.cells_out * self.has_shortcut
+        first, last = self.before * self.middle * self.cells_in, self.middle * self.after * self.cells_out
+        return first + 9 * self.middle**2 * self.cells_out + last + shortcut
+
+    def parameters(self, *, bit: bool) -> int:
+        products = self.middle * (self.before + 9 * self.middle + self.after)
+        products += self.before * self.after * self.has_shortcut
+        if bit:
+            return products + 2 * (self.before + 2 * self.middle)
+        return products + 2 * (2 * self.middle + self.after + self.after * self.has_shortcut)
+
+
+def cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
+    """Return the sides of a map after a stride, rounded up."""
+    return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
+
+
+def units(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> Iterator[Unit]:
+    """Yield the bottlenecks of a ResNet, or of a hybrid's root, in order."""
+    widths = [shape.width, *(shape.width * EXPANSION * 2**stage for stage in range(len(shape.depths)))]
+    side = cells(size, shape.stem_stride)
+    for stage, (depth, (before, after)) in enumerate(zip(shape.depths, pairwise(widths), strict=True)):
+        for unit in range(depth):
+            stride = 2 if stage and unit == 0 else 1
+            new = cells(side, stride)
+            yield Unit(before if unit == 0 else after, after, math.prod(side), math.prod(new), side, stride)
+            side = new
+
+
+def parameters(config: ResNetConfig) -> int:
+    """Return the number of weights of a BiT ResNet."""
+    convolved = sum(unit.parameters(bit=True) for unit in units(config, config.image_size))
+    stem = 49 * config.channels * config.width
+    return stem + convolved + 2 * config.embed_width + config.num_classes * (config.embed_width + 1)
+
+
+def macs(config: ResNetConfig, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of the forward pass of one image."""
+    convolved = sum(unit.macs for unit in units(config, size))
+    return _first_macs(config, size) + convolved + config.num_classes * config.embed_width
+
+
+def training_flops(config: ResNetConfig, size: tuple[int, int]) -> int:
+    """Return the FLOPs of a training step per image; the gradient of the image itself is not computed."""
+    return 2 * (3 * macs(config, size) - _first_macs(config, size))
+
+
+def footprint(config: ResNetConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
+    """Return what a training step of a BiT ResNet holds in memory."""
+    count = parameters(config)
+    activations = bytes_each(precision) * _kept(config, size) + 8 * config.width * math.prod(cells(size, 4))
+    return Footprint(
+        parameters=count,
+        activations=activations,
+        first_weights=standardised_bytes(precision) * count,
+        last_weights=4 * count,
+        filters=filter_bytes(config),
+        gaps=GAPS,
+    )
+
+
+def root_parameters(root: RootConfig, channels: int) -> int:
+    """Return the number of weights of a hybrid's root."""
+    convolved = sum(unit.parameters(bit=False) for unit in units(root, (224, 224)))
+    half = root.width // 2
+    before = 9 * channels * half + 2 * half + 9 * half * root.width
+    return (49 * channels * root.width if root.stem == "7x7+pool" else before) + 2 * root.width + convolved
+
+
+def root_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of a hybrid's root for one image."""
+    half = math.prod(cells(size, 2))
+    stem = root_first_macs(root, channels, size)
+    if root.stem == "3x3+3x3":
+        stem += half * 9 * (root.width // 2) * root.width
+    return stem + sum(unit.macs for unit in units(root, size))
+
+
+def root_first_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of the root's first convolution, whose input needs no gradient."""
+    if root.stem == "3x3+3x3":
+        return math.prod(size) * 9 * channels * (root.width // 2)
+    return math.prod(cells(size, 2)) * 49 * channels * root.width
+
+
+def root_bytes(
+    root: RootConfig, channels: int, size: tuple[int, int], precision: FootprintPrecision, *, backward: bool = False
+) -> int:
+    """Return the bytes that a hybrid's root keeps per image. With `backward`, add the gradient of its first map."""
+    as_published = root.stem == "7x7+pool"
+    kept = _root_kept(root, channels, size)
+    if backward:
+        kept += root.width * math.prod(cells(size, 2)) if as_published else root.width // 2 * math.prod(size)
+    pooled = 8 * root.width * math.prod(cells(size, 4)) * as_published
+    return bytes_each(precision) * kept + pooled
+
+
+def standardised_bytes(precision: FootprintPrecision) -> int:
+    """Return the bytes of a filter's weight less the mean, and of the standardised weight."""
+    return 4 + bytes_each(precision)
+
+
+def filter_bytes(shape: ResNetConfig | RootConfig) -> int:
+    """Return the bytes through which the gradients of the largest filters pass: standardisation has five tensors."""
+    return 4 * 5 * 9 * (shape.width * 2 ** (len(shape.depths) - 1)) ** 2 if shape.depths else 0
+
+
+def _first_macs(config: ResNetConfig, size: tuple[int, int]) -> int:
+    return math.prod(cells(size, 2)) * 49 * config.channels * config.width
+
+
+def _kept(config: ResNetConfig, size: tuple[int, int]) -> int:
+    half = cells(size, 2)
+    kept = config.channels * math.prod(size) + config.width * (half[0] + 2) * (half[1] + 2)
+    for unit in units(config, size):  # each norm keeps its input, each convolution the activated map
+        kept += 2 * unit.before * unit.cells_in + 2 * unit.middle * (unit.cells_in + unit.cells_out)
+    return kept + 2 * math.prod(config.grid_of(*size)) * config.embed_width
+
+
+def _root_kept(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
+    half = cells(size, 2)
+    kept = 2 * root.width * math.prod(half)
+    if root.stem == "3x3+3x3":
+        before = root.width // 2
+        kept += channels * _padded(size, 3, 1) + 2 * before * math.prod(size) + before * _padded(size, 3, 2)
+    else:
+        kept += channels * _padded(size, 7, 2)
+        padded = _padded(half, 3, 2)
+        kept += root.width * (padded if padded > math.prod(half) else 0)
+        kept += root.width * math.prod(cells(size, 4)) * bool(root.depths)
+    for unit in units(root, size):
+        kept += 2 * unit.middle * unit.cells_in + unit.middle * (
+            _padded(unit.side, 3, unit.stride) + 2 * unit.cells_out
+        )
+        kept += (2 + unit.has_shortcut) * unit.after * unit.cells_out
+    return kept
+
+
+def _padded(side: tuple[int, int], kernel: int, stride: int) -> int:
+    """Return the cells of a map that "SAME" padding has surrounded."""
+    new = cells(side, stride)
+    height, width = (max(s, (m - 1) * stride + kernel) for s, m in zip(side, new, strict=True))
+    return height * width

@@ -1,0 +1,194 @@
+"""Closed forms of Vision Transformers and hybrids: parameters, multiply-accumulates and kept bytes.
+
+A FLOP count is twice the multiply-accumulates. All counts are of matrix products and convolutions; norms, activations
+and softmax are not counted, as in the literature.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from vitrail.models.cost import resnet
+from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_each
+
+if TYPE_CHECKING:
+    from vitrail.models.vit_config import ViTConfig
+
+__all__ = ["footprint", "inference_flops", "macs", "parameters", "training_flops"]
+
+GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
+"""Unused bytes between tensors, as a fraction of the activations, in addition to the bytes that one block keeps.
+
+glibc's heap often does not reuse the place of a freed tensor (measured: glibc 2.36, 3 to 24 blocks, 2026-11)."""
+
+
+def parameters(config: ViTConfig) -> int:
+    """Return the number of weights."""
+    width = config.width
+    root = resnet.root_parameters(config.root, config.channels) if config.root else 0
+    stem = math.prod(config.patch_size) * _stem_channels(config) * width + width * config.patch_bias
+    prefix = config.prefix * width
+    positions = config.position_embedding.parameters()
+    norm = 2 * (width if config.final_norm == "tokens" else config.embed_width)
+    attention_pool = 0
+    if config.pool == "map":
+        attention_pool = width + 4 * width * (width + 1) + 2 * width + _mlp_parameters(config, bias=True)
+    hidden = config.head_hidden * (config.embed_width + 1)
+    head = config.num_classes * (config.head_inputs + 1)
+    blocks = config.depth * _block_parameters(config)
+    return root + stem + prefix + positions + blocks + norm + attention_pool + hidden + head
+
+
+def macs(config: ViTConfig, size: tuple[int, int]) -> int:
+    """Return the multiply-accumulates of the forward pass of one image, as the literature counts them: all tokens pass
+    through the whole of every block."""
+    return _macs(config, size, math.prod(config.grid_of(*size)))
+
+
+def inference_flops(config: ViTConfig, size: tuple[int, int]) -> int:
+    """Return the FLOPs that are computed to predict one image."""
+    return 2 * (macs(config, size) - _unread_macs(config, math.prod(config.grid_of(*size)) + config.prefix))
+
+
+def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
+    """Return the FLOPs that a training step computes per image: forward, and two backward products for each product.
+
+    The gradient of the image itself is not computed, nor are patches that `patch_dropout` removes.
+    """
+    patches = config.kept_of(math.prod(config.grid_of(*size)))
+    forward = _macs(config, size, patches) - _unread_macs(config, patches + config.prefix)
+    root = config.root
+    first = resnet.root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
+    return 2 * (3 * forward - first)
+
+
+def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
+    """Return what a training step holds in memory."""
+    count, copies = parameters(config), 2 * (precision == "bf16")
+    activations, passing = _activations(config, size, precision), _passing_bytes(config, size, precision)
+    gaps, filters, remaining, in_root, standardised = GAPS[precision] + 1 / config.depth, 0, 0, 0, 0
+    if config.root:
+        in_root = resnet.root_parameters(config.root, config.channels)
+        standardised = resnet.standardised_bytes(precision) * in_root
+        remaining = resnet.root_bytes(config.root, config.channels, size, precision, backward=True)
+        filters, gaps = resnet.filter_bytes(config.root), resnet.GAPS
+    else:
+        remaining = activations // config.depth + passing
+    return Footprint(
+        parameters=count,
+        activations=activations,
+        first_weights=copies * (count - in_root) + standardised,
+        last_weights=4 * (count - in_root) + standardised,
+        filters=filters,
+        gaps=gaps,
+        passing=passing,
+        remaining=remaining,
+    )
+
+
+def _macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
+    """Return the multiply-accumulates for this number of patches of an image of this size."""
+    n, width = patches + config.prefix, config.width
+    root = resnet.root_macs(config.root, config.channels, size) if config.root else 0
+    block = config.attention_kind.macs(n, n) + n * _mlp_macs(config)
+    attention_pool = 0
+    if config.pool == "map":  # the query is the same for all images, but is computed with each batch
+        attention_pool = 2 * n * width * width + 2 * width * width + 2 * n * width + _mlp_macs(config)
+    hidden = config.head_hidden * config.embed_width
+    head = config.num_classes * config.head_inputs
+    return root + _stem_macs(config, patches) + config.depth * block + attention_pool + hidden + head
+
+
+def _unread_macs(config: ViTConfig, n: int) -> int:
+    """Return the multiply-accumulates that the last block skips: the head reads only the class token, and the other
+    tokens need keys and values alone."""
+    if config.pool != "cls":
+        return 0
+    attention = config.attention_kind
+    return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
+
+
+def _stem_macs(config: ViTConfig, patches: int) -> int:
+    return patches * math.prod(config.patch_size) * _stem_channels(config) * config.width
+
+
+def _stem_channels(config: ViTConfig) -> int:
+    return config.root.out_channels if config.root else config.channels
+
+
+def _mlp_macs(config: ViTConfig) -> int:
+    """Return the multiply-accumulates of the MLP for one token."""
+    return (3 if config.activation == "swiglu" else 2) * config.width * config.mlp_width
+
+
+def _mlp_parameters(config: ViTConfig, *, bias: bool) -> int:
+    up = (2 if config.activation == "swiglu" else 1) * config.mlp_width
+    return config.width * (up + config.mlp_width) + bias * (up + config.width)
+
+
+def _block_parameters(config: ViTConfig) -> int:
+    scales = 2 * config.width * (config.layer_scale > 0)
+    norms = 4 * config.width
+    return config.attention_kind.parameters() + norms + scales + _mlp_parameters(config, bias=config.dense_bias)
+
+
+def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
+    each = bytes_each(precision)
+    patches = config.kept_of(math.prod(config.grid_of(*size)))
+    n, width = patches + config.prefix, config.width
+    read = 1 if config.pool == "cls" else n
+    stem = patches * math.prod(config.patch_size) * _stem_channels(config)
+    kept = each * stem
+    kept += (config.depth - 1) * _block_bytes(config, n, n, precision) + _block_bytes(config, n, read, precision)
+    kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.embed_width
+    if config.dropout:
+        kept += 4 * n * width
+    if config.patch_dropout:
+        kept += config.position_embedding.bytes_of_kept(patches, precision)
+    if config.pool == "map":
+        kept += each * (3 * n * width + (n * config.heads if precision == "bf16" else 0))
+        hidden = 4 if config.activation == "swiglu" else 2 if precision == "float32" else 1
+        kept += 4 * width + each * (3 * width + hidden * config.mlp_width)
+    if config.root:
+        # patches of one cell are the map itself, which its last ReLU keeps as well, unless some are picked from it
+        shared = stem if config.patch_size == (1, 1) and not config.patch_dropout else 0
+        kept += resnet.root_bytes(config.root, config.channels, size, precision) - each * shared
+    return kept
+
+
+def _block_bytes(config: ViTConfig, n: int, read: int, precision: FootprintPrecision) -> int:
+    """Return the bytes that a block of n tokens keeps, if only its first `read` results are read."""
+    bf16 = precision == "bf16"
+    all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
+    exact = all_tokens + 2 * n + results + 2 * read  # inputs of the two norms, with their means and deviations
+    kept = all_tokens + results  # outputs of the two norms
+    makes_gelu_again = bf16 and not config.dropout
+    kept += (4 if config.activation == "swiglu" else 1 if makes_gelu_again else 2) * hidden
+    if config.layer_scale:
+        kept += 2 * results
+    if config.dropout:
+        kept += 2 * results + hidden
+    return 4 * exact + bytes_each(precision) * kept + config.attention_kind.kept_bytes(n, read, precision)
+
+
+def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
+    """Return the peak extra bytes per image during the backward pass, beyond the kept activations.
+
+    The peak is in the last block that computes all tokens: while gradients pass back through its MLP (GELU computed
+    again, GELU's gradient and that of its input), or through attention if sequences are long.
+    """
+    bf16 = precision == "bf16"
+    n, width = config.kept_of(math.prod(config.grid_of(*size))) + config.prefix, config.width
+    each = bytes_each(precision)
+    stream = n * width * (4 + 2 * bf16)  # the gradient, and the form that products take
+    hidden = 4 if config.activation == "swiglu" else 3 if bf16 and not config.dropout else 1
+    mlp = each * hidden * n * config.mlp_width
+    attention = config.attention_kind.backward_bytes(n, precision)
+    if attention:  # by then, the tensors that the MLP kept are gone
+        attention -= each * n * config.mlp_width + 6 * n * width
+    whole = stream + max(mlp, attention)
+    if config.pool != "cls":
+        return whole
+    keys_and_values = each * 2 * n * width
+    return max(keys_and_values, whole - _block_bytes(config, n, 1, precision))

@@ -1,0 +1,64 @@
+"""Position embeddings: every kind that the paper compares (Appendix D.4, Table 8), and two that came after it.
+
+| kind | what it is | where it acts |
+|---|---|---|
+| none | tokens are a set | - |
+| learned | a vector for each place in the sequence | added to tokens |
+| learned-2d | a vector of D / 2 for each column and one for each row, concatenated | added to tokens |
+| sincos-2d | sines and cosines of column and row, fixed (2205.01580) | added to patch tokens |
+| relative-bias | a number for each head and offset between two patches (2103.14030) | added to attention's logits |
+| rotary-2d | queries and keys are turned by angles that grow with row and column (2403.13298) | on patch tokens |
+
+The paper's relative variant multiplies queries with an embedding of the offset as a second key. The bias kept here is
+the same without the query: at 14 x 14 patches its table has 729 numbers a head, where the keys would cost a product of
+every query with 729 vectors, 3.7 times attention's own.
+"""
+
+from __future__ import annotations
+
+from vitrail.models.positions.added import (
+    Learned,
+    Learned2d,
+    LearnedPositions,
+    LearnedPositions2d,
+    SinCos,
+    SinCosPositions,
+    sincos_2d,
+)
+from vitrail.models.positions.embedding import (
+    Covered,
+    PositionEmbedding,
+    PositionKind,
+    PositionResize,
+    Positions,
+    Where,
+    resize_grid,
+)
+from vitrail.models.positions.inside import Relative, RelativeBias, Rotary, RotaryPositions
+
+__all__ = [
+    "POSITIONS",
+    "Covered",
+    "LearnedPositions",
+    "LearnedPositions2d",
+    "PositionEmbedding",
+    "PositionKind",
+    "PositionResize",
+    "Positions",
+    "RelativeBias",
+    "RotaryPositions",
+    "SinCosPositions",
+    "Where",
+    "resize_grid",
+    "sincos_2d",
+]
+
+POSITIONS: dict[PositionKind, type[PositionEmbedding]] = {
+    "none": PositionEmbedding,
+    "learned": Learned,
+    "learned-2d": Learned2d,
+    "sincos-2d": SinCos,
+    "relative-bias": Relative,
+    "rotary-2d": Rotary,
+}
+"""All kinds, by the name that a config has."""

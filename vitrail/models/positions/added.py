@@ -1,0 +1,208 @@
+"""Positions that are added to tokens: learned vectors, learned rows and columns, or sines and cosines."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from vitrail.models.positions.embedding import (
+    PositionEmbedding,
+    PositionResize,
+    Positions,
+    Where,
+    patch_places,
+    resize_grid,
+)
+
+__all__ = ["Learned", "Learned2d", "LearnedPositions", "LearnedPositions2d", "SinCos", "SinCosPositions", "sincos_2d"]
+
+
+class Learned(PositionEmbedding):
+    """The kind "learned": a vector for each token."""
+
+    depends_on_grid = True
+
+    def build(self) -> Positions:
+        config = self.config
+        return LearnedPositions(
+            config.grid,
+            config.width,
+            prefix=config.prefix,
+            covered=config.covered,
+            where=config.where,
+            layers=self.layers,
+            resize=config.position_resize,
+        )
+
+    def parameters(self) -> int:
+        return self.layers * (self.config.covered + math.prod(self.config.grid)) * self.config.width
+
+
+class Learned2d(PositionEmbedding):
+    """The kind "learned-2d": half a vector for each row, and half a vector for each column."""
+
+    depends_on_grid = True
+
+    def problems(self) -> list[str]:
+        width = self.config.width
+        return [f"positions='learned-2d' has two halves: width={width} is not divisible by 2"] if width % 2 else []
+
+    def build(self) -> Positions:
+        config = self.config
+        return LearnedPositions2d(
+            config.grid,
+            config.width,
+            prefix=config.prefix,
+            covered=config.covered,
+            where=config.where,
+            layers=self.layers,
+            resize=config.position_resize,
+        )
+
+    def parameters(self) -> int:
+        width = self.config.width
+        return self.layers * (self.config.covered * width + sum(self.config.grid) * (width // 2))
+
+
+class SinCos(PositionEmbedding):
+    """The kind "sincos-2d": fixed sines and cosines of row and column."""
+
+    def problems(self) -> list[str]:
+        width = self.config.width
+        return [f"positions='sincos-2d' has four parts: width={width} is not divisible by 4"] if width % 4 else []
+
+    def build(self) -> Positions:
+        return SinCosPositions(self.config.width, prefix=self.config.prefix, where=self.config.where)
+
+
+class _Added(Positions):
+    """Positions that are added to [class token, registers, patches]: to the first `covered` of them and to patches."""
+
+    def __init__(self, prefix: int, covered: int, where: Where) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.covered = covered
+        self.where = where
+
+    def forward(
+        self,
+        tokens: Float[Tensor, "b n width"],
+        grid: tuple[int, int],
+        layer: int = 0,
+        kept: Int64[Tensor, "b k"] | None = None,
+    ) -> Float[Tensor, "b n width"]:
+        if layer and self.where == "stem":
+            return tokens
+        layer = layer if self.where == "every-layer" else 0
+        sequence = self._sequence(grid, layer, tokens.device)
+        if kept is not None:
+            prefix = torch.arange(self.prefix, device=kept.device).expand(len(kept), -1)
+            sequence = F.embedding(torch.cat([prefix, self.prefix + kept], dim=1), sequence[0])
+        return tokens + sequence.to(tokens.dtype)
+
+    def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
+        raise NotImplementedError
+
+    def _join(self, first: Float[Tensor, "1 covered width"], patches: Float[Tensor, "1 n width"]) -> Tensor:
+        blank = patches.new_zeros(1, self.prefix - self.covered, patches.shape[2])
+        return torch.cat([first, blank, patches], dim=1)
+
+
+class LearnedPositions(_Added):
+    """A learned vector for each token: `E_pos` of equation 1 ("1-D", paper section 3.1 and Table 8)."""
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        width: int,
+        *,
+        prefix: int = 0,
+        covered: int = 0,
+        where: Where = "stem",
+        layers: int = 1,
+        resize: PositionResize = "linear-corners",
+    ) -> None:
+        super().__init__(prefix, covered, where)
+        self.grid = grid
+        self.resize = resize
+        self.embedding = nn.Parameter(torch.empty(layers, covered + math.prod(grid), width))
+
+    def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
+        whole = self.embedding[layer : layer + 1]
+        if grid == self.grid and self.covered == self.prefix:
+            return whole
+        first, patches = whole[:, : self.covered], whole[:, self.covered :]
+        return self._join(first, resize_grid(patches, self.grid, grid, self.resize))
+
+    def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
+        if grid == self.grid:
+            return {}
+        whole = self.embedding.detach()
+        patches = resize_grid(whole[:, self.covered :], self.grid, grid, self.resize)
+        return {"embedding": torch.cat([whole[:, : self.covered], patches], dim=1)}
+
+
+class LearnedPositions2d(_Added):
+    """A learned vector of D / 2 for each column and for each row: [X, Y] of Appendix D.4."""
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        width: int,
+        *,
+        prefix: int = 0,
+        covered: int = 0,
+        where: Where = "stem",
+        layers: int = 1,
+        resize: PositionResize = "linear-corners",
+    ) -> None:
+        super().__init__(prefix, covered, where)
+        self.resize = resize
+        self.first = nn.Parameter(torch.empty(layers, covered, width)) if covered else None
+        self.columns = nn.Parameter(torch.empty(layers, grid[1], width // 2))
+        self.rows = nn.Parameter(torch.empty(layers, grid[0], width // 2))
+
+    def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
+        height, width = grid
+        x, y = (
+            resize_grid(axis[layer : layer + 1], (axis.shape[1], 1), (size, 1), self.resize)
+            for axis, size in ((self.columns, width), (self.rows, height))
+        )
+        half = x.shape[2]
+        grid_of_both = torch.cat(
+            [x[:, None].expand(1, height, width, half), y[:, :, None].expand(1, height, width, half)], dim=3
+        )
+        first = x.new_zeros(1, 0, 2 * half) if self.first is None else self.first[layer : layer + 1]
+        return self._join(first, grid_of_both.reshape(1, height * width, 2 * half))
+
+    def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
+        axes = (("columns", self.columns, grid[1]), ("rows", self.rows, grid[0]))
+        return {
+            name: resize_grid(axis.detach(), (axis.shape[1], 1), (size, 1), self.resize)
+            for name, axis, size in axes
+            if axis.shape[1] != size
+        }
+
+
+class SinCosPositions(_Added):
+    """Fixed sines and cosines, added to patches alone. They exist for every grid, so nothing is ever resized."""
+
+    def __init__(self, width: int, *, prefix: int = 0, where: Where = "stem") -> None:
+        super().__init__(prefix, 0, where)
+        self.width = width
+
+    def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
+        patches = sincos_2d(grid, self.width, device=device)[None]
+        return self._join(patches[:, :0], patches)
+
+
+def sincos_2d(grid: tuple[int, int], width: int, *, device: torch.device | None = None) -> Float[Tensor, "n width"]:
+    """[sin x, cos x, sin y, cos y] of column and row, each times 10000^(-i / (width / 4 - 1)) (big_vision)."""
+    quarter = width // 4
+    frequencies = 10_000.0 ** (-torch.arange(quarter, device=device) / max(quarter - 1, 1))
+    y, x = (place[:, None] * frequencies for place in patch_places(grid, device))
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)

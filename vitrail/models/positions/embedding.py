@@ -1,0 +1,133 @@
+"""The contract of a position kind, and what all kinds share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from vitrail.models.attention.kind import AttentionPositions
+from vitrail.models.cost.footprint import FootprintPrecision
+
+if TYPE_CHECKING:
+    from vitrail.models.vit_config import ViTConfig
+
+__all__ = [
+    "Covered",
+    "PositionEmbedding",
+    "PositionKind",
+    "PositionResize",
+    "Positions",
+    "Where",
+    "patch_places",
+    "resize_grid",
+]
+
+PositionKind = Literal["none", "learned", "learned-2d", "sincos-2d", "relative-bias", "rotary-2d"]
+Where = Literal["stem", "every-layer", "shared"]
+"""Once before the first block; before every block, each with its own; before every block, the same one (Table 8)."""
+Covered = Literal["all", "class", "patches"]
+"""Which tokens have learned positions: all; the class token and patches, but no register; patches alone."""
+PositionResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias"]
+
+RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias
+    "linear-corners": ("bilinear", True, False),  # vision_transformer and big_vision
+    "bilinear": ("bilinear", False, False),
+    "bicubic": ("bicubic", False, False),  # DINO, DINOv2, Hugging Face
+    "bicubic-corners": ("bicubic", True, False),  # torchvision
+    "bicubic-antialias": ("bicubic", False, True),  # timm
+}
+
+
+class PositionEmbedding:
+    """One kind of positions in a network of a config, chosen by its `positions`. This class is the kind "none".
+
+    To add a kind, write a class like those in `added.py` or `inside.py`, and add it to `POSITIONS`.
+    """
+
+    inside_attention: ClassVar[Literal["none", "bias", "rotation"]] = "none"
+    """What the kind changes inside attention: nothing, the logits, or queries and keys."""
+    default_place: ClassVar[Where] = "stem"
+    """The place of the positions if the config names none."""
+    depends_on_grid: ClassVar[bool] = False
+    """True if weights are made for one grid of patches, and resized for others."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        self.config = config
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that have positions of their own."""
+        return self.config.depth if self.config.where == "every-layer" else 1
+
+    def problems(self) -> list[str]:
+        """Return a message for every field of the config that does not fit this kind of positions."""
+        return []
+
+    def build(self) -> Positions:
+        """Return the module."""
+        return Positions()
+
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return 0
+
+    def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
+        """Return the bytes that the positions of this many kept patches of one image hold for the backward pass."""
+        return 0
+
+
+class Positions(nn.Module):
+    """No positions, and what every kind can do: change tokens before a layer, or guide its attention.
+
+    Where patches are dropped, `kept` says which patches of the grid each image's tokens are: `kept[image, i]` is the
+    place, in row-major order, of the i-th token after the prefix.
+    """
+
+    def forward(
+        self,
+        tokens: Float[Tensor, "b n width"],
+        grid: tuple[int, int],
+        layer: int = 0,
+        kept: Int64[Tensor, "b k"] | None = None,
+    ) -> Float[Tensor, "b n width"]:
+        """Tokens as block number `layer` is to see them. Layer 0 is the stem: equation 1."""
+        return tokens
+
+    def for_attention(
+        self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
+    ) -> Sequence[AttentionPositions | None]:
+        """What each block's attention is told."""
+        return [None] * depth
+
+    def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
+        """Return the weights that another grid needs, by name. Weights that stay the same are not among them."""
+        return {}
+
+    @torch.no_grad()
+    def initialise(self, std: float) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=std)
+
+
+def resize_grid(
+    embedding: Float[Tensor, "l n width"], old: tuple[int, int], new: tuple[int, int], how: PositionResize
+) -> Float[Tensor, "l m width"]:
+    """A grid of vectors in row-major order, stretched from `old` (rows, columns) to `new`. Equals change nothing."""
+    if old == new:
+        return embedding
+    layers, _, width = embedding.shape
+    mode, corners, antialias = RESIZES[how]
+    image = embedding.reshape(layers, *old, width).permute(0, 3, 1, 2).float()
+    image = F.interpolate(image, size=new, mode=mode, align_corners=corners, antialias=antialias)
+    return image.permute(0, 2, 3, 1).reshape(layers, new[0] * new[1], width).to(embedding.dtype)
+
+
+def patch_places(grid: tuple[int, int], device: torch.device | None) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Row and column of every patch, in row-major order."""
+    rows = torch.arange(grid[0], dtype=torch.float32, device=device).repeat_interleave(grid[1])
+    return rows, torch.arange(grid[1], dtype=torch.float32, device=device).repeat(grid[0])

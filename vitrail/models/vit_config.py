@@ -1,0 +1,271 @@
+"""The config of a Vision Transformer: every choice that decides its shapes and arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+from vitrail.errors import ConfigError
+from vitrail.models.attention import ATTENTION, AttentionKind
+from vitrail.models.cost import transformer
+from vitrail.models.cost.footprint import Footprint, FootprintPrecision
+from vitrail.models.layers import Activation
+from vitrail.models.pooling import FinalNorm, Pool
+from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionKind, PositionResize, Where
+from vitrail.models.resnet import RootConfig
+
+__all__ = ["ViTConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Everything that decides a network's shapes and arithmetic. The defaults are the paper's ViT-B/16.
+
+    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    """
+
+    architecture: ClassVar[Literal["ViT"]] = "ViT"
+    """Name of the architecture in files and messages. Hybrids are Vision Transformers with a root."""
+    has_uniform_blocks: ClassVar[bool] = True
+    """True because all blocks have the same shapes, so that one compiled graph serves them all."""
+    adaptable: ClassVar[tuple[str, ...]] = ("query", "key", "value", "out", "up", "down")
+    """Names of the weights in a block that LoRA can adapt."""
+
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width in pixels that the positions are made for; the network takes other sizes by resizing them."""
+    patch_size: tuple[int, int] = (16, 16)
+    """Height and width of a patch in pixels, or in cells of the root's feature map."""
+    channels: int = 3
+    """Image channels: 3 for RGB, 1 for grey."""
+    root: RootConfig | None = None
+    """A ResNet below the transformer makes a hybrid; patches are then cut from its feature map."""
+    width: int = 768
+    """Length of a token, D in the paper."""
+    depth: int = 12
+    """Number of blocks, L in the paper."""
+    heads: int = 12
+    """Attention heads; they divide the width."""
+    attention: str = "full"
+    """Kind of attention: a name of `vitrail.models.attention.ATTENTION`."""
+    mlp_width: int = 3072
+    """Hidden units of each block's MLP; with "swiglu", of its gate."""
+    num_classes: int = 1000
+    """Outputs of the head; 0 makes a network without one."""
+    pool: Pool = "cls"
+    """What the head sees: the class token; the mean of the patch tokens; what multi-head attention pooling makes of all
+    tokens; or class token and mean, joined ("cls+gap")."""
+    class_token: bool | None = None
+    """Whether there is a class token; by default where the pool needs it."""
+    registers: int = 0
+    """Learned tokens between class token and patches, without a use of their own (2309.16588)."""
+    head_hidden: int = 0
+    """Units of a tanh layer before the head, which the paper has while pre-training; 0 for none."""
+    head_bias: float = 0.0
+    """Where the head's biases start: -10 for sigmoid losses over very many classes (big_vision)."""
+    final_norm: FinalNorm = "tokens"
+    """The last norm is of every token, before pooling, or of the pooled vector, after."""
+    positions: PositionKind = "learned"
+    """Kind of position embedding; `positions.py` says what each is."""
+    positions_at: Where | None = None
+    """Where positions act: by default at the stem, or at every layer for kinds that act inside attention."""
+    positions_cover: Covered = "class"
+    """Which tokens have learned positions besides the patches: all; the class token and no register; none."""
+    position_resize: PositionResize = "linear-corners"
+    """How learned positions are stretched to another grid: the original code's linear way, or another library's."""
+    position_std: float = 0.02
+    """Standard deviation of new position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
+    activation: Activation = "gelu"
+    """Exact GELU, the tanh approximation that the original code computes, or a gated SiLU."""
+    layer_scale: float = 0.0
+    """Where the learned factors on each branch's channels start (2103.17239); 0 for none."""
+    qk_norm: bool = False
+    """Layer norm of each head's queries and keys (2302.05442)."""
+    qkv_bias: bool = True
+    """Biases of queries, keys and values."""
+    dense_bias: bool = True
+    """Biases of attention's output and of the MLP."""
+    patch_bias: bool = True
+    """Bias of the patch projection."""
+    norm_eps: float = 1e-6
+    """Epsilon of every layer norm."""
+    dropout: float = 0.0
+    """Dropout after every dense layer but the qkv projections, and after the position embedding (Appendix B.1)."""
+    stochastic_depth: float = 0.0
+    """Chance of skipping the last block's branches; it grows linearly from 0 at the first block."""
+    patch_dropout: float = 0.0
+    """Share of its patches that an image goes without in training, other ones each time (2208.07220)."""
+
+    def __post_init__(self) -> None:
+        if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
+            raise ConfigError("\n".join(problems))
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches down and across, of an image of `image_size`."""
+        return self.grid_of(*self.image_size)
+
+    @property
+    def has_class_token(self) -> bool:
+        return self.pool in ("cls", "cls+gap") if self.class_token is None else self.class_token
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the patches: class token and registers."""
+        return self.has_class_token + self.registers
+
+    @property
+    def covered(self) -> int:
+        """How many of the tokens before the patches have learned positions."""
+        return {"all": self.prefix, "class": int(self.has_class_token), "patches": 0}[self.positions_cover]
+
+    @property
+    def tokens(self) -> int:
+        """Length of the sequence that the blocks see."""
+        return math.prod(self.grid) + self.prefix
+
+    @property
+    def embed_width(self) -> int:
+        """Length of what the head, or its hidden layer, sees."""
+        return 2 * self.width if self.pool == "cls+gap" else self.width
+
+    @property
+    def summary(self) -> str:
+        """Width, depth, MLP width and heads, for tables."""
+        return f"{self.width}/{self.depth}/{self.mlp_width}/{self.heads}"
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks; the same as `depth`."""
+        return self.depth
+
+    @property
+    def stream_width(self) -> int:
+        """Width of the residual stream below the head. Learning rates are scaled by it."""
+        return self.width
+
+    @property
+    def weights_depend_on_size(self) -> bool:
+        """True for positions whose weights are made for one grid of patches."""
+        return self.position_embedding.depends_on_grid
+
+    @property
+    def head_inputs(self) -> int:
+        """Number of inputs of the head's last layer."""
+        return self.head_hidden or self.embed_width
+
+    @property
+    def where(self) -> Where:
+        """`positions_at`, or its default for this kind of positions."""
+        return self.positions_at or POSITIONS[self.positions].default_place
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """The kind of attention that `attention` names: its layer, its validation and its cost."""
+        return ATTENTION[self.attention](self)
+
+    @property
+    def position_embedding(self) -> PositionEmbedding:
+        """The kind of positions that `positions` names: its module, its validation and its cost."""
+        return POSITIONS[self.positions](self)
+
+    def grid_of(self, height: int, width: int) -> tuple[int, int]:
+        """Patches of an image of this size. Raises `ConfigError` where the patch does not divide it."""
+        stride = self.root.stride if self.root else 1
+        cells = math.ceil(height / stride), math.ceil(width / stride)
+        if min(height, width) < 1 or any(side % patch for side, patch in zip(cells, self.patch_size, strict=True)):
+            of_map = f" of a feature map at 1/{stride}" if self.root else ""
+            raise ConfigError(
+                f"image_size={(height, width)} is not a multiple of patch_size={self.patch_size}{of_map}; "
+                f"the nearest that is: {self.nearest_size(height, width)}"
+            )
+        return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
+
+    def with_image_size(self, image_size: tuple[int, int]) -> ViTConfig:
+        """Return the same config for another image size. Raise `ConfigError` if patches do not divide that size."""
+        return replace(self, image_size=image_size)
+
+    def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
+        """Return the same config with a head of `num_classes` outputs, and without the hidden layer on request."""
+        return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
+
+    def kept_of(self, patches: int) -> int:
+        """How many patches are left, in training, of an image that has this many."""
+        return max(1, round(patches * (1 - self.patch_dropout)))
+
+    def nearest_size(self, height: int, width: int) -> tuple[int, int]:
+        """The image size next to this one that patches divide."""
+        stride = self.root.stride if self.root else 1
+        down, across = (stride * patch for patch in self.patch_size)
+        return max(1, round(height / down)) * down, max(1, round(width / across)) * across
+
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return transformer.parameters(self)
+
+    def macs(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the multiply-accumulates of the forward pass of one image, as the literature counts them: all tokens
+        pass through the whole of every block."""
+        return transformer.macs(self, image_size or self.image_size)
+
+    def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the FLOPs that are computed to predict one image."""
+        return transformer.inference_flops(self, image_size or self.image_size)
+
+    def training_flops(self, image_size: tuple[int, int] | None = None) -> int:
+        """Return the FLOPs that a training step computes per image."""
+        return transformer.training_flops(self, image_size or self.image_size)
+
+    def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
+        """Return what a training step holds in memory."""
+        return transformer.footprint(self, image_size, precision)
+
+
+CHOICES = {
+    "pool": Pool, "activation": Activation, "final_norm": FinalNorm, "positions": PositionKind,
+    "positions_cover": Covered, "position_resize": PositionResize,
+}  # fmt: skip
+
+
+def _out_of_range(config: ViTConfig) -> list[str]:
+    found = []
+    for name in ("channels", "width", "depth", "heads", "mlp_width"):
+        if getattr(config, name) < 1:
+            found.append(f"{name}={getattr(config, name)} is less than 1")
+    for name in ("num_classes", "head_hidden", "registers", "position_std", "layer_scale"):
+        if not getattr(config, name) >= 0:
+            found.append(f"{name}={getattr(config, name)} is negative; 0 means none")
+    for name in ("dropout", "stochastic_depth", "patch_dropout"):
+        if not 0 <= getattr(config, name) < 1:
+            found.append(f"{name}={getattr(config, name)} is not in [0, 1)")
+    if not config.norm_eps > 0:
+        found.append(f"norm_eps={config.norm_eps} is not above 0")
+    if not math.isfinite(config.head_bias):
+        found.append(f"head_bias={config.head_bias} is not a number to start from")
+    return found
+
+
+def _not_a_choice(config: ViTConfig) -> list[str]:
+    found = []
+    for name, choices in (*CHOICES.items(), *([("positions_at", Where)] if config.positions_at else [])):
+        if getattr(config, name) not in get_args(choices):
+            found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, get_args(choices)))}")
+    if config.attention not in ATTENTION:
+        found.append(f"attention={config.attention!r} is not one of {', '.join(map(repr, ATTENTION))}")
+    return found
+
+
+def _misfits(config: ViTConfig) -> list[str]:
+    """Fields that are fine by themselves and do not go together."""
+    found = config.attention_kind.problems() if config.attention in ATTENTION else []
+    found += config.position_embedding.problems() if config.positions in POSITIONS else []
+    if config.class_token is False and config.pool in ("cls", "cls+gap"):
+        found.append(f"pool={config.pool!r} needs a class token: class_token=False cannot be")
+    if min(*config.image_size, *config.patch_size) < 1:
+        found.append(f"image_size={config.image_size} and patch_size={config.patch_size} must be at least 1")
+    else:
+        try:
+            config.grid_of(*config.image_size)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
