@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -9,26 +10,36 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 
-__all__ = ["Features", "HasLayers", "Layers", "Network", "NetworkConfig", "with_new_head", "with_weights"]
+__all__ = [
+    "Features",
+    "HasLayers",
+    "Layers",
+    "Network",
+    "NetworkConfig",
+    "block_numbers",
+    "with_new_head",
+    "with_weights",
+]
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Features:
-    """What the encoder says of a batch, after the final norm and before pooling and head."""
+    """The tokens of a batch: after the final norm and before pooling, or after a chosen block."""
 
     cls: Float[Tensor, "b width"] | None
-    """The class token, or None where the network has none."""
+    """The class token, or None if the network has none."""
     registers: Float[Tensor, "b r width"]
-    """Register tokens; r is 0 where the network has none."""
+    """Register tokens; r is 0 if the network has none."""
     patches: Float[Tensor, "b n width"]
-    """Patch tokens, or the cells of a ResNet's last feature map, in row-major order of the grid. A network that drops
-    patches in training (`ViTConfig.patch_dropout`) gives those that it kept, in that order, while it is training."""
+    """Patch tokens, or the cells of a ResNet's feature map, in row-major order of the grid. If the network keeps some
+    patches only (`ViTConfig.patch_dropout` in training, or `encode`), these are the kept ones."""
     grid: tuple[int, int]
-    """Patches down and across; their product is n, unless patches were dropped."""
+    """Rows and columns of patches. Their product is n, unless only some patches were kept."""
 
 
 class Layers(NamedTuple):
@@ -78,19 +89,19 @@ class NetworkConfig(Protocol):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width in pixels that the network was made for."""
+        """Height and width in pixels of the images that the network is made for."""
 
     @property
     def channels(self) -> int:
-        """Image channels."""
+        """Number of image channels."""
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the head; 0 for a network without one."""
+        """Number of outputs of the head; 0 for a network without one."""
 
     @property
     def embed_width(self) -> int:
-        """Length of what `embed` returns."""
+        """Length of the vector that `embed` returns."""
 
     @property
     def weights_depend_on_size(self) -> bool:
@@ -146,10 +157,9 @@ class NetworkConfig(Protocol):
 
 
 class Network(Protocol):
-    """The contract that `vitrail.testing.check_network` holds a network to. Every network is an `nn.Module`.
+    """The contract of a network, which `vitrail.testing.check_network` checks. Every network is an `nn.Module`.
 
-    All three take images of (b, channels, h, w) of any size that `config.grid_of` accepts, and raise `ConfigError` for
-    others.
+    Images have the shape (b, channels, h, w) and any size that `config.grid_of` accepts; others raise `ConfigError`.
     """
 
     config: Any
@@ -171,13 +181,25 @@ class Network(Protocol):
         """
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Logits; without a head, what the head would have seen."""
+        """Return logits, or the embedding if the network has no head."""
 
     def features(self, images: Float[Tensor, "b c h w"]) -> Features:
-        """What the encoder says of the images."""
+        """Return the tokens of the images."""
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
-        """One vector an image. What transfer builds on."""
+        """Return one vector for each image."""
+
+
+def block_numbers(layers: Sequence[int], count: int) -> list[int]:
+    """Return the numbers of blocks from 0, of numbers that may count backward from -1. Raise `ConfigError` if one of
+    `count` blocks does not exist."""
+    for layer in layers:
+        if not -count <= layer < count:
+            raise ConfigError(
+                f"layers={tuple(layers)}: block {layer} does not exist; choose from 0 to {count - 1}, or from {-count} "
+                f"to -1 backward"
+            )
+    return [layer % count for layer in layers]
 
 
 def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) -> AnyModule:

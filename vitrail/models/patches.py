@@ -1,14 +1,19 @@
-"""Images to tokens: the patch projection, and the tokens in front of the patches."""
+"""From images to tokens: the patch projection, mask tokens, and the tokens before the patches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from vitrail.models.dense import Linear
 
-__all__ = ["PatchEmbedding", "PrefixTokens"]
+__all__ = ["PatchEmbedding", "PrefixTokens", "Replace", "mask_tokens"]
+
+Replace = Callable[[Tensor], Tensor]
+"""Takes patch embeddings of (b, n, width) before positions are added, and returns those that take their place."""
 
 
 class PatchEmbedding(nn.Module):
@@ -26,7 +31,8 @@ class PatchEmbedding(nn.Module):
     def forward(
         self, images: Float[Tensor, "b c h w"], kept: Int64[Tensor, "b k"] | None = None
     ) -> Float[Tensor, "b n width"]:
-        """Tokens in row-major order of the grid; the patch must divide the image. With `kept`, of these alone."""
+        """Return tokens in row-major order of the grid, or of the places in `kept` only. The patch must divide the
+        image."""
         b, c, h, w = images.shape
         ph, pw = self.patch_size
         patches = images.reshape(b, c, h // ph, ph, w // pw, pw)
@@ -40,7 +46,7 @@ class PatchEmbedding(nn.Module):
 class PrefixTokens(nn.Module):
     """Puts learned tokens before the patch tokens: `x_class` of equation 1, then registers (2309.16588).
 
-    The class token starts at zero, registers as normal numbers of deviation 0.02.
+    The class token starts at zero, registers at normal numbers of standard deviation 0.02.
     """
 
     def __init__(self, width: int, *, class_token: bool = True, registers: int = 0) -> None:
@@ -60,3 +66,12 @@ class PrefixTokens(nn.Module):
             nn.init.zeros_(self.cls)
         if self.registers is not None:
             nn.init.normal_(self.registers, std=0.02)
+
+
+def mask_tokens(token: Float[Tensor, " width"], masked: Bool[Tensor, "b n"]) -> Replace:
+    """Return a function that puts a mask token in the place of the masked patches, for `VisionTransformer.encode`."""
+
+    def replace(embeddings: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+        return torch.where(masked[:, :, None], token.to(embeddings.dtype), embeddings)
+
+    return replace

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float
@@ -70,11 +70,17 @@ class Predictor:
         with self._context():
             return network.embed(images)
 
-    def features(self, images: Float[Tensor, "b c h w"]) -> Features:
-        """Return what `network.features(images)` returns."""
+    @overload
+    def features(self, images: Float[Tensor, "b c h w"], layers: None = None) -> Features: ...
+    @overload
+    def features(self, images: Float[Tensor, "b c h w"], layers: Sequence[int]) -> tuple[Features, ...]: ...
+    def features(
+        self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
+    ) -> Features | tuple[Features, ...]:
+        """Return what `network.features(images)` returns, or `network.features(images, layers)`."""
         network: Any = self._network
         with self._context():
-            return network.features(images)
+            return network.features(images) if layers is None else network.features(images, layers)
 
     @contextmanager
     def _context(self) -> Iterator[None]:

@@ -8,9 +8,10 @@ standardise the weights of every convolution (1903.10520) and have group norm wh
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from vitrail.models.cost import resnet as costs
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.cost.resnet import EXPANSION
 from vitrail.models.layers import lecun_normal_
-from vitrail.models.network import Features, Layers, with_new_head, with_weights
+from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
 
 __all__ = ["HybridRoot", "ResNet", "ResNetConfig", "RootConfig", "Stem", "WeightEps"]
 
@@ -213,17 +214,32 @@ class ResNet(nn.Module):
         """The mean over the last feature map."""
         return self.features(images).patches.mean(dim=1)
 
-    def features(self, images: Float[Tensor, "b c h w"]) -> Features:
-        """The last feature map, after its norm and ReLU. Raises `ConfigError` for other channels or no pixels."""
+    @overload
+    def features(self, images: Float[Tensor, "b c h w"], layers: None = None) -> Features: ...
+    @overload
+    def features(self, images: Float[Tensor, "b c h w"], layers: Sequence[int]) -> tuple[Features, ...]: ...
+    def features(
+        self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
+    ) -> Features | tuple[Features, ...]:
+        """Return the cells of the last feature map, after its norm and ReLU. With `layers`, return the cells after each
+        of these residual units, which count from 0 through all stages, or from -1 backward.
+
+        Raises `ConfigError` for other channels, for images without pixels, and for an unknown unit.
+        """
         if images.shape[1] != self.config.channels:
             raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
-        grid = self.config.grid_of(images.shape[2], images.shape[3])
+        self.config.grid_of(images.shape[2], images.shape[3])
         x = self.stem(images)
         # Zeros around the map, and then a pool without padding: the pool sees the zeros (paper.md, and BiT's own code).
         x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
-        x = F.relu(self.norm(self.stages(x)))
-        tokens = x.flatten(2).transpose(1, 2)  # b (h w) c
-        return Features(cls=None, registers=tokens[:, :0], patches=tokens, grid=grid)
+        if layers is None:
+            return _cells_of(F.relu(self.norm(self.stages(x))))
+        chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
+        for number, unit in enumerate(self.layers().blocks):
+            x = unit(x)
+            if number in chosen:
+                found[number] = _cells_of(x)
+        return tuple(found[number] for number in chosen)
 
     def layers(self) -> Layers:
         """Return the modules from bottom to top. Residual units are the blocks."""
@@ -245,6 +261,11 @@ class ResNet(nn.Module):
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
             nn.init.constant_(self.head.bias, self.config.head_bias)
+
+
+def _cells_of(x: Float[Tensor, "b c h w"]) -> Features:
+    tokens = x.flatten(2).transpose(1, 2)  # b (h w) c
+    return Features(cls=None, registers=tokens[:, :0], patches=tokens, grid=(x.shape[2], x.shape[3]))
 
 
 class HybridRoot(nn.Module):

@@ -11,7 +11,8 @@ Read `VisionTransformer._encode` for equations 1 and 4, `Block.forward` for 2 an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
 
 import torch
 from jaxtyping import Float, Int64
@@ -21,20 +22,23 @@ from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionLayer, AttentionPositions
 from vitrail.models.dense import Linear
 from vitrail.models.layers import LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
-from vitrail.models.network import Features, Layers, with_new_head, with_weights
-from vitrail.models.patches import PatchEmbedding, PrefixTokens
+from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
+from vitrail.models.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.pooling import AttentionPool, pool
 from vitrail.models.resnet import HybridRoot
 from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["Block", "ViTConfig", "VisionTransformer", "make_block"]
 
+Visit = Callable[[int, Tensor, AttentionPositions | None, Tensor], None]
+"""Is called after each block with its number, the tokens before it, its positions, and the tokens after it."""
+
 
 class VisionTransformer(nn.Module):
     """An image classifier made of patches, tokens and attention.
 
-    `network(images)` gives logits, `features(images)` the tokens, `embed(images)` the one vector the head sees.
-    Images of another size than the config's are welcome if patches divide them: learned positions are resized.
+    `network(images)` returns logits, `features(images)` the tokens, and `embed(images)` the vector that the head sees.
+    Images may have another size than the config's if patches divide it; learned positions are then resized.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -54,60 +58,123 @@ class VisionTransformer(nn.Module):
             else None
         )
         self.head_hidden = Linear(config.embed_width, config.head_hidden) if config.head_hidden else None
-        into_head = config.head_hidden or config.embed_width
-        self.head = Linear(into_head, config.num_classes) if config.num_classes else None
-        if not self.norm.weight.is_meta:  # whose weights come later; drawing there would import the compiler, in 1 s
+        self.head = Linear(config.head_inputs, config.num_classes) if config.num_classes else None
+        if not self.norm.weight.is_meta:  # on "meta", weights come later, and drawing would import the compiler (1 s)
             self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Logits; without a head, what the head would have seen."""
+        """Return logits, or the embedding if the network has no head."""
         x = self.embed(images)
         if self.head_hidden is not None:
             x = torch.tanh(self.head_hidden(x))
         return x if self.head is None else self.head(x)
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
-        """One vector an image: the pooled tokens. What transfer builds on."""
+        """Return one vector for each image: the pooled tokens."""
         if self.config.pool == "cls":
             pooled = self._encode(images, read=1)[:, 0]
         else:
             pooled = pool(self.features(images), self.config.pool, self.attention_pool)
         return self.norm(pooled) if self.config.final_norm == "pooled" else pooled
 
-    def features(self, images: Float[Tensor, "b c h w"]) -> Features:
-        """Runs the encoder. Raises `ConfigError` for images that patches do not divide, or of other channels."""
-        z = self._encode(images)
-        first = int(self.config.has_class_token)
-        return Features(
-            cls=z[:, 0] if first else None,
-            registers=z[:, first : self.config.prefix],
-            patches=z[:, self.config.prefix :],
-            grid=self._grid(images),
-        )
+    @overload
+    def features(self, images: Float[Tensor, "b c h w"], layers: None = None) -> Features: ...
+    @overload
+    def features(self, images: Float[Tensor, "b c h w"], layers: Sequence[int]) -> tuple[Features, ...]: ...
+    def features(
+        self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
+    ) -> Features | tuple[Features, ...]:
+        """Return the tokens after the last block and its norm. With `layers`, return the tokens after each of these
+        blocks, before any norm. Blocks count from 0, or from -1 backward.
 
-    def _encode(self, images: Float[Tensor, "b c h w"], read: int | None = None) -> Float[Tensor, "b m width"]:
-        """Class token, registers and patches after the last block and its norm; with `read`, the first `read` of them.
-
-        What the last block makes of the others, no one would see, so it is not computed: with a class token that is
-        most of the block, or 7 % of a network of 12.
+        Raises `ConfigError` for images that patches do not divide, for other channels, and for an unknown block.
         """
         grid = self._grid(images)
-        kept = self._draw_kept(images, grid)
+        if layers is None:
+            return self._split(self._encode(images), grid)
+        chosen, found = block_numbers(layers, self.config.depth), dict[int, Features]()
+
+        def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
+            if layer in chosen:
+                found[layer] = self._split(after, grid)
+
+        self._encode(images, visit=visit)
+        return tuple(found[layer] for layer in chosen)
+
+    def encode(
+        self,
+        images: Float[Tensor, "b c h w"],
+        *,
+        keep: Int64[Tensor, "b k"] | None = None,
+        replace: Replace | None = None,
+    ) -> Features:
+        """Return the tokens of an encoder that sees some patches only, or other patch embeddings.
+
+        `keep[image, i]` is the place, in row-major order of the grid, of the i-th patch that the encoder sees. The
+        patches of the result are in this order, and each has the position of its place. `replace` is called with the
+        patch embeddings, before positions are added, and returns the embeddings that take their place: see
+        `vitrail.models.patches.mask_tokens`. Raises `ConfigError` as `features` does.
+        """
+        return self._split(self._encode(images, keep=keep, replace=replace), self._grid(images))
+
+    def attention_weights(
+        self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
+    ) -> tuple[Float[Tensor, "b heads n n"], ...]:
+        """Return the weights with which tokens (rows) attend to tokens (columns), of every block or of `layers`.
+
+        Class token and registers come first. The weights are computed in addition to the forward pass, so this is for
+        analysis. Raises `ConfigError` as `features` does.
+        """
+        chosen = block_numbers(range(self.config.depth) if layers is None else layers, self.config.depth)
+        found: dict[int, Tensor] = {}
+
+        def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
+            if layer in chosen:
+                block = self.blocks[layer]
+                assert isinstance(block, Block)
+                found[layer] = block.attention.weights(block.norm1(before), inside)
+
+        self._encode(images, visit=visit)
+        return tuple(found[layer] for layer in chosen)
+
+    def _split(self, z: Float[Tensor, "b n width"], grid: tuple[int, int]) -> Features:
+        first, prefix = int(self.config.has_class_token), self.config.prefix
+        return Features(z[:, 0] if first else None, z[:, first:prefix], z[:, prefix:], grid)
+
+    def _encode(
+        self,
+        images: Float[Tensor, "b c h w"],
+        read: int | None = None,
+        *,
+        keep: Int64[Tensor, "b k"] | None = None,
+        replace: Replace | None = None,
+        visit: Visit | None = None,
+    ) -> Float[Tensor, "b m width"]:
+        """Return class token, registers and patches after the last block and its norm; with `read`, the first of them.
+
+        If the head reads only the class token, the last block skips the other tokens, which is most of that block, or
+        7 % of a network of 12 blocks.
+        """
+        grid = self._grid(images)
+        kept = self._draw_kept(images, grid) if keep is None else keep
         z = self.patches(images if self.root is None else self.root(images), kept)
-        # Under autocast the branches are in bfloat16; what they are added to, from here on, is as exact as the weights.
-        # In bfloat16, too, it would lose small branches, and on a CPU the norms that read it would sum the gradients of
-        # their biases in bfloat16, which are then 4 % off over 6,000 tokens and 59 % over 50,000 (torch 2.13).
+        # Under autocast, the branches of the blocks are in bfloat16, but the residual stream that they are added to has
+        # the format of the weights. In bfloat16 it would lose small branches, and on a CPU the gradients of the norms'
+        # biases would be summed in bfloat16: they are then 4 % off over 6,000 tokens, 59 % over 50,000 (torch 2.13).
         z = z.to(self.norm.weight.dtype)
+        z = z if replace is None else replace(z)
         z = self.dropout(self.positions(self.prefix(z), grid, 0, kept))  # equation 1
         insides = self.positions.for_attention(grid, self.config.depth, images.device, kept)
         for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
             if layer:
-                z = self.positions(z, grid, layer, kept)  # changes nothing but where they are added at every layer
-            z = block(z, inside, read if layer == self.config.depth - 1 else None)
+                z = self.positions(z, grid, layer, kept)  # adds positions if they act at every layer
+            before, z = z, block(z, inside, read if layer == self.config.depth - 1 else None)
+            if visit is not None:
+                visit(layer, before, inside, z)
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
 
     def _draw_kept(self, images: Tensor, grid: tuple[int, int]) -> Int64[Tensor, "b k"] | None:
-        """In training with patch dropout, which patches each image keeps, in ascending order; None for all."""
+        """Return the places of the patches that patch dropout keeps in training, in ascending order; None for all."""
         patches = math.prod(grid)
         count = self.config.kept_of(patches)
         if not self.training or count == patches:
@@ -150,7 +217,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draws new weights as the original code does (paper.md section 2 lists the distributions)."""
+        """Draw new weights as the original code does (paper.md section 2 lists the distributions)."""
         lecun_normal_(self.patches.projection.weight)
         if self.patches.projection.bias is not None:
             nn.init.zeros_(self.patches.projection.bias)
@@ -171,7 +238,7 @@ class VisionTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """One encoder layer: attention, then an MLP, each normalised before and added after."""
+    """One encoder layer: attention and an MLP, each after a layer norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -197,7 +264,7 @@ class Block(nn.Module):
     def forward(
         self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None = None, read: int | None = None
     ) -> Float[Tensor, "b m width"]:
-        """With `read`, the result is of the first `read` tokens alone; they still attend to all."""
+        """Return the tokens after this block. With `read`, return the first of them only; they still attend to all."""
         mixed = self.attention(self.norm1(z), inside, read)
         z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3

@@ -1,0 +1,219 @@
+"""Looking inside the encoder, and running it on some patches or on other embeddings, from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.network import Features
+from vitrail.models.patches import mask_tokens
+from vitrail.models.predictor import Predictor
+from vitrail.models.resnet import ResNet
+from vitrail.models.variants import create
+from vitrail.models.vit import Block, VisionTransformer, ViTConfig, make_block
+
+Small = Callable[..., ViTConfig]
+Randomised = Callable[[ViTConfig], VisionTransformer]
+SIZE = (12, 15)
+"""Height and width: a grid of 3 x 3 patches, other than the 3 x 2 of the config."""
+
+POSITIONS = [
+    {"positions": kind, "positions_at": place}
+    for kind, place in (
+        ("none", None), ("learned", None), ("learned", "every-layer"), ("learned-2d", "shared"), ("sincos-2d", None),
+        ("relative-bias", None), ("rotary-2d", None),
+    )
+]  # fmt: skip
+
+
+def images_of(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, *SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def joined(features: Features) -> Tensor:
+    first = [] if features.cls is None else [features.cls[:, None]]
+    return torch.cat([*first, features.registers, features.patches], dim=1)
+
+
+def seen_by(network: VisionTransformer, images: Tensor, part: str) -> list[Tensor]:
+    """The outputs of a part of every block, by hooks."""
+    seen: list[Tensor] = []
+    handles = [
+        (block.get_submodule(part) if part else block).register_forward_hook(lambda *call: seen.append(call[-1]))
+        for block in network.blocks
+    ]
+    network.features(images)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+# --- tokens of chosen blocks
+
+
+@pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 2}, {"registers": 1, "final_norm": "pooled"}])
+def test_tokens_of_chosen_blocks(small: Small, randomised: Randomised, fields: dict[str, Any]) -> None:
+    network = randomised(small(**fields))
+    blocks = seen_by(network, images_of(), "")
+    first, last, again = network.features(images_of(), layers=(0, -1, -3))
+    for found, block in ((first, 0), (last, 2), (again, 0)):
+        assert torch.equal(joined(found), blocks[block])
+        assert found.grid == (3, 3) and found.patches.shape == (2, 9, 12)
+        assert found.registers.shape[1] == fields.get("registers", 0)
+        assert (found.cls is None) == (fields.get("pool") == "gap")
+    if network.config.final_norm == "tokens":
+        assert torch.equal(network.norm(last.patches), network.features(images_of()).patches)
+
+
+def test_the_order_is_the_callers_and_none_is_none(small: Small, randomised: Randomised) -> None:
+    network = randomised(small())
+    backward = network.features(images_of(), layers=[2, 1, 0])
+    forward = network.features(images_of(), layers=range(3))
+    for one, two in zip(backward, reversed(forward), strict=True):
+        assert torch.equal(one.patches, two.patches)
+    assert network.features(images_of(), layers=()) == ()
+
+
+@pytest.mark.parametrize("layer", [3, -4])
+def test_a_block_out_of_range_is_refused(small: Small, randomised: Randomised, layer: int) -> None:
+    network, message = (
+        randomised(small()),
+        rf"^layers=\(1, {layer}\): block {layer} does not exist; choose from 0 to 2, ",
+    )
+    message += r"or from -3 to -1 backward$"
+    for call in (network.features, network.attention_weights, Predictor(network).features):
+        with pytest.raises(ConfigError, match=message):
+            call(images_of(), layers=(1, layer))
+
+
+def test_units_of_a_resnet_are_blocks() -> None:
+    network = create("BiT-R26x1", width=32, depths=(1, 2), image_size=SIZE, num_classes=3).eval()
+    assert isinstance(network, ResNet)
+    first, last = network.features(images_of(), layers=(0, -1))
+    assert (first.grid, last.grid) == ((3, 4), (2, 2))
+    assert first.patches.shape == (2, 12, 128) and last.patches.shape == (2, 4, 256)
+    feature_map = last.patches.transpose(1, 2).unflatten(2, last.grid)
+    whole = F.relu(network.norm(feature_map)).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(whole, network.features(images_of()).patches)
+    with pytest.raises(ConfigError, match=r"^layers=\(3,\): block 3 does not exist; choose from 0 to 2"):
+        network.features(images_of(), layers=(3,))
+
+
+# --- attention
+
+
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
+@pytest.mark.parametrize("fields", [{}, {"pool": "gap", "registers": 2, "qk_norm": True}], ids=str)
+def test_attention_weights_of_all_rows(
+    small: Small, randomised: Randomised, positions: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    network = randomised(small(width=24, **positions, **fields))
+    weights = network.attention_weights(images_of())
+    tokens = 9 + network.config.prefix
+    assert [tuple(each.shape) for each in weights] == 3 * [(2, 3, tokens, tokens)]
+    for each in weights:
+        torch.testing.assert_close(each.sum(-1), torch.ones(2, 3, tokens))
+    # Mixed with the values, the weights of every row, those of the last block too, are what each layer returns.
+    normed, mixed = seen_by(network, images_of(), "norm1"), seen_by(network, images_of(), "attention")
+    for block, each, before, after in zip(network.blocks, weights, normed, mixed, strict=True):
+        assert isinstance(block, Block)
+        attention: Any = block.attention
+        values = attention.qkv(before)[..., 48:].view(2, tokens, 3, 8).transpose(1, 2)
+        torch.testing.assert_close(attention.out((each @ values).transpose(1, 2).flatten(2)), after)
+
+
+def test_attention_weights_are_an_independent_softmax(small: Small, randomised: Randomised) -> None:
+    network = randomised(small())
+    (second,) = network.attention_weights(images_of(), layers=[1])
+    (last,) = network.attention_weights(images_of(), layers=[-1])
+    normed = seen_by(network, images_of(), "norm1")
+    for found, block, before in zip((second, last), network.blocks[1:], normed[1:], strict=True):
+        qkv: Any = block.get_submodule("attention.qkv")
+        product = (before.double() @ qkv.weight.double().T + qkv.bias.double()).view(2, 10, 3, 3, 4)
+        for image in range(2):
+            for head in range(3):
+                q, k = product[image, :, 0, head], product[image, :, 1, head]
+                scores = torch.exp(torch.stack([(k * row).sum(1) / 2 for row in q]))
+                expected = scores / scores.sum(1, keepdim=True)
+                torch.testing.assert_close(found[image, head].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_looking_costs_no_bits(small: Small, randomised: Randomised) -> None:
+    network = randomised(small())
+    logits = network(images_of())
+    network.attention_weights(images_of())
+    network.features(images_of(), layers=(0,))
+    assert torch.equal(network(images_of()), logits)
+
+
+# --- some patches only
+
+
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
+def test_the_encoder_sees_the_patches_that_are_kept(
+    small: Small, randomised: Randomised, positions: dict[str, Any]
+) -> None:
+    network = randomised(small(width=24, registers=1, **positions))
+    images, keep = images_of(), torch.tensor([[8, 0, 3], [1, 2, 7]])
+    found = network.encode(images, keep=keep)
+    assert found.patches.shape == (2, 3, 24) and found.grid == (3, 3)
+    # An image of its own grid, whose other patches are hidden from every query, has the same tokens.
+    for row, places in enumerate(keep.tolist()):
+        alone = network.encode(images[row : row + 1], keep=torch.tensor([sorted(places)]))
+        order = [sorted(places).index(place) for place in places]
+        torch.testing.assert_close(found.patches[row], alone.patches[0, order], atol=1e-5, rtol=1e-4)
+    everything = torch.arange(9).expand(2, -1)
+    torch.testing.assert_close(
+        joined(network.encode(images, keep=everything)), joined(network.features(images)), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_what_is_kept_is_the_callers_even_with_patch_dropout(small: Small, randomised: Randomised) -> None:
+    network, keep = randomised(small(patch_dropout=0.5)).train(), torch.tensor([[0, 8], [4, 2]])
+    assert torch.equal(network.encode(images_of(), keep=keep).patches, network.encode(images_of(), keep=keep).patches)
+
+
+# --- other embeddings
+
+
+def test_a_mask_token_takes_the_place_of_embeddings(small: Small, randomised: Randomised) -> None:
+    network, images = randomised(small()), images_of()
+    token = torch.randn(12, requires_grad=True)
+    masked = torch.zeros(2, 9, dtype=torch.bool)
+    masked[0, 4] = masked[1, 0] = True
+    found = network.encode(images, replace=mask_tokens(token, masked))
+    changed = images.clone()
+    changed[0, :, 4:8, 5:10] += 1
+    changed[1, :, 0:4, 0:5] -= 1
+    again = network.encode(changed, replace=mask_tokens(token, masked))
+    assert torch.equal(found.patches, again.patches), "the pixels of masked patches are not seen"
+    assert not torch.equal(found.patches, network.features(images).patches)
+    found.patches.sum().backward()
+    assert token.grad is not None and token.grad.any()
+    none = mask_tokens(token, torch.zeros(2, 9, dtype=torch.bool))
+    assert torch.equal(network.encode(images, replace=none).patches, network.features(images).patches)
+
+
+def test_embeddings_can_be_replaced_by_those_of_other_patches(small: Small, randomised: Randomised) -> None:
+    """As in the paper's B.1.2, where a tenth of the masked embeddings are other patches' own."""
+    network = randomised(small(positions="none"))
+    turned = network.encode(images_of(), replace=lambda embeddings: embeddings.flip(1))
+    torch.testing.assert_close(turned.patches.flip(1), network.features(images_of()).patches)
+
+
+def test_a_masked_autoencoder_needs_nothing_else(small: Small, randomised: Randomised) -> None:
+    network, images = randomised(small(pool="gap")).train(), images_of()
+    order = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)).argsort(1)
+    keep, places = order[:, :4], order.argsort(1)
+    seen = network.encode(images, keep=keep).patches
+    token, decoder, pixels = nn.Parameter(torch.zeros(12)), make_block(network.config, 0), nn.Linear(12, 3 * 4 * 5)
+    whole = torch.cat([seen, token.expand(2, 5, -1)], 1).gather(1, places[..., None].expand(-1, -1, 12))
+    torch.testing.assert_close(whole.gather(1, keep[..., None].expand(-1, -1, 12)), seen)
+    pixels(decoder(whole)).square().mean().backward()
+    assert token.grad is not None and all(parameter.grad is not None for parameter in network.blocks.parameters())
