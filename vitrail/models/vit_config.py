@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
@@ -12,7 +13,7 @@ from vitrail.models.cost import transformer
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.layers import Activation
 from vitrail.models.pooling import FinalNorm, Pool
-from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionKind, PositionResize, Where
+from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionResize, Where
 from vitrail.models.resnet import RootConfig
 
 __all__ = ["ViTConfig"]
@@ -65,8 +66,8 @@ class ViTConfig:
     """Where the head's biases start: -10 for sigmoid losses over very many classes (big_vision)."""
     final_norm: FinalNorm = "tokens"
     """The last norm is of every token, before pooling, or of the pooled vector, after."""
-    positions: PositionKind = "learned"
-    """Kind of position embedding; `positions.py` says what each is."""
+    positions: str = "learned"
+    """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
     positions_at: Where | None = None
     """Where positions act: by default at the stem, or at every layer for kinds that act inside attention."""
     positions_cover: Covered = "class"
@@ -222,8 +223,8 @@ class ViTConfig:
 
 
 CHOICES = {
-    "pool": Pool, "activation": Activation, "final_norm": FinalNorm, "positions": PositionKind,
-    "positions_cover": Covered, "position_resize": PositionResize,
+    "pool": Pool, "activation": Activation, "final_norm": FinalNorm, "positions_cover": Covered,
+    "position_resize": PositionResize,
 }  # fmt: skip
 
 
@@ -250,8 +251,10 @@ def _not_a_choice(config: ViTConfig) -> list[str]:
     for name, choices in (*CHOICES.items(), *([("positions_at", Where)] if config.positions_at else [])):
         if getattr(config, name) not in get_args(choices):
             found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, get_args(choices)))}")
-    if config.attention not in ATTENTION:
-        found.append(f"attention={config.attention!r} is not one of {', '.join(map(repr, ATTENTION))}")
+    tables: dict[str, Iterable[str]] = {"attention": ATTENTION, "positions": POSITIONS}
+    for name, table in tables.items():
+        if getattr(config, name) not in table:
+            found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, table))}")
     return found
 
 

@@ -28,7 +28,6 @@ from vitrail.models.positions.added import (
 from vitrail.models.positions.embedding import (
     Covered,
     PositionEmbedding,
-    PositionKind,
     PositionResize,
     Positions,
     Where,
@@ -42,7 +41,6 @@ __all__ = [
     "LearnedPositions",
     "LearnedPositions2d",
     "PositionEmbedding",
-    "PositionKind",
     "PositionResize",
     "Positions",
     "RelativeBias",
@@ -53,7 +51,7 @@ __all__ = [
     "sincos_2d",
 ]
 
-POSITIONS: dict[PositionKind, type[PositionEmbedding]] = {
+POSITIONS: dict[str, type[PositionEmbedding]] = {
     "none": PositionEmbedding,
     "learned": Learned,
     "learned-2d": Learned2d,

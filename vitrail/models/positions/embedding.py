@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Covered",
     "PositionEmbedding",
-    "PositionKind",
     "PositionResize",
     "Positions",
     "Where",
@@ -27,7 +26,6 @@ __all__ = [
     "resize_grid",
 ]
 
-PositionKind = Literal["none", "learned", "learned-2d", "sincos-2d", "relative-bias", "rotary-2d"]
 Where = Literal["stem", "every-layer", "shared"]
 """Once before the first block; before every block, each with its own; before every block, the same one (Table 8)."""
 Covered = Literal["all", "class", "patches"]
