@@ -16,7 +16,7 @@ import vitrail
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import Stopped
-from vitrail.training.monitoring.watch import Watch
+from vitrail.training.monitoring.monitor import Monitor
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import convert
 
@@ -210,7 +210,7 @@ def test_a_stopped_trial_goes_on_with_the_same_command(
     quick = ["--steps", "4", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
     words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), *quick]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watch, "report", _stop_at(2, Watch.report))
+        patch.setattr(Monitor, "report", _stop_at(2, Monitor.report))
         assert main(words) == Stopped.exit_code
     error, trial = capsys.readouterr().err, tmp_path / "run-learning-rates" / "0.001"
     assert "to continue, give the first command again" in error and "--resume" not in error
@@ -264,7 +264,7 @@ def test_a_stopped_run_goes_on_to_its_report(
     run = tmp_path / "run"
     words = ["finetune", str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watch, "report", _stop_at(20, Watch.report))
+        patch.setattr(Monitor, "report", _stop_at(20, Monitor.report))
         assert main(words) == Stopped.exit_code
     assert f"Continue with: vitrail finetune --resume {run}" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(run)]) == 0
@@ -283,8 +283,8 @@ def test_a_complete_run_without_a_report_gets_one(
     assert (run / "report.html").read_bytes() == first
 
 
-def _stop_at(step: int, usual: Callable[[Watch], None]) -> Callable[[Watch], None]:
-    def report(self: Watch) -> None:
+def _stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor], None]:
+    def report(self: Monitor) -> None:
         usual(self)
         if self.state.step >= step:
             self.stop.requested = True

@@ -29,7 +29,8 @@ from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.plan import Plan
 from vitrail.training.record import read_record
 from vitrail.training.run import train
-from vitrail.training.setup import Parts
+from vitrail.training.setup import make_network, make_state
+from vitrail.training.setup import prepare as prepare_run
 from vitrail.training.state.average import Average
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
@@ -186,8 +187,8 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
 
     def collect(run: Path) -> dict[str, Any]:
         record = read_record(run)
-        parts = Parts(record.config, origin=record.origin)
-        state = parts.state(parts.network()[0])
+        setup = prepare_run(record.config, origin=record.origin)
+        state = make_state(setup, make_network(setup, None)[0])
         assert Checkpoints(run / "checkpoints").restore(state) == []
         tensors = {
             name: leaf.contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else leaf
@@ -231,7 +232,7 @@ class _StopAt(Display):
     def __init__(self, step: int) -> None:
         self.at = step
 
-    def step(self, step: int, figures: dict[str, float]) -> None:
+    def step(self, step: int, metrics: dict[str, float]) -> None:
         if step == self.at:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -76,7 +76,7 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
     small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None], tmp_path: Path
 ) -> None:
     class Limit(Display):
-        def step(self, step: int, figures: dict[str, float]) -> None:
+        def step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 13:
                 file_limit(120_000)
 
@@ -108,7 +108,7 @@ class Poison(Display):
 
         monkeypatch.setattr(run_module, "fit", fit)
 
-    def step(self, step: int, figures: dict[str, float]) -> None:
+    def step(self, step: int, metrics: dict[str, float]) -> None:
         if step == self.after:
             with torch.no_grad():
                 self.state.objective.network.norm.weight[3] = torch.nan

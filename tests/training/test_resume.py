@@ -93,7 +93,7 @@ def test_a_crash_goes_back_to_the_newest_checkpoint(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
     class Crash(Display):
-        def step(self, step: int, figures: dict[str, float]) -> None:
+        def step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 15:
                 raise MemoryError
 
@@ -157,7 +157,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
     class Crash(Display):
-        def step(self, step: int, figures: dict[str, float]) -> None:
+        def step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 6:  # after the evaluation at step 4, which wrote a model
                 raise MemoryError
 

@@ -16,13 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import vitrail.data.config as config_module
 import vitrail.training.run as run_module
-import vitrail.training.setup as parts_module
+import vitrail.training.setup as making_module
 from vitrail.data.pipeline import Batch
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
+from vitrail.tasks import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
@@ -134,9 +136,9 @@ class Watching(Display):
         self.accuracy: dict[int, float] = {}
         real = run_module.fit
 
-        def fit(state: TrainState, plan: Plan, watch: Any) -> None:
+        def fit(state: TrainState, plan: Plan, monitor: Any) -> None:
             self.state = state
-            real(state, plan, watch)
+            real(state, plan, monitor)
 
         monkeypatch.setattr(run_module, "fit", fit)
 
@@ -193,13 +195,13 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
             *(Noting(getattr(splits, name), log, name) for name in ("train", "validation", "test")), splits.notes
         )
 
-    monkeypatch.setattr(parts_module, "open_data", open_and_note)
+    monkeypatch.setattr(config_module, "open_data", open_and_note)
     trained: list[Batch] = []
     real = run_module.fit
 
-    def fit(state: TrainState, plan: Plan, watch: Any) -> None:
+    def fit(state: TrainState, plan: Plan, monitor: Any) -> None:
         state.objective.register_forward_pre_hook(lambda module, inputs: trained.append(inputs[0]))
-        real(state, plan, watch)
+        real(state, plan, monitor)
         log.append(("event", "trained"))
 
     monkeypatch.setattr(run_module, "fit", fit)
@@ -223,7 +225,7 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
 
 def test_the_test_split_has_no_say_in_the_model(tiny: Tiny, tmp_path: Path) -> None:
     first = train(tiny(run=str(tmp_path / "first")))
-    labels = Path(tiny().data) / "t10k-labels-idx1-ubyte"
+    labels = Path(tiny().data.spec) / "t10k-labels-idx1-ubyte"
     data = labels.read_bytes()
     labels.write_bytes(data[:8] + bytes(9 - label for label in data[8:]))
     second = train(tiny(run=str(tmp_path / "second")))
@@ -365,7 +367,7 @@ def test_too_many_broken_images_end_the_run(folder_config: Tiny, colour_folder: 
 
 def test_a_file_that_vanishes_is_named(folder_config: Tiny, colour_folder: Path) -> None:
     class Vanish(Display):
-        def begin(self, step: int, steps: int) -> None:
+        def begin(self, step: int, steps: int, task: Task) -> None:
             (colour_folder / "red" / "00.png").unlink()
 
     config = folder_config(colour_folder, steps=30, validation_share=0.0, keep="last", max_skipped=0.0)
@@ -415,7 +417,7 @@ def test_a_compiled_run_follows_a_plain_one_and_resumes_exactly(
     stop_at: Callable[[int], Display],
     types_unchecked: None,
 ) -> None:
-    monkeypatch.setattr(parts_module, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(making_module, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     fields = {"steps": 12, "stochastic_depth": 0.0, "dropout": 0.0}
     folders = [train(tiny(compile=name, run=str(tmp_path / name), **fields)).folder for name in ("on", "off")]
     with pytest.raises(Stopped):

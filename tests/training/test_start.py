@@ -84,7 +84,7 @@ def test_the_same_classes_keep_the_head(
     train(from_model(model, colour_folder), display=notes)
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun.keys() == before.keys() and all(torch.equal(begun[name], before[name]) for name in before)
-    assert f"the head of model '{model}' is kept: the classes are the same" in notes.notes
+    assert f"the head of model '{model}' is kept: its outputs are the same" in notes.notes
 
 
 def test_as_many_classes_of_other_names_are_other_classes(
@@ -125,7 +125,9 @@ def test_a_loaded_model_is_not_changed(initial: Initial, from_model: FromModel, 
 
 
 def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Callable[..., TrainConfig]) -> None:
-    with pytest.raises(ConfigError, match=r"^initial is a model to start from, and config\.start\.init does not say"):
+    with pytest.raises(
+        ConfigError, match=r"^initial: a model to start from is given, and config\.start\.init does not name"
+    ):
         train(tiny(), initial=load(initial(), device="cpu"))
 
 
@@ -161,7 +163,7 @@ def test_a_resnet_has_units_but_no_adapters_and_no_dropout(
 ) -> None:
     model = initial("BiT-R26x1", width=32)
     fields = {"image_size": (32, 48), "steps": 2, "evaluations": 1}
-    with pytest.raises(ConfigError, match=r"^dropout=0\.1 is of transformers, and model '.*' is a ResNet$"):
+    with pytest.raises(ConfigError, match=r"^dropout=0\.1 is a setting of transformers, and model '.*' is a ResNet$"):
         train(from_model(model, colour_folder, dropout=0.1, **fields))
     with pytest.raises(ConfigError, match=r"^lora_rank=2 is of the dense layers of a transformer's blocks; a ResNet"):
         train(from_model(model, colour_folder, lora_rank=2, **fields))
@@ -217,7 +219,7 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
     initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
 ) -> None:
     class Crash(Display):
-        def step(self, step: int, figures: dict[str, float]) -> None:
+        def step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 2:
                 raise MemoryError
 
@@ -234,7 +236,7 @@ def test_before_the_first_checkpoint_the_model_is_needed_again(
     shutil.copytree(initial(classes=COLOURS), model)
     with pytest.raises(RunError) as caught:
         resume(run)
-    assert str(caught.value) == f"{begins}whose weights are others now than when the run began"
+    assert str(caught.value) == f"{begins}whose weights have changed since the run started"
     shutil.rmtree(model)
     hidden.rename(model)
     again = resume(run).bundle.network.state_dict()

@@ -112,7 +112,7 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
 
 
 def _report(console: Console, result: RunResult) -> None:
-    metrics, summary = result.metrics, result.summary
+    summary = result.summary
     table = Table(title="A few held-out images", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("image", "true", "predicted"):
         table.add_column(column)
@@ -130,13 +130,13 @@ def _report(console: Console, result: RunResult) -> None:
         )
     console.print(table)
     for split, meaning in (("validation", "held out of training"), ("test", "held out of everything")):
-        if (accuracy := metrics.get(f"{split}_accuracy")) is not None:
+        if texts := ", ".join(result.texts(split)):
             chosen = (
                 ", and used to choose the weights"
                 if split == "validation" and result.bundle.provenance["kept"] == "best"
                 else ""
             )
-            console.print(f"{split} accuracy [bold]{accuracy:.2%}[/] ({meaning}{chosen})", highlight=False)
+            console.print(f"{split} [bold]{texts}[/] ({meaning}{chosen})", highlight=False)
     if summary["steps"] < (planned := result.bundle.provenance["steps"]):
         console.print(f"ended early, after {summary['steps']:,.0f} of {planned:,} steps", highlight=False)
     console.print(

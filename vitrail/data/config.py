@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vitrail.data.sources import mix_in, open_data
+from vitrail.data.source import Source
+from vitrail.data.sources import OpenedData, mix_in, open_data
 from vitrail.data.splits import Splits
 from vitrail.settings import at_least, below_one, named, raise_problems
 
@@ -20,6 +21,8 @@ class DataConfig:
     of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards, Parquet,
     hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or bundled. With [:1000] or [:10%]
     behind it, only that part of the training images is used."""
+    numbers: tuple[str, ...] = ()
+    """Numeric columns of a table that are learned, with --task regression. An empty cell is an unknown number."""
     mix: tuple[str, ...] = ()
     """More data to train on, each with its fraction of the images: 0.3:fractals:1000:100. Its held-out splits are not
     used."""
@@ -39,12 +42,25 @@ class DataConfig:
             problems.append(f"max_skipped={self.max_skipped} is not in [0, 1]")
         raise_problems(problems)
 
-    def open(self) -> Splits:
-        """Return the splits, with everything of `mix` in the training split. Raises `DataError`."""
+    def open(self, *, unlabelled: bool = False) -> Splits:
+        """Return the splits, with everything of `mix` in the training split. Raises `DataError`.
+
+        With `unlabelled`, data without classes is opened as well.
+        """
         splits = open_data(
             self.spec,
             validation_share=self.validation_share,
             per_class=self.per_class,
             subset_seed=self.subset_seed,
+            numbers=self.numbers,
+            unlabelled=unlabelled,
+        )
+        return mix_in(splits, self.mix)
+
+    def cut(self, data: Source | Splits) -> Splits:
+        """Return the splits of data that is open already, as `open` does for the data that `spec` names."""
+        whole = data if isinstance(data, Splits) else Splits(data, None, None)
+        splits = OpenedData("", whole).splits(
+            validation_share=self.validation_share, per_class=self.per_class, subset_seed=self.subset_seed
         )
         return mix_in(splits, self.mix)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
 
-__all__ = ["TASKS", "Classification", "Task"]
+__all__ = ["TASKS", "Classification", "Regression", "Task"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification,)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Regression)}
 """Every task by its name."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
-from vitrail.data.source import Mixture, Source, class_indices, target_kind
-from vitrail.data.splits import Splits
+from vitrail.data.source import Source, class_indices
+from vitrail.data.splits import Splits, check_classes
 from vitrail.errors import ConfigError
-from vitrail.settings import below_one, one_of, raise_problems
-from vitrail.tasks.task import LossOutput, Task
+from vitrail.evaluation.evaluators import Evaluator
+from vitrail.evaluation.head import Accuracy
+from vitrail.settings import below_one, one_of
+from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
 from vitrail.weights.bundle import OutputKind
 
 __all__ = ["Classification", "ClassificationObjective", "Loss", "balanced_weights"]
@@ -33,7 +36,15 @@ class Classification(Task):
     Raises `ConfigError`, naming every field that does not fit, when it is made.
     """
 
-    name: ClassVar[str] = "classification"
+    name = "classification"
+    targets = ("class", "classes")
+    output_noun = "class"
+    metrics = (
+        TaskMetric("accuracy", is_fraction=True),
+        TaskMetric("mean_average_precision", is_fraction=True),
+        TaskMetric("cross_entropy", higher_is_better=False, describes_model=False),
+    )
+    loss_metric = "cross_entropy"
 
     loss: Loss = "softmax"
     """Loss function: softmax if every image has exactly one class, sigmoid if an image can have several or none."""
@@ -42,27 +53,42 @@ class Classification(Task):
     class_weights: ClassWeights = "none"
     """balanced: weight the loss so that every class counts equally, however many images it has."""
 
-    def __post_init__(self) -> None:
-        raise_problems(
-            [
-                *below_one(self, "label_smoothing"),
-                *one_of(self, loss=Loss, class_weights=ClassWeights),
-            ]
-        )
+    def _problems(self) -> Iterator[str]:
+        yield from below_one(self, "label_smoothing")
+        yield from one_of(self, loss=Loss, class_weights=ClassWeights)
+        yield from super()._problems()
 
     @property
     def output(self) -> OutputKind:
         return self.loss
 
-    def check_data(self, splits: Splits, spec: str) -> None:
-        """Raise `ConfigError` if images have several labels and the loss takes one."""
-        if target_kind(splits.train) == "classes" and self.loss != "sigmoid":
+    def check_data(self, splits: Splits) -> None:
+        """Raise `DataError` for data without classes, and `ConfigError` for several labels and a loss that takes one.
+
+        The metric that chooses the best weights has to be one that this kind of labels has.
+        """
+        check_classes(splits)
+        several = splits.target_kind == "classes"
+        if several and self.loss != "sigmoid":
             raise ConfigError(
-                f"data {spec!r} has images of several classes, which loss={self.loss!r} cannot learn; choose "
+                f"{splits.title} has images of several classes, which loss={self.loss!r} cannot learn; choose "
                 "loss='sigmoid'"
             )
+        if self.select == "mean_average_precision" and not several:
+            raise ConfigError(
+                f"select={self.select!r} needs images of several classes, and those of {splits.title} have one class "
+                "each; choose accuracy or cross_entropy"
+            )
 
-    def objective(self, network: nn.Module, splits: Splits) -> nn.Module:
+    def main_metric(self, splits: Splits) -> str:
+        """Return mean average precision for several labels, because the likeliest class says little about them."""
+        return "mean_average_precision" if splits.target_kind == "classes" else "accuracy"
+
+    def evaluator(self, objective: Objective) -> Evaluator:
+        """Return the evaluator of accuracy and cross-entropy."""
+        return Accuracy()
+
+    def objective(self, network: nn.Module, splits: Splits) -> Objective:
         """Return the network with the cross-entropy loss of these settings."""
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return ClassificationObjective(
@@ -70,7 +96,7 @@ class Classification(Task):
         )
 
 
-class ClassificationObjective(nn.Module):
+class ClassificationObjective(Objective):
     """Cross-entropy of the network's logits with `batch.targets`, or with `batch.labels` if there are no targets.
 
     The softmax loss treats the classes as alternatives. The sigmoid loss treats each class as a question of its own and
@@ -95,8 +121,7 @@ class ClassificationObjective(nn.Module):
         label_smoothing: float = 0.0,
         class_weights: Float[Tensor, " classes"] | None = None,
     ) -> None:
-        super().__init__()
-        self.network = network
+        super().__init__(network)
         self.loss = loss
         self.label_smoothing = label_smoothing
         self.register_buffer("class_weights", class_weights, persistent=False)
@@ -110,20 +135,21 @@ class ClassificationObjective(nn.Module):
         if batch.targets is not None:  # of several labels, any will do
             hits = batch.targets.gather(1, likeliest[:, None])[:, 0] > 0.5
             correct = torch.where(batch.labels < 0, hits, correct)
-        return LossOutput(_mean(losses, counted), {"accuracy": _mean(correct.float(), counted)})
+        accuracy = mean_of_counted(correct.float(), counted)
+        return LossOutput(mean_of_counted(losses, counted), {"accuracy": accuracy})
 
     def _losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
         labels = batch.labels.clamp(min=0)
         if self.loss == "softmax":
             return self._alternatives(logits, labels if batch.targets is None else batch.targets)
-        shares = F.one_hot(labels, logits.shape[1]).float() if batch.targets is None else batch.targets
-        # Each class is a yes-or-no question, so smoothing moves its target towards the middle of those two.
-        shares = shares * (1 - self.label_smoothing) + self.label_smoothing / 2
-        losses = F.binary_cross_entropy_with_logits(logits, shares, pos_weight=self.class_weights, reduction="none")
+        targets = F.one_hot(labels, logits.shape[1]).float() if batch.targets is None else batch.targets
+        # Each class is a yes-or-no question, so smoothing moves its target towards the middle between yes and no.
+        targets = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
+        losses = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=self.class_weights, reduction="none")
         return losses.sum(dim=1)
 
     def _alternatives(self, logits: Float[Tensor, "b classes"], targets: Tensor) -> Float[Tensor, " b"]:
-        """Cross-entropy with labels (b) or shares of classes (b classes)."""
+        """Return the cross-entropy with labels (b) or with the amount of each class (b classes)."""
         if self.class_weights is None:
             return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing, reduction="none")
         if targets.ndim == 1:
@@ -136,24 +162,16 @@ class ClassificationObjective(nn.Module):
 
 
 def balanced_weights(source: Source) -> Float[Tensor, " classes"]:
-    """For each class n / (k n_c), where n_c of n labels are of class c and k classes have any: the mean over the labels
-    is 1, and every class counts as much as any other. Classes without a label have the weight 1.
+    """Return the weight n / (k n_c) of each class, where n_c of n labels are of class c and k classes have any label.
 
-    Labels are those that training draws: of a mixture, each source counts by its share.
+    The mean over the labels is 1, and every class counts equally. Classes without a label have the weight 1. Each
+    source of a mixture counts by its fraction of the samples that training draws.
     """
-    parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
     counts = torch.zeros(len(source.classes), dtype=torch.float64)
-    for first, length, share in parts:
-        for index in range(first, first + length):
-            for one in class_indices(source.target(index)):
-                counts[one] += share / length
+    for index, weight in drawn_samples(source):
+        for one in class_indices(source.target(index)):
+            counts[one] += weight
     there = counts > 0
     weights = torch.ones_like(counts)
     weights[there] = counts.sum() / (there.sum() * counts[there])
     return weights.float()
-
-
-def _mean(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
-    """Over what is counted; 0 where nothing is."""
-    weights = counted.float()
-    return (values * weights).sum() / weights.sum().clamp(min=1)

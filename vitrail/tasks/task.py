@@ -1,22 +1,30 @@
 """The contract of a task: everything that differs between kinds of training.
 
-The training loop calls the task's objective and knows nothing else of it.
+Training asks the task for its objective, its validation metrics and the model to save. The training loop, the
+evaluation between steps and the run itself know no task.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Mixture, Source, TargetKind
 from vitrail.data.splits import Splits
-from vitrail.weights.bundle import OutputKind
+from vitrail.errors import nearest
+from vitrail.evaluation.evaluators import Evaluator
+from vitrail.settings import raise_problems
+from vitrail.tasks.own_model import OwnModel, has_known_architecture
+from vitrail.weights.bundle import Bundle, OutputKind
 
-__all__ = ["LossOutput", "Objective", "Task"]
+__all__ = ["LossOutput", "Objective", "Task", "TaskMetric", "drawn_samples", "mean_of_counted"]
 
 
 @dataclass(frozen=True)
@@ -27,29 +35,147 @@ class LossOutput:
     metrics: dict[str, Float[Tensor, ""]]
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """An `nn.Module` around a network that computes the loss of a batch."""
+class Objective(nn.Module, ABC):
+    """A network with its loss. It may own more modules, such as a decoder or a teacher.
 
-    def __call__(self, batch: Batch) -> LossOutput: ...
+    All parameters that require gradients are trained. All parameters and persistent buffers are in checkpoints. Buffers
+    that follow from the settings or the data can be non-persistent. The network keeps the name `network`.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network: Any = network
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> LossOutput:
+        """Return the loss of a batch whose images are normalised. Nothing here may wait for the device."""
+
+    def saved_network(self) -> Any:
+        """Return the network that is evaluated and saved: by default the one in training.
+
+        A network with changed outputs is a copy that shares all other parameters with the one in training.
+        """
+        return self.network
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """A metric of a task's evaluator, and how it is shown."""
+
+    name: str
+    """Its name in the journal."""
+    higher_is_better: bool = True
+    is_fraction: bool = False
+    """True for metrics in [0, 1] that are shown in percent."""
+    describes_model: bool = True
+    """True if it is shown and kept with the model, beside being in the journal."""
+
+    def text(self, value: float, digits: int = 2) -> str:
+        """Return the name and the value, such as "accuracy 89.30%", a percentage with so many digits."""
+        label = self.name.replace("_", " ")
+        return f"{label} {value:.{digits}%}" if self.is_fraction else f"{label} {value:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """The settings of a kind of training. Raises `ConfigError`, naming every field that does not fit."""
+    """The settings of a kind of training, and everything that differs between kinds of training.
+
+    Raises `ConfigError`, naming every field that does not fit, when it is made. A task is known by its name to the
+    command line and to run.json once it is in `TASKS`.
+    """
 
     name: ClassVar[str]
     """The task's name in `TASKS`, on the command line and in run.json."""
+    targets: ClassVar[tuple[TargetKind, ...]]
+    """The kinds of targets that it can learn from. With "none" it also learns from images without any target."""
+    views: ClassVar[int] = 1
+    """Augmented views of each image in a batch."""
+    output_noun: ClassVar[str]
+    """What messages call one output of the network, such as "class"."""
+    metrics: ClassVar[tuple[TaskMetric, ...]]
+    """The evaluator's metrics that can choose the best weights."""
+    loss_metric: ClassVar[str]
+    """The evaluator's metric that is not finite if the weights are not."""
+
+    select: str | None = None
+    """Metric on the validation split that chooses the best weights. By default the task's main metric."""
+
+    def __post_init__(self) -> None:
+        raise_problems(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        """Yield a message for every setting that does not fit. Tasks with more settings extend it."""
+        names = [metric.name for metric in self.metrics]
+        if self.select is not None and self.select not in names:
+            yield (f"select={self.select!r} is not a metric of the task {self.name}; {nearest(self.select, names)}")
 
     @property
     @abstractmethod
     def output(self) -> OutputKind:
-        """The meaning of the trained network's outputs."""
+        """The meaning of the outputs of the saved model."""
 
     @abstractmethod
-    def check_data(self, splits: Splits, spec: str) -> None:
-        """Raise `ConfigError` if the task cannot be learned from this data; `spec` is what the user calls it."""
+    def check_data(self, splits: Splits) -> None:
+        """Raise `DataError` or `ConfigError` if the task cannot be learned from this data."""
 
     @abstractmethod
-    def objective(self, network: nn.Module, splits: Splits) -> nn.Module:
-        """Return the network with its loss, an `Objective`."""
+    def objective(self, network: nn.Module, splits: Splits) -> Objective:
+        """Return the network with its loss."""
+
+    @abstractmethod
+    def evaluator(self, objective: Objective) -> Evaluator:
+        """Return the evaluator that measures the model on the validation and the test split.
+
+        Most evaluators measure the outputs of the saved model. One that needs the modules beside the network takes them
+        from the objective.
+        """
+
+    @abstractmethod
+    def main_metric(self, splits: Splits) -> str:
+        """Return the name of the metric that chooses the best weights unless `select` names another one."""
+
+    def output_names(self, splits: Splits) -> tuple[str, ...]:
+        """Return the names of the network's outputs; () for a network without a head."""
+        return splits.classes
+
+    def load_head(self, network: nn.Module, splits: Splits) -> None:  # noqa: B027
+        """Convert a head that is kept from a saved model into one that the objective trains. By default it stays."""
+
+    def bundle(
+        self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
+    ) -> Bundle:
+        """Return the model as it would be saved now. Of a network of the user's own class, it saves the weights."""
+        network = objective.saved_network()
+        kind = Bundle if has_known_architecture(network) else OwnModel
+        return kind(network, names, preprocess, output=self.output, provenance=provenance)
+
+    def selection(self, splits: Splits) -> TaskMetric:
+        """Return the metric that chooses the best weights."""
+        name = self.select or self.main_metric(splits)
+        return next(metric for metric in self.metrics if metric.name == name)
+
+    def texts(self, values: dict[str, float], digits: int = 2) -> list[str]:
+        """Return the names and values of the metrics that describe a model, as far as `values` has them."""
+        known = (metric for metric in self.metrics if metric.describes_model and metric.name in values)
+        return [metric.text(values[metric.name], digits) for metric in known]
+
+    def summary(self, result: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation that describe the model, by name. Without an image there are none."""
+        if not result["images"]:
+            return {}
+        names = (metric.name for metric in self.metrics if metric.describes_model)
+        return {name: result[name] for name in names if name in result}
+
+
+def mean_of_counted(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
+    """Return the mean over the samples that are counted; 0 if none is."""
+    weights = counted.float()
+    return (values * weights).sum() / weights.sum().clamp(min=1)
+
+
+def drawn_samples(source: Source) -> Iterator[tuple[int, float]]:
+    """Yield the index of every sample with the frequency at which training draws it. The frequencies add up to 1."""
+    parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
+    for first, length, fraction in parts:
+        for index in range(first, first + length):
+            yield index, fraction / length

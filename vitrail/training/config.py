@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -122,13 +123,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.start.init is not None:
-            raise_problems(
-                f"{name}={value!r} cannot be given with init={self.start.init!r}: the architecture is the model's; "
-                f"only {', '.join(WITHOUT_WEIGHTS)} can"
-                for name, value in {"variant": self.model.variant, **self.model.overrides}.items()
-                if value is not None and name not in WITHOUT_WEIGHTS
-            )
+        raise_problems(self._contradictions())
 
     def override(self, **values: Any) -> TrainConfig:
         """Return a copy with some settings replaced, by their bare names: `override(width=96, seed=1)`.
@@ -177,6 +172,25 @@ class TrainConfig:
             task = from_plain(type(_task_named(values["task"].get("name"))), settings)
             values = values | {"task": task}
         return from_plain(cls, values)
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.start.init is not None:
+            for name, value in {"variant": self.model.variant, **self.model.overrides}.items():
+                if value is not None and name not in WITHOUT_WEIGHTS:
+                    yield (
+                        f"{name}={value!r} cannot be given with init={self.start.init!r}: the architecture is the "
+                        f"model's; only {', '.join(WITHOUT_WEIGHTS)} can"
+                    )
+        if self.data.numbers and "numbers" not in self.task.targets:
+            yield (
+                f"numbers={self.data.numbers} are the targets of a regression, and the task is {self.task.name}; "
+                "choose task='regression'"
+            )
+        if self.augment.cutmix and "numbers" in self.task.targets:
+            yield (
+                f"cutmix={self.augment.cutmix} pastes a part of another image, and no rule says how that changes a "
+                "number; choose mixup, which blends images and numbers alike"
+            )
 
     def _unknown(self, name: str, known: dict[str, str]) -> str:
         for task in TASKS.values():

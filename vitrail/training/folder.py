@@ -18,11 +18,11 @@ ENTRIES = (
     "run.json", "journal.jsonl", "report.html", "checkpoints", "checkpoints/*", "model", "model/model.*", "examples",
     "examples/*.png", "*.vitrail-partial", "*.vitrail-replaced",
 )  # fmt: skip
-"""Everything that a run writes into its folder, as shell patterns. A folder that holds anything else is not deleted."""
+"""Everything that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""
 
 
 def new_folder(config: TrainConfig) -> Path:
-    """Makes the run's folder. Raises `RunError` rather than mix two runs."""
+    """Make the run's folder, and return it. Raises `RunError` if it belongs to another run."""
     folder = place_of(config)
     check_place(folder, config)
     if folder.exists():
@@ -33,7 +33,7 @@ def new_folder(config: TrainConfig) -> Path:
 
 
 def check_place(folder: Path, config: TrainConfig) -> None:
-    """Raises `RunError` where the run could not have this folder."""
+    """Raise `RunError` if the run cannot have this folder."""
     if not folder.exists():
         return
     if not config.run.overwrite:
@@ -52,7 +52,7 @@ def check_place(folder: Path, config: TrainConfig) -> None:
 
 
 def place_of(config: TrainConfig) -> Path:
-    """The folder that `--run` names, or else the first of runs/NAME, runs/NAME-2 and so on that is not there yet."""
+    """Return the folder that `--run` names, or the first of runs/NAME, runs/NAME-2 and so on that does not exist."""
     if config.run.folder is not None:
         return Path(config.run.folder)
     name = re.sub(r"[^\w.-]+", "-", config.run.name or Path(config.data.spec).resolve().name).strip("-.") or "run"

@@ -1,4 +1,4 @@
-"""What stays the same from step to step."""
+"""The plan of a run: everything that stays the same from step to step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run takes its steps, and when it ends."""
+    """The steps of a run, and its end."""
 
     steps: int
     schedule: Schedule
@@ -29,13 +29,15 @@ class Plan:
     precision: TrainingPrecision
     device: torch.device
     classes: int = 0
-    """Of the data: columns of the targets that mixup and CutMix make."""
+    """Number of classes of the data: the number of columns of the targets that mixup and CutMix make."""
     patience: int | None = None
-    """Evaluations in a row without a better accuracy that end the run."""
+    """Number of evaluations in a row without a better result that end the run."""
     most_skipped: int = 0
-    """Training samples that may be undecodable."""
+    """Number of training samples that may fail to decode."""
 
     def is_over(self, state: TrainState) -> bool:
-        """Whether the last step was taken, or patience is exhausted. It follows from the state, so a checkpoint of a
-        run that ended early is the end of the resumed one as well."""
+        """Return True after the last step, or if patience is exhausted.
+
+        This follows from the state, so a run that ended early also ends if it is resumed from its last checkpoint.
+        """
         return state.step >= self.steps or (self.patience is not None and state.best.waited >= self.patience)

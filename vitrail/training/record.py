@@ -31,6 +31,8 @@ class Record(NamedTuple):
     """Number of training images."""
     origin: Origin | None
     """The model that the run started from, if any."""
+    objects: tuple[str, ...] = ()
+    """The Python objects that the run was started with: "data", "network", both or none."""
 
 
 def read_record(folder: Path) -> Record:
@@ -63,6 +65,7 @@ def read_record(folder: Path) -> Record:
             str(_field(path, data, "data.fingerprint")),
             int(_field(path, data, "data.train")),
             Origin.from_plain(values.get("init")),
+            tuple(values.get("objects", ())),
         )
     except (ConfigError, TypeError, KeyError) as error:
         raise RunError(f"{path} is damaged: {error}") from error

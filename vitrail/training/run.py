@@ -1,4 +1,4 @@
-"""A run from its config to its model: opens the data, makes the parts, calls the loop, measures what came out."""
+"""A run from its config to its model: `train` starts one, `resume` continues one, `finished` reads one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from vitrail.data.check import quick_check
 from vitrail.data.pipeline import Skipped
-from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError
-from vitrail.evaluation.head import Accuracy
+from vitrail.data.source import Source
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import keep_freed_memory
-from vitrail.models.lora import merged
-from vitrail.models.variants import AnyNetwork
+from vitrail.tasks import Task
+from vitrail.tasks.own_model import load_weights, without_adapters, write_weights
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import new_folder
 from vitrail.training.loop import fit
@@ -28,14 +30,23 @@ from vitrail.training.monitoring.examiner import Examiner, Probe, check_probes
 from vitrail.training.monitoring.examples import Example, write_examples
 from vitrail.training.monitoring.journal import Journal, read_journal
 from vitrail.training.monitoring.meter import check_finite
+from vitrail.training.monitoring.monitor import Intervals, Monitor, Sinks
 from vitrail.training.monitoring.stop import StopRequest
-from vitrail.training.monitoring.watch import Intervals, Outlets, Watch
-from vitrail.training.record import read_record
-from vitrail.training.setup import Parts
+from vitrail.training.record import Record, read_record
+from vitrail.training.setup import (
+    OwnObjects,
+    Setup,
+    make_bundle,
+    make_network,
+    make_plan,
+    make_state,
+    prepare,
+    record_of,
+)
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
-from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
+from vitrail.weights.bundle import Bundle, load_bundle
 
 __all__ = ["RunResult", "finished", "resume", "train"]
 
@@ -46,95 +57,134 @@ class RunResult:
 
     folder: Path
     bundle: Bundle
-    """The model that `folder / "model"` holds."""
+    """The model. `folder / "model"` holds it, or only its weights if the network is one of the user's own class."""
     metrics: dict[str, float]
-    """What was measured of it: `validation_accuracy`, and `test_accuracy` where the data has a test split."""
+    """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
+    Other tasks have other metrics, such as `test_r2`."""
     summary: dict[str, float]
-    """Steps, seconds, images per second, share of the time spent waiting for data, bytes of memory at the peak."""
+    """Steps, seconds, images per second, fraction of the time spent waiting for data, bytes of memory at the peak."""
     examples: tuple[Example, ...]
-    """A few held-out images, as files, and what the model says of them."""
+    """A few held-out images, as files, with the model's predictions."""
+    task: Task
+    """The task that was learned."""
+
+    def texts(self, split: str) -> list[str]:
+        """Return the metrics of a split with their names, such as "accuracy 89.30%"."""
+        start = f"{split}_"
+        values = {name.removeprefix(start): value for name, value in self.metrics.items() if name.startswith(start)}
+        return self.task.texts(values)
 
 
 def train(
     config: TrainConfig,
     *,
+    data: Source | Splits | None = None,
+    network: nn.Module | None = None,
     initial: Bundle | None = None,
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
     display: Display | None = None,
     started: float | None = None,
 ) -> RunResult:
-    """Trains as `config` says, into a folder of its own.
+    """Train as `config` says, into a new folder.
 
-    `initial` is the model that `config` has the run start from, where it was loaded already; it is not changed.
-    `probes` are measured during the run. Without `measure_test` the test split is left alone: for runs that choose the
-    settings of another. `started` is when the user began to wait (perf_counter).
+    `data` is used instead of the data set that the config names, and cut into splits as that would be. `network` is
+    trained instead of the one that the config describes; of a class that this package does not know, only the weights
+    are saved, and predictions are made with the returned object. Both objects are needed again to resume.
 
-    Raises `UserError` for settings and data that cannot work, `Stopped` on request, `NonFiniteLoss`, `SaveError`.
+    `initial` is the model that `config.start.init` names, if it is loaded already; it is not changed. `probes` are
+    measured during the run. Without `measure_test` the test split is not measured: for runs that choose the settings of
+    another run. `started` is the time at which the user started the command (perf_counter).
+
+    Raises `UserError` for settings, data and objects that cannot work, `Stopped` on request, `NonFiniteLoss`,
+    `SaveError`.
     """
     started = time.perf_counter() if started is None else started
     if initial is not None and config.start.init is None:
-        raise ConfigError("initial is a model to start from, and config.start.init does not say where it is from")
-    parts = Parts(config, initial or open_initial(config.start), measure_test=measure_test)
-    check_probes((*parts.probes, *probes), parts.splits)
+        raise ConfigError("initial: a model to start from is given, and config.start.init does not name its origin")
+    model = initial or open_initial(config.start)
+    setup = prepare(config, model=model, objects=OwnObjects(data, network), measure_test=measure_test)
+    check_probes((*setup.probes, *probes), setup.splits)
     torch.manual_seed(config.run.seed)
-    network, notes = parts.network()
-    folder = new_folder(config)
+    trained, setup, notes = make_network(setup, model)
+    del model, initial  # their weights were copied
+    folder = new_folder(setup.config)
     try:
         with saving("the run", folder):
-            write_json(folder / "run.json", parts.record())
+            write_json(folder / "run.json", record_of(setup))
     except SaveError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return _Run(parts, folder, display or Display(), started).go(network, notes, probes)
+    return _Run(setup, folder, display or Display(), started).go(trained, notes, probes)
 
 
 def resume(
     folder: Path,
     *,
+    data: Source | Splits | None = None,
+    network: nn.Module | None = None,
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
     display: Display | None = None,
     started: float | None = None,
 ) -> RunResult:
-    """Goes on with a run that was stopped or killed, from its newest whole checkpoint. Raises as `train` does.
+    """Continue a run that was stopped or killed, from its newest complete checkpoint. Raises as `train` does.
 
-    In float32 on the CPU the result is the same, bit by bit, as if the run had never stopped. The model that the run
-    started from is not needed, unless it was killed before its first checkpoint.
+    In float32 on the CPU the result is bit by bit the same as if the run had never stopped. `data` and `network` are
+    the objects that were passed to `train`, if any. The model that the run started from is needed only if the run was
+    killed before its first checkpoint.
     """
     started = time.perf_counter() if started is None else started
     record = read_record(folder)
+    objects = OwnObjects(data, network)
+    _check_objects(folder, record, objects)
     model = None
     if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
         model = open_again(record.config.start, str(folder), record.origin.sha256)
-    parts = Parts(record.config, model, record.origin, measure_test=measure_test)
-    if record.fingerprint != parts.fingerprint:
+    setup = prepare(record.config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
+    if record.fingerprint != setup.fingerprint:
         raise RunError(
             f"the data of run {folder} has changed since it began ({record.images:,} training images then, "
-            f"{len(parts.splits.train):,} now, or other names); a resumed run needs the same data"
+            f"{len(setup.splits.train):,} now, or other names); a resumed run needs the same data"
         )
-    check_probes((*parts.probes, *probes), parts.splits)
+    check_probes((*setup.probes, *probes), setup.splits)
     recover_folder(folder / "model")
     torch.manual_seed(record.config.run.seed)
-    network, notes = parts.network()
-    return _Run(parts, folder, display or Display(), started).go(network, notes, probes, resuming=True)
+    trained, setup, notes = make_network(setup, model)
+    return _Run(setup, folder, display or Display(), started).go(trained, notes, probes, resuming=True)
 
 
 def finished(folder: Path) -> RunResult | None:
-    """What came of a run that is complete, as its folder tells; None of one that is not. Raises `BundleError`."""
+    """Return the result of a complete run from its folder, or None for an incomplete one. Raises `BundleError`."""
     for event in read_journal(folder / "journal.jsonl"):
         if event["event"] == "finished":
             summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
             metrics = dict(event["metrics"])
-            return RunResult(folder, load_bundle(folder / "model"), metrics, summary, examples=())
+            task = read_record(folder).config.task
+            return RunResult(folder, load_bundle(folder / "model"), metrics, summary, (), task)
     return None
 
 
-class _Run:
-    """One process's part of a run: from a network, or the newest checkpoint, to the finished model."""
+def _check_objects(folder: Path, record: Record, objects: OwnObjects) -> None:
+    """Raise `RunError` unless the objects are those that the run was started with, by their names."""
+    if missing := [name for name in record.objects if name not in objects.names]:
+        raise RunError(
+            f"run {folder} was started with {_arguments(record.objects)} in Python; pass the same "
+            f"{' and '.join(missing)} to vitrail.resume"
+        )
+    if further := [name for name in objects.names if name not in record.objects]:
+        raise RunError(f"run {folder} was started without {_arguments(further)}; leave them out")
 
-    def __init__(self, parts: Parts, folder: Path, display: Display, started: float) -> None:
-        self.parts = parts
+
+def _arguments(names: Sequence[str]) -> str:
+    return " and ".join(f"{name}=..." for name in names)
+
+
+class _Run:
+    """One run: from a network, or the newest checkpoint, to the finished model."""
+
+    def __init__(self, setup: Setup, folder: Path, display: Display, started: float) -> None:
+        self.setup = setup
         self.folder = folder
         self.journal = Journal(folder / "journal.jsonl")
         self.checkpoints = Checkpoints(folder / "checkpoints")
@@ -142,52 +192,50 @@ class _Run:
         self.started = started
 
     def go(
-        self, network: AnyNetwork, notes: tuple[str, ...], probes: Sequence[Probe], *, resuming: bool = False
+        self, network: nn.Module, notes: tuple[str, ...], probes: Sequence[Probe], *, resuming: bool = False
     ) -> RunResult:
-        parts, journal, display = self.parts, self.journal, self.display
+        setup, journal, display = self.setup, self.journal, self.display
         if resuming:
             self._check_incomplete()
         keep_freed_memory()
-        state, plan = parts.state(network), parts.plan()
-        bundle = parts.bundle(network)
+        state, plan = make_state(setup, network), make_plan(setup)
         for note in self._restore(state) if resuming else ():
             display.note(note)
         self._announce(network, notes)
-        journal.write("resumed" if resuming else "started", step=state.step, steps=parts.steps)
+        journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps)
         with StopRequest() as stop:
-            examiner = self._examiner(state, bundle, probes)
-            outlets = Outlets(journal, self.checkpoints, display)
-            watch = Watch(state, plan, outlets, self._intervals(), examiner, stop=stop, started=self.started)
-            display.begin(state.step, parts.steps)
+            examiner = self._examiner(state, probes)
+            sinks = Sinks(journal, self.checkpoints, display)
+            monitor = Monitor(state, plan, sinks, self._intervals(), examiner, stop=stop, started=self.started)
+            display.begin(state.step, setup.steps, setup.config.task)
             try:
-                fit(state, plan, watch)
+                fit(state, plan, monitor)
             except NonFiniteLoss as error:
                 journal.write("failed", step=state.step, reason=str(error))
                 raise NonFiniteLoss(_advice(error, self.checkpoints)) from None
             finally:
                 display.end()
                 state.batches.close()
-        return self._finish(bundle, state, watch.summary(parts.device))
+        return self._finish(state, monitor.summary(setup.device))
 
     def _check_incomplete(self) -> None:
-        events = read_journal(self.journal.path)
-        for event in events:
+        for event in read_journal(self.journal.path):
             if event["event"] == "finished":
-                early = event["step"] < self.parts.steps
+                early = event["step"] < self.setup.steps
                 did = f"ended early, after {event['step']:,}" if early else "has done all"
-                raise RunError(f"run {self.folder} is complete: it {did} of its {self.parts.steps:,} steps")
+                raise RunError(f"run {self.folder} is complete: it {did} of its {self.setup.steps:,} steps")
 
     def _restore(self, state: TrainState) -> list[str]:
-        """Goes back to the newest checkpoint; returns what to say of it. Killed before the first, a run begins anew."""
+        """Load the newest checkpoint, and return notes for the user. Without a checkpoint the run starts again."""
         if self.checkpoints.steps():
             return self.checkpoints.restore(state)
         return ["the run ended before its first checkpoint: starting from the beginning"]
 
     def _intervals(self) -> Intervals:
-        config, validation = self.parts.config.run, self.parts.splits.validation
+        config, validation = self.setup.config.run, self.setup.splits.validation
 
         def every(count: int) -> int:
-            return math.ceil(self.parts.steps / count)
+            return math.ceil(self.setup.steps / count)
 
         return Intervals(
             journal=min(50, every(100)),
@@ -195,67 +243,74 @@ class _Run:
             checkpoint=every(config.checkpoints),
         )
 
-    def _examiner(self, state: TrainState, bundle: Bundle, probes: Sequence[Probe]) -> Examiner:
-        parts, config = self.parts, self.parts.config
+    def _examiner(self, state: TrainState, probes: Sequence[Probe]) -> Examiner:
+        setup, config = self.setup, self.setup.config
         return Examiner(
+            config.task,
             state,
-            bundle,
+            lambda: make_bundle(setup, state.objective),
+            setup.splits,
             self.journal,
             self.display,
-            evaluator=Accuracy(),
-            train=parts.splits.train,
-            validation=parts.splits.validation,
             readers=config.run.readers,
             best_in=self.folder / "model" if config.run.keep == "best" else None,
-            probes=(*parts.probes, *probes),
+            probes=(*setup.probes, *probes),
         )
 
-    def _announce(self, network: AnyNetwork, notes: tuple[str, ...]) -> None:
-        parts, config = self.parts, self.parts.config
-        for note in (*notes, *parts.splits.notes):
+    def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
+        setup, config = self.setup, self.setup.config
+        for note in (*notes, *setup.splits.notes):
             self.display.note(note)
-        for line in quick_check(parts.splits):
+        for line in quick_check(setup.splits):
             self.display.say(line)
         count = sum(parameter.numel() for parameter in network.parameters())
         moving = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         name = config.start.init or config.model.name
+        if setup.objects.network is not None:
+            name = type(network).__name__
+        outputs = plural(len(config.task.output_names(setup.splits)), config.task.output_noun)
         self.display.say(
             f"{name} with {count:,} parameters{f', {moving:,} of them trained,' if moving < count else ''} on "
-            f"{len(parts.splits.train):,} images of {len(parts.splits.classes)} classes: {parts.steps:,} steps of "
-            f"{config.run.batch_size} in {config.run.precision} on {parts.device}{COMPILED[parts.compile]}, into "
+            f"{len(setup.splits.train):,} images, {outputs}: {setup.steps:,} steps of "
+            f"{config.run.batch_size} in {config.run.precision} on {setup.device}{COMPILED[setup.compile]}, into "
             f"{self.folder}"
         )
 
-    def _finish(self, bundle: Bundle, state: TrainState, summary: dict[str, float]) -> RunResult:
-        """Measures the weights that are kept, on splits that had no say in them, and writes the model."""
-        parts, folder, journal = self.parts, self.folder, self.journal
+    def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
+        """Measure the weights that are kept on the held-out splits, and write the model."""
+        setup, folder, journal = self.setup, self.folder, self.journal
         if state.average is not None:
-            state.average.swap()  # for good: no step follows
-        if parts.config.start.lora_rank is not None:
-            bundle.network = merged(bundle.network)
+            state.average.swap()  # for good, because no step follows
+        bundle = make_bundle(setup, state.objective)
+        if setup.config.start.lora_rank is not None:
+            bundle = without_adapters(bundle)
         bundle.provenance["step"] = state.step
-        if parts.config.run.keep == "best" and state.best.step >= 0:
-            best = load_bundle(folder / "model", device=str(parts.device))
-            bundle.network.load_state_dict(best.network.state_dict())
+        if setup.config.run.keep == "best" and state.best.step >= 0:
+            load_weights(bundle, folder / "model")
             bundle.provenance["step"] = state.best.step
+        self._measure(bundle, state)
+        write_weights(bundle, folder / "model")
+        held_out = setup.splits.held_out
+        examples = write_examples(bundle, held_out[1] if held_out else setup.splits.train, folder / "examples")
+        journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
+        return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task)
+
+    def _measure(self, bundle: Bundle, state: TrainState) -> None:
+        """Measure the finished model on the held-out splits, and add the metrics to it."""
+        task, splits = self.setup.config.task, self.setup.splits
 
         def skip(item: Skipped) -> None:
-            journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
+            self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
-        outputs, evaluator = Outputs(bundle, readers=parts.config.run.readers, on_skip=skip), Accuracy()
-        for split, source in (("validation", parts.splits.validation), ("test", parts.splits.test)):
+        outputs = Outputs(bundle, readers=self.setup.config.run.readers, on_skip=skip)
+        evaluator = task.evaluator(state.objective)
+        for split, source in (("validation", splits.validation), ("test", splits.test)):
             if source is not None:
-                result = evaluator(outputs, parts.splits.train, source)
-                check_finite(result, state.step)
+                result = evaluator(outputs, splits.train, source)
+                check_finite(result, task.loss_metric, state.step)
                 values = {"split": split, "weights": state.measured, "kept": True, **result}
-                journal.write("evaluation", step=bundle.provenance["step"], **values)
-                if result["images"]:  # a cut of classes of one image each holds none, and a split may have no labels
-                    bundle.metrics[f"{split}_accuracy"] = result["accuracy"]
-        write_bundle(bundle, folder / "model")
-        held_out = parts.splits.held_out
-        examples = write_examples(bundle, held_out[1] if held_out else parts.splits.train, folder / "examples")
-        journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
-        return RunResult(folder, bundle, bundle.metrics, summary, examples)
+                self.journal.write("evaluation", step=bundle.provenance["step"], **values)
+                bundle.metrics |= {f"{split}_{name}": value for name, value in task.summary(result).items()}
 
 
 COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}

@@ -1,28 +1,36 @@
-"""What a config stands for on this machine: the data, the network and everything that steps need."""
+"""From a config to everything that a run needs on this machine: open data, a network, the state and the plan.
+
+All of it is made before anything is written, so that settings that cannot work leave nothing behind.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from torch import nn
 
 from vitrail.data.augmentation.crop import crop_box
 from vitrail.data.pipeline import TrainingBatches, skips_allowed
-from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import fingerprint
+from vitrail.data.source import Source, fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Together, evaluators_of
 from vitrail.machine import describe, pick_device, resolve_precision
-from vitrail.models.compiled import compile_blocks, resolve_compile
+from vitrail.models.compiled import Compiled, compile_blocks, resolve_compile
+from vitrail.models.config import ModelConfig
 from vitrail.models.float8 import check_float8, use_float8
-from vitrail.models.variants import AnyConfig, AnyNetwork, build
+from vitrail.models.variants import AnyConfig, build
+from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.layers import check_choice, choose_weights
 from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.optimization.schedule import Schedule
+from vitrail.training.own import check_network, check_settings, named_splits
 from vitrail.training.plan import Plan
 from vitrail.training.record import FORMAT
 from vitrail.training.start import Origin, fitted, network_from
@@ -30,176 +38,224 @@ from vitrail.training.state.average import Average
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle, weights_sha256
 
-__all__ = ["Parts"]
+__all__ = ["OwnObjects", "Setup", "make_bundle", "make_network", "make_plan", "make_state", "prepare", "record_of"]
 
 
-class Parts:
-    """Made before anything is written, so that what cannot work leaves nothing behind."""
+@dataclass(frozen=True)
+class OwnObjects:
+    """Data and a network that the user passes as Python objects, instead of naming them in the config."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: Bundle | None = None,
-        origin: Origin | None = None,
-        *,
-        measure_test: bool = True,
-    ) -> None:
-        """`model` is the one to start from; `origin`, what is known of it where weights come from a checkpoint. Without
-        `measure_test` the run has no test split.
+    data: Source | Splits | None = None
+    network: nn.Module | None = None
 
-        Raises `UserError` for settings and data that cannot work.
-        """
-        self.device = pick_device(config.run.device)
-        # Resolved here and recorded so, or a run resumed on another machine would go on in another number format.
-        self.config = config = config.override(precision=resolve_precision(config.run.precision, self.device))
-        self.preprocess: Preprocess = config.images
-        self.model, self.origin = model, origin
-        # The shape of the network is checked before the data is looked at; the number of classes cannot be wrong.
-        network_config = self._network_config(num_classes=2)
-        self.compile = resolve_compile(config.run.compile, self.device, network_config)
+    @property
+    def names(self) -> list[str]:
+        """The names of the objects that are there, as run.json has them."""
+        return [name for name in ("data", "network") if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A config that was checked on this machine, with its open data."""
+
+    config: TrainConfig
+    """With the precision that "auto" means here. It is recorded, so a run that is resumed elsewhere keeps it."""
+    device: torch.device
+    compile: Compiled
+    splits: Splits
+    fingerprint: str
+    """A hash of the keys and targets of all splits."""
+    steps: int
+    origin: Origin | None
+    """The model that the weights come from, if any."""
+    probes: tuple[Probe, ...]
+    objects: OwnObjects
+
+
+def prepare(
+    config: TrainConfig,
+    *,
+    model: Bundle | None = None,
+    origin: Origin | None = None,
+    objects: OwnObjects = OwnObjects(),
+    measure_test: bool = True,
+) -> Setup:
+    """Check a config and open its data. Raises `UserError` for settings and data that cannot work.
+
+    `model` is the model to start from. `origin` describes it if the weights will come from a checkpoint. Without
+    `measure_test` the run has no test split.
+    """
+    device = pick_device(config.run.device)
+    config = config.override(precision=resolve_precision(config.run.precision, device))
+    compiled: Compiled = "off"
+    if objects.network is not None:
+        check_settings(config)
+        config = replace(config, model=ModelConfig())
+    else:  # the shape of the network is checked before the data is opened, and no number of outputs can be wrong
+        network_config = _network_config(config, model, origin, num_classes=2)
+        compiled = resolve_compile(config.run.compile, device, network_config)
         if config.run.precision == "float8":
             check_float8(network_config)
         check_choice(config.start, network_config)
-        self.splits = self._open()
-        self._check_choosing()
-        self.probes = self._probes()
-        self.fingerprint = fingerprint(self.splits.train, self.splits.validation, self.splits.test)
-        if not measure_test:
-            self.splits = replace(self.splits, test=None)
-        self.steps = config.run.total_steps(len(self.splits.train))
-
-    def network(self) -> tuple[AnyNetwork, tuple[str, ...]]:
-        """The run's network on its device, ready to be trained, and what to say of its weights.
-
-        With an `origin` and no `model` they are random and wait for a checkpoint's. Call it once: the model that the
-        weights were copied from is let go.
-        """
-        notes: tuple[str, ...] = ()
-        if self.model is not None:
-            network, notes = network_from(
-                self.model,
-                self.config.start.init,
-                self.preprocess.image_size,
-                self.config.model.overrides,
-                self.splits.classes,
+    if objects.data is None:
+        if config.task.targets == ("numbers",) and not config.data.numbers:
+            raise ConfigError(
+                f"numbers: the task {config.task.name} needs the names of numeric columns, such as numbers=('age',)"
             )
-            if self.origin is None:
-                self.origin = Origin(weights_sha256(self.model.network), network.config)
-            self.model = None
-        else:
-            network = build(self._network_config(len(self.splits.classes)))
-        choose_weights(network, self.config.start)
-        network.to(self.device)
-        if self.config.run.precision == "float8":
-            use_float8(network)
-        compile_blocks(network, self.compile)
-        return network, notes
+        splits = config.data.open(unlabelled="none" in config.task.targets)
+    else:
+        own = named_splits(objects.data)
+        config = config.override(data=own.title)
+        splits = config.data.cut(own)
+    config.task.check_data(splits)
+    config.task.selection(splits)
+    _check_choosing(config, splits)
+    steps = config.run.total_steps(len(splits.train))
+    return Setup(
+        config=config,
+        device=device,
+        compile=compiled,
+        splits=splits if measure_test else replace(splits, test=None),
+        fingerprint=fingerprint(splits.train, splits.validation, splits.test),
+        steps=steps,
+        origin=origin,
+        probes=_probes(config, steps),
+        objects=objects,
+    )
 
-    def state(self, network: AnyNetwork) -> TrainState:
-        """The state before the first step."""
-        config, optimizer = self.config, self.config.optimizer
-        objective = config.task.objective(network, self.splits).to(self.device)
-        area = config.augment.settings.crop_area
-        batches = TrainingBatches(
-            self.splits.train,
-            self.preprocess,
-            batch_size=config.run.batch_size,
-            seed=config.run.seed,
-            readers=config.run.readers,
-            crop=None if area is None else functools.partial(crop_box, config.run.seed, area=area),
+
+def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[str, ...]]:
+    """Return the network on its device, the setup with the network's origin, and notes for the user.
+
+    The weights are those of `model`, or random. With an origin and no `model` they wait for a checkpoint.
+    """
+    config, task, splits = setup.config, setup.config.task, setup.splits
+    notes: tuple[str, ...] = ()
+    names = task.output_names(splits)
+    if setup.objects.network is not None:
+        network: Any = setup.objects.network.to(setup.device)
+        check_network(network, config.images, len(names))
+        return network, setup, notes
+    if model is not None:
+        network, kept, notes = network_from(
+            model, config.start.init, config.images, config.model.overrides, task, names
         )
-        average = Average(objective, optimizer.average) if optimizer.average else None
-        return TrainState(objective, make_optimizer(objective, optimizer), batches, average=average)
+        if kept:
+            task.load_head(network, splits)
+        origin = setup.origin or Origin(weights_sha256(model.network), network.config)
+        setup = replace(setup, origin=origin)
+    else:
+        network = build(_network_config(config, None, setup.origin, num_classes=len(names)))
+    choose_weights(network, config.start)
+    network.to(setup.device)
+    if config.run.precision == "float8":
+        use_float8(network)
+    compile_blocks(network, setup.compile)
+    return network, setup, notes
 
-    def plan(self) -> Plan:
-        """How the run takes its steps."""
-        config, optimizer = self.config, self.config.optimizer
-        warmup_steps = round(optimizer.warmup * self.steps)
-        return Plan(
-            steps=self.steps,
-            schedule=Schedule(optimizer.schedule, optimizer.learning_rate, self.steps, warmup_steps),
-            accumulation=config.run.accumulation,
-            clip=optimizer.clip,
-            seed=config.run.seed,
-            augment=config.augment,
-            preprocess=self.preprocess,
-            precision=config.run.precision,
-            device=self.device,
-            classes=len(self.splits.classes),
-            patience=config.run.patience,
-            most_skipped=skips_allowed(len(self.splits.train), config.data.max_skipped),
-        )
 
-    def bundle(self, network: AnyNetwork) -> Bundle:
-        """The model that the run makes, of this network."""
-        config = self.config
-        provenance: dict[str, Any] = {
-            "data": config.data.spec,
-            "data_fingerprint": self.fingerprint,
-            "validation_share": config.data.validation_share if self.splits.validation is not None else 0.0,
-            "recipe": config.run.name,
-            "seed": config.run.seed,
-            "steps": self.steps,
-            "kept": config.run.keep,
-        }
-        if self.origin is not None:
-            provenance |= {"init": config.start.init, "init_sha256": self.origin.sha256}
-        return Bundle(network, self.splits.classes, self.preprocess, output=config.task.output, provenance=provenance)
+def make_state(setup: Setup, network: nn.Module) -> TrainState:
+    """Return the state before the first step."""
+    config, optimizer = setup.config, setup.config.optimizer
+    objective = config.task.objective(network, setup.splits).to(setup.device)
+    area = config.augment.settings.crop_area
+    batches = TrainingBatches(
+        setup.splits.train,
+        config.images,
+        batch_size=config.run.batch_size,
+        seed=config.run.seed,
+        readers=config.run.readers,
+        crop=None if area is None else functools.partial(crop_box, config.run.seed, area=area),
+    )
+    average = Average(objective, optimizer.average) if optimizer.average else None
+    return TrainState(objective, make_optimizer(objective, optimizer), batches, average=average)
 
-    def record(self) -> dict[str, Any]:
-        """What `run.json` says: enough to do the run again, and to know what it was done on."""
-        splits = {"train": self.splits.train, "validation": self.splits.validation, "test": self.splits.test}
-        return {
-            "format": FORMAT,
-            "config": self.config.to_plain(),
-            "steps": self.steps,
-            "init": None if self.origin is None else self.origin.to_plain(),
-            "data": {
-                **{name: 0 if source is None else len(source) for name, source in splits.items()},
-                "fingerprint": self.fingerprint,
-                "classes": list(self.splits.classes),
-                "notes": list(self.splits.notes),
-            },
-            "machine": describe(self.device),
-        }
 
-    def _network_config(self, num_classes: int) -> AnyConfig:
-        images = self.preprocess
-        if self.model is not None:
-            return fitted(
-                self.model.network.config, self.config.start.init, images, self.config.model.overrides, num_classes
-            )
-        if self.origin is not None:
-            return self.origin.network
-        return self.config.model.resolve(
-            num_classes=num_classes, image_size=images.image_size, channels=images.channels
-        )
+def make_plan(setup: Setup) -> Plan:
+    """Return how the run takes its steps."""
+    config, optimizer = setup.config, setup.config.optimizer
+    warmup_steps = round(optimizer.warmup * setup.steps)
+    return Plan(
+        steps=setup.steps,
+        schedule=Schedule(optimizer.schedule, optimizer.learning_rate, setup.steps, warmup_steps),
+        accumulation=config.run.accumulation,
+        clip=optimizer.clip,
+        seed=config.run.seed,
+        augment=config.augment,
+        preprocess=config.images,
+        precision=config.run.precision,
+        device=setup.device,
+        classes=len(setup.splits.classes),
+        patience=config.run.patience,
+        most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),
+    )
 
-    def _open(self) -> Splits:
-        splits = self.config.data.open()
-        self.config.task.check_data(splits, self.config.data.spec)
-        return splits
 
-    def _probes(self) -> tuple[Probe, ...]:
-        """What the config wants to be measured during the run. Few-shot takes what small classes have."""
-        config = self.config.run
-        if not config.probe:
-            return ()
-        steps = config.total_steps(len(self.splits.train))
-        every = config.probe_every or math.ceil(steps / max(config.evaluations, 1))
-        evaluators = evaluators_of(config.probe, {"fewshot": {"allow_fewer": True}})
-        return (Probe(config.probe, every, Together(evaluators)),)
+def make_bundle(setup: Setup, objective: Objective) -> Bundle:
+    """Return the model as it would be saved now."""
+    config, splits = setup.config, setup.splits
+    provenance: dict[str, Any] = {
+        "data": config.data.spec,
+        "data_fingerprint": setup.fingerprint,
+        "validation_share": config.data.validation_share if splits.validation is not None else 0.0,
+        "recipe": config.run.name,
+        "seed": config.run.seed,
+        "steps": setup.steps,
+        "kept": config.run.keep,
+    }
+    if setup.origin is not None:
+        provenance |= {"init": config.start.init, "init_sha256": setup.origin.sha256}
+    return config.task.bundle(objective, config.task.output_names(splits), config.images, provenance)
 
-    def _check_choosing(self) -> None:
-        """What chooses by the validation split needs one, and measurements on it."""
-        config = self.config.run
-        if self.splits.validation is not None and config.evaluations:
-            return
-        leave = (
-            "needs a validation split and evaluations to choose by; "
-            f"validation_share={self.config.data.validation_share} and evaluations={config.evaluations} leave none."
-        )
-        if config.keep == "best":
-            raise ConfigError(f"keep='best' {leave} Choose keep='last'")
-        if config.patience is not None:
-            raise ConfigError(f"patience={config.patience} {leave} Leave it out")
+
+def record_of(setup: Setup) -> dict[str, Any]:
+    """Return the content of `run.json`: enough to do the run again, and to know what it was done on."""
+    splits = {"train": setup.splits.train, "validation": setup.splits.validation, "test": setup.splits.test}
+    return {
+        "format": FORMAT,
+        "config": setup.config.to_plain(),
+        "objects": setup.objects.names,
+        "steps": setup.steps,
+        "init": None if setup.origin is None else setup.origin.to_plain(),
+        "data": {
+            **{name: 0 if source is None else len(source) for name, source in splits.items()},
+            "fingerprint": setup.fingerprint,
+            "classes": list(setup.splits.classes),
+            "notes": list(setup.splits.notes),
+        },
+        "machine": describe(setup.device),
+    }
+
+
+def _network_config(config: TrainConfig, model: Bundle | None, origin: Origin | None, *, num_classes: int) -> AnyConfig:
+    images = config.images
+    if model is not None:
+        return fitted(model.network.config, config.start.init, images, config.model.overrides, num_classes)
+    if origin is not None:
+        return origin.network
+    return config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
+
+
+def _probes(config: TrainConfig, steps: int) -> tuple[Probe, ...]:
+    """Return the evaluations of features that the config asks for."""
+    run = config.run
+    if not run.probe:
+        return ()
+    every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
+    evaluators = evaluators_of(run.probe, {"fewshot": {"allow_fewer": True}})  # small classes have few images
+    return (Probe(run.probe, every, Together(evaluators)),)
+
+
+def _check_choosing(config: TrainConfig, splits: Splits) -> None:
+    """Raise `ConfigError` if the best weights are wanted and nothing can choose them."""
+    run = config.run
+    if splits.validation is not None and run.evaluations:
+        return
+    reason = (
+        "needs a validation split and evaluations to choose by; "
+        f"validation_share={config.data.validation_share} and evaluations={run.evaluations} leave none."
+    )
+    if run.keep == "best":
+        raise ConfigError(f"keep='best' {reason} Choose keep='last'")
+    if run.patience is not None:
+        raise ConfigError(f"patience={run.patience} {reason} Leave it out")

@@ -1,4 +1,4 @@
-"""Starting from a model: its weights in a network of the run's own, fitted to the data."""
+"""Starting from a model: its weights in a new network with a head for the run's data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import BundleError, ConfigError, RunError
+from vitrail.errors import BundleError, ConfigError, RunError, plural
 from vitrail.models.lora import Projection
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.plain import from_plain, to_plain
 from vitrail.settings import above_zero, at_least, raise_problems
+from vitrail.tasks import Task
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
@@ -57,14 +58,15 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class Origin:
-    """What `run.json` keeps of the model that a run started from: enough to go on from a checkpoint without it."""
+    """The model that a run started from, as `run.json` describes it. It suffices to resume from a checkpoint."""
 
     sha256: str
-    """Of its weights, whatever file they were in."""
+    """A hash of its weights, which does not depend on the file that they were in."""
     network: AnyConfig
-    """Of the run's network."""
+    """The config of the run's network."""
 
     def to_plain(self) -> dict[str, Any]:
+        """Return plain JSON values."""
         return {
             "sha256": self.sha256,
             "architecture": self.network.architecture,
@@ -73,7 +75,7 @@ class Origin:
 
     @classmethod
     def from_plain(cls, values: Any) -> Origin | None:
-        """What `to_plain` wrote. Raises `ConfigError`, `KeyError` or `TypeError` for other things."""
+        """Return what `to_plain` wrote. Raises `ConfigError`, `KeyError` or `TypeError` for other values."""
         if values is None:
             return None
         return cls(str(values["sha256"]), from_plain(ARCHITECTURES[values["architecture"]][0], values["network"]))
@@ -120,23 +122,25 @@ def fitted(
 def network_from(
     bundle: Bundle,
     init: str | None,
-    image_size: tuple[int, int],
+    images: Preprocess,
     overrides: Mapping[str, Any],
-    classes: tuple[str, ...],
-) -> tuple[AnyNetwork, tuple[str, ...]]:
-    """Return a network with a copy of the model's weights for the run's images and classes, and notes for the user.
+    task: Task,
+    names: tuple[str, ...],
+) -> tuple[AnyNetwork, bool, tuple[str, ...]]:
+    """Return a network with a copy of the model's weights, True if it has the model's head, and notes for the user.
 
-    If the classes have the same names in the same order, the head and the hidden layer before it are kept. Otherwise
-    the network gets a new head, all zero, and no hidden layer (paper, section 3.2).
+    The head and the hidden layer before it are kept if the outputs have the same names in the same order. Otherwise the
+    network gets a new head, all zero, and no hidden layer (paper, section 3.2).
     """
-    resized = adapted(bundle, image_size=image_size)
-    if bundle.classes == classes:
-        headed, note = resized, f"the head of model {init!r} is kept: the classes are the same"
+    resized = adapted(bundle, image_size=images.image_size)
+    kept = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
+    if kept:
+        headed, note = resized, f"the head of model {init!r} is kept: its outputs are the same"
     else:
-        headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=classes)
+        headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=names)
         before = f"replaces that of {len(bundle.classes)}" if bundle.classes else "is added"
-        note = f"a new head of {len(classes)} classes, all zero, {before} of model {init!r}"
+        note = f"a new head of {plural(len(names), task.output_noun)}, all zero, {before} of model {init!r}"
     with torch.device("meta"):
         network = build(replace(headed.network.config, **overrides))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)
-    return network, (*resized.notes, note)
+    return network, kept, (*resized.notes, note)

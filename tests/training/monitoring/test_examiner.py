@@ -117,7 +117,7 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
     finished = read_journal(run / "journal.jsonl")[-1]
     assert (finished["event"], finished["step"], finished["steps"]) == ("finished", 12, 12.0)
     assert result.summary["steps"] == 12 and result.bundle.provenance["step"] == 4
-    said = "ended early, after step 12 of 24: 2 evaluations without a better validation accuracy than that of step 4"
+    said = "ended early, after step 12 of 24: 2 evaluations in a row were no better than that of step 4"
     assert said in notes
     with pytest.raises(RunError) as caught:
         resume(run)
@@ -237,17 +237,29 @@ def test_probes_that_cannot_be_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_of_several_labels_the_best_are_ranked_best(
-    initial: Initial, from_model: FromModel, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("select", "best"),
+    [
+        (None, [True, True, False]),  # mean average precision, because images have several labels
+        ("mean_average_precision", [True, True, False]),
+        ("accuracy", [True, False, False]),
+        ("cross_entropy", [True, False, True]),
+    ],
+)
+def test_the_tasks_metric_chooses_the_best_weights(
+    select: str | None, best: list[bool], folder_config: FromModel, colour_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = iter([(0.9, 0.2), (0.5, 0.7), (0.8, 0.6), (0.5, 0.7), (0.5, 0.7)])  # the last two measure what was kept
+    rows = "".join(f"red/{number:02}.png,1,{number % 2}\nblue/{number:02}.png,0,1\n" for number in range(12))
+    (colour_folder / "labels.csv").write_text("file,warm,cold\n" + rows)
+    results = iter([(0.9, 0.2, 1.0), (0.5, 0.7, 2.0), (0.8, 0.6, 0.5), (0.5, 0.7, 1.0)])  # the last one is of the end
 
     def measured(self: Accuracy, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        accuracy, precision = next(figures)
-        return {"accuracy": accuracy, "mean_average_precision": precision, "cross_entropy": 1.0, "images": 7.0}
+        accuracy, precision, loss = next(results)
+        return {"accuracy": accuracy, "mean_average_precision": precision, "cross_entropy": loss, "images": 7.0}
 
     monkeypatch.setattr(Accuracy, "__call__", measured)
-    result = train(from_model(initial(), colour_folder, keep="best"))
+    result = train(folder_config(colour_folder / "labels.csv", keep="best", loss="sigmoid", select=select))
     events = [event for event in events_of(result.folder, "evaluation") if "best" in event]
-    assert [event["best"] for event in events] == [True, True, False]
-    assert result.bundle.provenance["step"] == events[1]["step"]
+    assert [event["best"] for event in events] == best
+    assert result.metrics == {"validation_accuracy": 0.5, "validation_mean_average_precision": 0.7}
+    assert result.bundle.provenance["step"] == [event["step"] for event in events if event["best"]][-1]

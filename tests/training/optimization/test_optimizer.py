@@ -64,7 +64,7 @@ def test_weights_of_convolutions_decay_too(name: str) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_every_weight_is_optimised_once(optimizer: str) -> None:
     network = create("ViT-Pico/7", image_size=(14, 14), channels=1, num_classes=3, width=8, depth=1, heads=2)
-    made = make_optimizer(network, OptimizerConfig(optimizer=optimizer, weight_decay=0.3))  # type: ignore[arg-type]
+    made = make_optimizer(network, OptimizerConfig(kind=optimizer, weight_decay=0.3))  # type: ignore[arg-type]
     held = [parameter for group in made.param_groups for parameter in group["params"]]
     assert len(held) == len({id(p) for p in held}) == len(list(network.parameters()))
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.0]
@@ -92,7 +92,7 @@ def test_adamw_is_the_formula() -> None:
 def test_sgd_with_momentum_is_the_formula() -> None:
     rate, decay, momentum = 0.1, 0.2, 0.7
     module = Pair()
-    config = OptimizerConfig(optimizer="sgd", learning_rate=rate, weight_decay=decay, momentum=momentum)
+    config = OptimizerConfig(kind="sgd", learning_rate=rate, weight_decay=decay, momentum=momentum)
     optimizer = make_optimizer(module, config)
     expected = [parameter.detach().double().clone() for parameter in module.both()]
     velocities = [torch.zeros_like(p) for p in expected]
@@ -114,7 +114,7 @@ def test_sgd_with_momentum_is_the_formula() -> None:
 def test_layer_decay_scales_by_depth(name: str, sizes: dict[str, Any], depth: int, optimizer: str) -> None:
     network = create(name, num_classes=3, **sizes)
     numbers = network.layers().numbers()
-    made = make_optimizer(network, OptimizerConfig(optimizer=optimizer, layer_decay=0.65))  # type: ignore[arg-type]
+    made = make_optimizer(network, OptimizerConfig(kind=optimizer, layer_decay=0.65))  # type: ignore[arg-type]
     seen = {}
     for group in made.param_groups:
         assert group["params"]

@@ -181,13 +181,13 @@ def test_none_whole_is_an_error_that_leaves_the_state_alone(
         checkpoints.restore(moving[0])
     newest, older, rule = str(caught.value).splitlines()
     assert "step-4 is damaged" in newest and "step-3 is damaged" in older
-    assert rule == f"{checkpoints.folder} has no whole checkpoint to resume from"
+    assert rule == f"{checkpoints.folder} has no complete checkpoint to resume from"
     after = flat(moving[0].tensors())
     assert moving[0].step == 4 and all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_no_checkpoint_at_all_is_an_error(moving: tuple[TrainState, Plan], tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="has no whole checkpoint to resume from"):
+    with pytest.raises(RunError, match="has no complete checkpoint to resume from"):
         Checkpoints(tmp_path / "nowhere").restore(moving[0])
 
 
@@ -241,7 +241,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(
     folder = Path(config.run.folder or "") / "checkpoints"
 
     class Lock(Display):
-        def step(self, step: int, figures: dict[str, float]) -> None:
+        def step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 5:
                 lock(folder / "step-3")
 

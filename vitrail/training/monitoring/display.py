@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a line that moves on a terminal, plain lines elsewhere, nothing if so wished."""
+"""The display of a run: a progress bar on a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from vitrail.tasks import Task
+
 __all__ = ["ConsoleDisplay", "Display"]
 
 
 class Display:
-    """What the loop tells whoever is looking. This one shows nothing; others override what they show."""
+    """Receives the events of a run. This class shows nothing; subclasses override the events that they show."""
 
-    def begin(self, step: int, steps: int) -> None:
-        """The loop starts after `step`."""
+    def begin(self, step: int, steps: int, task: Task) -> None:
+        """The loop of a run of this task starts after `step`."""
 
     def say(self, text: str) -> None:
-        """What goes on."""
+        """A message for the user."""
 
     def note(self, text: str) -> None:
-        """What asks for attention."""
+        """A message that needs attention."""
 
-    def step(self, step: int, figures: dict[str, float]) -> None:
-        """Means since the last call: loss, metrics, images_per_second."""
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """The means since the last call: loss, the objective's metrics, images_per_second."""
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
-        """What an evaluation on the validation split gave."""
+        """The metrics of an evaluation on the validation split."""
 
     def end(self) -> None:
-        """The loop is over, one way or another."""
+        """The loop has ended, for whatever reason."""
 
 
 class ConsoleDisplay(Display):
-    """Step, loss, accuracy, images/s and time left. Off a terminal, a line about every ten seconds."""
+    """Shows step, loss, metrics, images/s and time left. If it is not a terminal, a line about every ten seconds."""
 
     LINE_SECONDS = 10.0
 
@@ -43,8 +45,8 @@ class ConsoleDisplay(Display):
         self._progress: Progress | None = None
         self._last_line = 0.0
 
-    def begin(self, step: int, steps: int) -> None:
-        self.steps = steps
+    def begin(self, step: int, steps: int, task: Task) -> None:
+        self.steps, self.task = steps, task
         self._begun = time.perf_counter(), step
         if not self.console.is_terminal:
             return
@@ -52,14 +54,14 @@ class ConsoleDisplay(Display):
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[metrics]}"),
             TextColumn("left"),
             TimeRemainingColumn(compact=True),
             console=self.console,
             refresh_per_second=4,
             expand=True,
         )
-        self._task = self._progress.add_task("", total=steps, completed=step, figures="")
+        self._task = self._progress.add_task("", total=steps, completed=step, metrics="")
         self._progress.start()
 
     def say(self, text: str) -> None:
@@ -68,14 +70,12 @@ class ConsoleDisplay(Display):
     def note(self, text: str) -> None:
         self.console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
-    def step(self, step: int, figures: dict[str, float]) -> None:
-        shown = f"loss {figures['loss']:.3f}"
-        if "accuracy" in figures:
-            shown += f"  accuracy {figures['accuracy']:.1%}"
-        shown += f"  {figures['images_per_second']:,.0f} images/s"
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
+        shown = "  ".join([*texts, f"{metrics['images_per_second']:,.0f} images/s"])
         now = time.perf_counter()
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, figures=shown)
+            self._progress.update(self._task, completed=step, metrics=shown)
         elif now - self._last_line >= self.LINE_SECONDS or step == self.steps:
             self._last_line = now
             begun, first = self._begun
@@ -84,10 +84,8 @@ class ConsoleDisplay(Display):
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         star = "  (best so far)" if best else ""
-        precision = result.get("mean_average_precision")
-        more = "" if precision is None else f", mean average precision {precision:.2%},"
-        figures = f"accuracy {result['accuracy']:.2%}{more} of {result['images']:,.0f} images"
-        self.say(f"step {step:,}: validation {figures}{star}")
+        texts = ", ".join(self.task.texts(result)) or "metrics unknown"
+        self.say(f"step {step:,}: validation {texts} on {result['images']:,.0f} images{star}")
 
     def end(self) -> None:
         if self._progress is not None:

@@ -1,9 +1,9 @@
-"""What is measured of a run's weights between steps: the validation split, which chooses the best, and probes."""
+"""Evaluation of a run's weights between steps: on the validation split, which chooses the best ones, and by probes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.lora import merged
+from vitrail.tasks import Task
+from vitrail.tasks.own_model import without_adapters, write_weights
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.state.state import Best, TrainState
-from vitrail.weights.bundle import Bundle, write_bundle
+from vitrail.weights.bundle import Bundle
 
 __all__ = ["Examiner", "Probe", "check_probes"]
 
@@ -31,9 +32,9 @@ class Probe:
 
     name: str
     every: int
-    """Steps between two; the last step has one as well."""
+    """Number of steps between two evaluations. The last step has one as well."""
     evaluator: Evaluator
-    """Measures the model as it would be kept now: with averaged weights and merged adapters. It learns from the
+    """Measures the model as it would be saved now: with averaged weights and merged adapters. It learns from the
     training split and is measured on the validation split. It may draw PyTorch's random numbers: their state is
     restored afterwards."""
 
@@ -46,50 +47,55 @@ def check_probes(probes: Sequence[Probe], splits: Splits) -> None:
 
 
 class Examiner:
-    """Measures the weights that would be kept now, without changing the run."""
+    """Evaluates the weights that would be saved now. The run is not changed."""
 
     def __init__(
         self,
+        task: Task,
         state: TrainState,
-        bundle: Bundle,
+        model: Callable[[], Bundle],
+        splits: Splits,
         journal: Journal,
         display: Display,
         *,
-        evaluator: Evaluator,
-        train: Source,
-        validation: Source | None,
         readers: Readers,
         best_in: Path | None,
         probes: Sequence[Probe] = (),
     ) -> None:
-        """`bundle` has the network in training. `best_in` is where the best model is saved, if it is to be."""
+        """`model` returns the model with the weights of this moment. `best_in` is the folder in which the best model is
+        saved, or None."""
+        self.task = task
         self.state = state
-        self.bundle = bundle
+        self.model = model
+        self.splits = splits
         self.journal = journal
         self.display = display
-        self.evaluator = evaluator
-        self.train = train
-        self.validation = validation
+        self.evaluator = task.evaluator(state.objective)
+        self.selection = task.selection(splits)
         self.readers = readers
         self.best_in = best_in
         self.probes = tuple(probes)
 
     def evaluate(self) -> None:
-        """Measures on the validation split, if there is one, and notes whether it is the best result so far; with an
-        average, also what the weights are without it. Raises `NonFiniteLoss`."""
-        if self.validation is None:
+        """Measure the weights on the validation split, if there is one, and save them if they are the best so far.
+
+        If weights are averaged, those without averaging are measured as well. Raises `NonFiniteLoss`.
+        """
+        state, validation = self.state, self.splits.validation
+        if validation is None:
             return
-        state = self.state
         if state.average is not None:
-            result = self._measure(self.validation)
+            result = self._measure(self.model(), validation)
             self.journal.write("evaluation", step=state.step, split="validation", weights="trained", **result)
         with state.averaged():
-            result = self._measure(self.validation)
-            score = result.get("mean_average_precision", result["accuracy"])
-            best = score > state.best.score
+            model = self.model()
+            result = self._measure(model, validation)
+            score = result.get(self.selection.name)
+            higher = self.selection.higher_is_better
+            best = score is not None and state.best.is_beaten_by(score, higher_is_better=higher)
             if best:
                 state.best = Best(score, state.step)
-                self._keep(result["accuracy"])
+                self._save(model, result)
             else:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
@@ -97,34 +103,35 @@ class Examiner:
         self.display.evaluated(state.step, result, best)
 
     def due(self, *, over: bool) -> list[Probe]:
-        """The probes whose turn it is after this step; all where it is the last."""
+        """Return the probes that are due after this step; all of them after the last step."""
         return [probe for probe in self.probes if over or self.state.step % probe.every == 0]
 
     def probe(self, due: Sequence[Probe]) -> None:
-        """Makes measurements and writes them into the journal."""
-        device = self.bundle.device
+        """Measure the model with these probes, and write their metrics into the journal."""
+        device = self.model().device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             outputs = Outputs(self.current(), readers=self.readers)
             for probe in due:
-                assert self.validation is not None, "checked when the examiner was made"
-                metrics = probe.evaluator(outputs, self.train, self.validation)
+                assert self.splits.validation is not None, "checked when the run was set up"
+                metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
                 values = {"name": probe.name, "weights": self.state.measured, **metrics}
                 self.journal.write("probe", step=self.state.step, **values)
                 shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
                 self.display.say(f"step {self.state.step:,}: {shown}")
 
     def current(self) -> Bundle:
-        """The model as it would be kept now, in evaluation mode, with weights of its own."""
+        """Return the model as it would be saved now, in evaluation mode, with its own copy of the weights."""
         with self.state.averaged():
-            return replace(self.bundle, network=copy.deepcopy(merged(self.bundle.network)).eval())
+            bundle = without_adapters(self.model())
+            return replace(bundle, network=copy.deepcopy(bundle.network).eval())
 
-    def _measure(self, source: Source) -> dict[str, float]:
-        result = self.evaluator(Outputs(self.bundle, readers=self.readers), self.train, source)
-        check_finite(result, self.state.step)
+    def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
+        result = self.evaluator(Outputs(model, readers=self.readers), self.splits.train, source)
+        check_finite(result, self.task.loss_metric, self.state.step)
         return result
 
-    def _keep(self, accuracy: float) -> None:
+    def _save(self, model: Bundle, result: dict[str, float]) -> None:
         if self.best_in is not None:
-            self.bundle.metrics = {"validation_accuracy": accuracy}
-            self.bundle.provenance["step"] = self.state.best.step
-            write_bundle(replace(self.bundle, network=merged(self.bundle.network)), self.best_in)
+            model.metrics = {f"validation_{name}": value for name, value in self.task.summary(result).items()}
+            model.provenance["step"] = self.state.best.step
+            write_weights(without_adapters(model), self.best_in)

@@ -1,4 +1,4 @@
-"""A few held-out images written as files, so that there is something to try a new model on."""
+"""A few held-out images as files, to try the new model on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source, class_indices
+from vitrail.data.source import Source, Target, class_indices, target_kind
 from vitrail.errors import UndecodableImage
 from vitrail.files import replacing_folder
 from vitrail.weights.bundle import AnyPrediction, Bundle, Prediction
@@ -16,19 +16,19 @@ __all__ = ["Example", "write_examples"]
 
 
 PUNCTUATION = re.compile(r"\W+")
-"""What a class name may have that a file name should not; letters of any language stay."""
+"""Characters of class names that are replaced in file names. Letters of any language stay."""
 
 LONGEST = 60
-"""Characters of a file's name that its labels may take."""
+"""Maximum number of characters of the labels in a file name."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """An image, what it is, and what the model takes it for."""
+    """An image with its labels and the model's prediction."""
 
     path: Path
     labels: tuple[str, ...]
-    """One, but where an image can have several."""
+    """Its class, all its classes, or its numbers with their names."""
     prediction: AnyPrediction
 
     @property
@@ -42,18 +42,23 @@ class Example:
 
 
 def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[Example, ...]:
-    """Writes about `count` images, spread evenly over `source`, as PNG files named by class, and predicts them."""
+    """Write about `count` images, spread evenly over `source`, as PNG files with their labels in the name.
+
+    Return them with the model's predictions. Images without labels and broken ones are skipped. A model
+    without a head has no examples. Raises `SaveError`.
+    """
+    if not bundle.classes:
+        return ()
     picked = []
     for number in range(min(count, len(source))):
         place = number * len(source) // min(count, len(source))
-        label = source.target(place)
-        if label is None:
+        if (target := source.target(place)) is None:
             continue
         try:
             picture = to_pil(source[place].image, bundle.preprocess.channels)
         except UndecodableImage:
             continue
-        picked.append((picture, tuple(source.classes[one] for one in class_indices(label))))
+        picked.append((picture, _labels(source, target)))
     names = [f"{number:02}-{_word(labels)}.png" for number, (_, labels) in enumerate(picked)]
     with replacing_folder("example images", folder, ("*.png",)) as partial:
         for (picture, _), name in zip(picked, names, strict=True):
@@ -64,6 +69,12 @@ def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10
         Example(path, labels, prediction)
         for path, (_, labels), prediction in zip(paths, picked, predictions, strict=True)
     )
+
+
+def _labels(source: Source, target: Target) -> tuple[str, ...]:
+    if target_kind(source) == "numbers" and isinstance(target, tuple):
+        return tuple(f"{name} {value:.6g}" for name, value in zip(source.classes, target, strict=True))
+    return tuple(source.classes[one] for one in class_indices(target))
 
 
 def _word(labels: tuple[str, ...]) -> str:

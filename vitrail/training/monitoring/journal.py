@@ -1,4 +1,4 @@
-"""`journal.jsonl`: what happened in a run, an event a line, only ever added to."""
+"""`journal.jsonl`: the events of a run, one per line. Lines are only ever appended."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ __all__ = ["Journal", "read_journal"]
 
 
 class Journal:
-    """Appends events to a file, each with the seconds since 1970."""
+    """Appends events to a file, each with its time in seconds since 1970."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, event: str, **values: Any) -> None:
+        """Append an event. Raises `SaveError`."""
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}, ensure_ascii=False)
         data = (line + "\n").encode("utf-8", "backslashreplace")
         with saving("the journal", self.path), self.path.open("ab+") as file:
             if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
-                data = b"\n" + data  # the line before was cut short; leave it alone
+                data = b"\n" + data  # the previous line is incomplete, and it stays as it is
             file.write(data)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The events of the run as it counts: what a resumed run did again replaces what it did before.
+    """Return the events of a run. Steps that a resumed run repeated replace those from before it stopped.
 
-    A line that was cut short, as by a power failure, is left out. A run that wrote nothing has no events.
+    An incomplete line, as a power failure leaves it, is skipped. A run without a journal has no events.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Losses and metrics, kept where they were computed until somebody asks."""
+"""Losses and metrics of steps, which stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vitrail.errors import NonFiniteLoss
 __all__ = ["Meter", "check_finite"]
 
 
-def check_finite(result: dict[str, float], step: int) -> None:
-    """Raises `NonFiniteLoss` when an evaluation shows weights that were broken in the very last step."""
-    if not math.isfinite(result["cross_entropy"]):
-        raise NonFiniteLoss(f"the evaluation's cross-entropy is {result['cross_entropy']} at step {step}")
+def check_finite(result: dict[str, float], metric: str, step: int) -> None:
+    """Raise `NonFiniteLoss` if an evaluation has this metric and it is not finite: the last step broke the weights."""
+    if not math.isfinite(value := result.get(metric, 0.0)):
+        raise NonFiniteLoss(f"the evaluation's {metric.replace('_', ' ')} is {value} at step {step}")
 
 
 class Meter:
-    """Collects one dictionary of scalars a step. `read` waits for the device once, however many steps there were."""
+    """Collects a dictionary of scalars per step. `read` waits for the device once, however many steps there were."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
@@ -27,13 +27,17 @@ class Meter:
         self._first_step = 0
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
+        """Add the metrics of a step."""
         if not self._rows:
             self._first_step = step
             self._names = tuple(values)
         self._rows.append(torch.stack([value.detach().float() for value in values.values()]))
 
     def read(self) -> dict[str, float]:
-        """Means since the last reading, and forgets them. Raises `NonFiniteLoss`, which names the first such step."""
+        """Return the means since the last reading, and start again.
+
+        Raises `NonFiniteLoss` with the first step whose loss or metric is not finite.
+        """
         if not self._rows:
             return {}
         table = torch.stack(self._rows).cpu()

@@ -1,4 +1,4 @@
-"""Stopping on request: the first Ctrl-C or SIGTERM asks, the second one insists."""
+"""Stopping on request: the first Ctrl-C or SIGTERM saves the state, the second one ends the process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Inside its `with` block, SIGINT and SIGTERM set `requested`, which the loop looks at between steps.
+    """Inside the `with` block, SIGINT and SIGTERM set `requested`, which is checked between steps.
 
-    The first signal also puts the usual handlers back, so a second one ends the process at once. Python takes signals
-    in its main thread only; elsewhere nothing changes.
+    The first signal also restores the usual handlers, so that a second one ends the process at once. Python handles
+    signals in its main thread only; in other threads nothing changes.
     """
 
     def __init__(self) -> None:

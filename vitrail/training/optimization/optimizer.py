@@ -1,4 +1,4 @@
-"""AdamW and SGD with momentum, with decay on weight matrices alone, and a learning rate that falls with depth."""
+"""AdamW and SGD with momentum, with decay on weight matrices only, and a learning rate that can fall with depth."""
 
 from __future__ import annotations
 
@@ -62,8 +62,10 @@ class OptimizerConfig:
 
 
 def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The weights of linear layers, convolutions and adapters, which decay, and the rest: norms, biases, tokens,
-    positions. Of those that are trained."""
+    """Return the trained parameters in two lists: those that decay, and the rest.
+
+    The weights of linear layers, convolutions and adapters decay. Norms, biases, tokens and positions do not.
+    """
     matrices: list[nn.Parameter] = []
     for layer in module.modules():
         if isinstance(layer, DECAYED):
@@ -76,10 +78,10 @@ def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The optimiser that `config` names, in its fused form: one kernel for all weights (CPU and CUDA have it).
+    """Return the optimiser that `config` names, in its fused form: one kernel for all weights, on CPU and CUDA.
 
-    Weights of layer l of a network of depth d are in groups whose "scale" is `layer_decay ** (d + 1 - l)`: what the
-    learning rate is to be multiplied with (2106.08254). Without layer decay all have the scale 1.
+    Parameter groups have a "scale", by which the learning rate is multiplied. The scale of layer l of a network of
+    depth d is `layer_decay ** (d + 1 - l)` (2106.08254). Without layer decay every scale is 1.
     """
     scales = _scales(module, config.layer_decay) if config.layer_decay < 1 else {}
     groups = []
@@ -95,7 +97,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
-    """The factor of each weight of the network, by its id."""
+    """Return the scale of each parameter of the network, by its id."""
     network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
     layers = network.layers()
     top = len(layers.blocks) + 1

@@ -1,4 +1,4 @@
-"""The learning rate at each step."""
+"""The schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ScheduleName = Literal["cosine", "linear", "constant"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rises linearly to `peak` over the warm-up, then falls to 0 by a cosine or a line, or stays."""
+    """The learning rate rises linearly to `peak` during warm-up, then falls to 0 along a cosine or a line, or stays."""
 
     kind: ScheduleName
     peak: float
@@ -21,7 +21,7 @@ class Schedule:
     warmup_steps: int
 
     def __call__(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0. Warm-up ends on the peak, and the last step is not 0."""
+        """Return the learning rate of a step, counted from 0. Warm-up ends at the peak, and the last step is not 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.kind == "constant":

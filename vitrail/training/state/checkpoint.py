@@ -1,8 +1,8 @@
-"""Training states on disk: `checkpoints/step-N/`, which exist when, and only when, their manifest says they are whole.
+"""Training states on disk: `checkpoints/step-N/`. A checkpoint counts only if its manifest matches its files.
 
-A checkpoint is written beside its place, then hashed, then renamed. Reading takes the newest that is whole. The tensors
-are in the format of torch.distributed.checkpoint, which unpickles on reading: resume only runs of your own, and publish
-models as bundles.
+A checkpoint is written under another name, then hashed, then renamed. The newest complete checkpoint is read. The
+tensors are in the format of torch.distributed.checkpoint, which unpickles on reading: resume only your own runs, and
+publish models as bundles.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ VALUES = "state.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `retain` are kept."""
+    """The checkpoints of one run. The newest `retain` of them are kept."""
 
     def __init__(self, folder: Path, *, retain: int = 2) -> None:
         self.folder = folder
         self.retain = retain
 
     def save(self, state: TrainState) -> Path:
-        """Writes the state, then deletes all but the newest `retain`.
+        """Write the state, then delete all but the newest `retain` checkpoints, and return the new one's folder.
 
-        Raises `SaveError`, leaving the others intact.
+        Raises `SaveError` and leaves the other checkpoints intact if it cannot be written.
         """
         path = self.folder / f"step-{state.step}"
         for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
@@ -57,7 +57,7 @@ class Checkpoints:
         return path
 
     def steps(self) -> list[int]:
-        """Steps that have a folder with a manifest, newest first, whole or not."""
+        """Return the steps that have a folder with a manifest, complete or not, newest first."""
         if not self.folder.is_dir():
             return []
         names = (
@@ -66,9 +66,9 @@ class Checkpoints:
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def restore(self, state: TrainState) -> list[str]:
-        """Puts the newest whole checkpoint into `state`; returns a sentence on each newer one that is damaged.
+        """Load the newest complete checkpoint into `state`. Return a sentence about each newer one that is damaged.
 
-        Raises `RunError` when there is none.
+        Raises `RunError` if there is no complete checkpoint.
         """
         damaged = []
         for step in self.steps():
@@ -82,11 +82,11 @@ class Checkpoints:
             state.restore_tensors(tensors)
             state.restore_values(json.loads((path / VALUES).read_text(encoding="utf-8")))
             return damaged
-        raise RunError("\n".join([*damaged, f"{self.folder} has no whole checkpoint to resume from"]))
+        raise RunError("\n".join([*damaged, f"{self.folder} has no complete checkpoint to resume from"]))
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, compared with its manifest."""
+    """Return what is wrong with a checkpoint's files, compared with its manifest; None if nothing is."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for name, recorded in manifest.items():
@@ -104,7 +104,7 @@ def _damage(path: Path) -> str | None:
 
 @contextmanager
 def _plain_errors(path: Path) -> Iterator[None]:
-    """What torch.distributed.checkpoint says when it runs in one process, in terms of files."""
+    """Raise the errors of torch.distributed.checkpoint as errors of files, and hide its warnings about one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")

@@ -1,4 +1,4 @@
-"""Everything that a run's next step depends on: what a checkpoint holds."""
+"""The state of a run: everything that its next step depends on, and that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
+from vitrail.tasks.task import Objective
 from vitrail.training.state.average import Average
 
 __all__ = ["Best", "TrainState"]
@@ -20,25 +21,32 @@ __all__ = ["Best", "TrainState"]
 
 @dataclass
 class Best:
-    """The best result on the validation split so far, and the step it was measured after."""
+    """The best result on the validation split so far."""
 
-    score: float = -1.0
-    """Accuracy; where images can have several labels, mean average precision, since the likeliest class says little."""
+    score: float | None = None
+    """The metric that chooses the best weights; None before the first evaluation."""
     step: int = -1
+    """The step after which it was measured; -1 before the first evaluation."""
     waited: int = 0
-    """Evaluations since then."""
+    """Number of evaluations since then."""
+
+    def is_beaten_by(self, score: float, *, higher_is_better: bool) -> bool:
+        """Return True if this score is better, or the first one."""
+        if self.score is None or self.step < 0:
+            return True
+        return score > self.score if higher_is_better else score < self.score
 
 
 @dataclass
 class TrainState:
-    """The moving parts of a run. Two runs whose states are equal go on equally."""
+    """Everything that changes during a run. Two runs with equal states continue equally."""
 
-    objective: nn.Module
-    """The network and its loss."""
+    objective: Objective
+    """The network with its loss, and the modules that the task trains beside it."""
     optimizer: Optimizer
     batches: TrainingBatches
     step: int = 0
-    """Optimiser steps taken."""
+    """Number of optimiser steps that were taken."""
     best: Best = field(default_factory=Best)
     skipped: set[str] = field(default_factory=set)
     """Keys of the training samples that could not be decoded."""
@@ -46,12 +54,12 @@ class TrainState:
 
     @property
     def measured(self) -> str:
-        """Which weights are measured and kept, as the journal calls them."""
+        """The weights that are evaluated and saved, as the journal names them: trained or averaged."""
         return "trained" if self.average is None else "averaged"
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the network has the mean of its weights, where there is one."""
+        """Inside the `with` block, the network has the mean of its weights, if there is one."""
         if self.average is None:
             yield
             return
@@ -62,14 +70,14 @@ class TrainState:
             self.average.swap()
 
     def tensors(self) -> dict[str, Any]:
-        """Weights and their mean, optimiser state and random-number generators, as torch.distributed.checkpoint takes
-        them."""
+        """Return the weights and their mean, the optimiser's state and the states of the random-number generators, as
+        torch.distributed.checkpoint takes them."""
         weights, optimizer = get_state_dict(self.objective, self.optimizer)
         mean = {} if self.average is None else {"average": self.average.mean}
         return {"weights": weights, "optimizer": optimizer, "random": _random_state(), **mean}
 
     def restore_tensors(self, tensors: dict[str, Any]) -> None:
-        """Takes over what `tensors` gave."""
+        """Restore what `tensors` returned."""
         set_state_dict(
             self.objective,
             self.optimizer,
@@ -83,7 +91,7 @@ class TrainState:
             torch.cuda.set_rng_state(tensors["random"]["cuda"])
 
     def values(self) -> dict[str, Any]:
-        """The rest, as plain JSON values."""
+        """Return the rest of the state as plain JSON values."""
         return {
             "step": self.step,
             "batches": self.batches.state(),
@@ -92,7 +100,7 @@ class TrainState:
         }
 
     def restore_values(self, values: dict[str, Any]) -> None:
-        """Takes over what `values` gave."""
+        """Restore what `values` returned."""
         self.step = values["step"]
         self.batches.restore(values["batches"])
         self.best = Best(**values["best"])

@@ -1,4 +1,4 @@
-"""What happens between steps: figures to the journal and the screen, evaluation, checkpoints, stopping."""
+"""Everything that happens between steps: the journal, the display, evaluation, checkpoints and stopping."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from vitrail.training.plan import Plan
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
 
-__all__ = ["Intervals", "Outlets", "Watch"]
+__all__ = ["Intervals", "Monitor", "Sinks"]
 
 
 @dataclass(frozen=True)
-class Outlets:
-    """Where a run's news goes."""
+class Sinks:
+    """The files and the display that a run reports to."""
 
     journal: Journal
     checkpoints: Checkpoints
@@ -36,7 +36,7 @@ class Outlets:
 
 @dataclass(frozen=True)
 class Intervals:
-    """How many steps lie between two of each; the last step has all of them."""
+    """The number of steps between two events of each kind. All kinds follow the last step."""
 
     journal: int
     evaluate: int | None
@@ -45,38 +45,39 @@ class Intervals:
 
 @dataclass
 class Clock:
-    """Where the time of a run goes, in seconds."""
+    """The time of a run, in seconds."""
 
     started: float
     to_first_step: float = 0.0
     training: float = 0.0
-    """In steps, waiting for data included."""
+    """Time in steps, including the time spent waiting for data."""
     waiting: float = 0.0
-    elsewhere: float = 0.0
-    """In evaluation and in writing, since the last mark."""
+    """Time spent waiting for data."""
+    paused: float = 0.0
+    """Time spent in evaluation and in writing since the last report."""
     images: int = 0
     mark: float = field(default_factory=time.perf_counter)
     marked_images: int = 0
 
 
-class Watch:
-    """Called by the loop after each step. It reads the device's numbers only when something is due."""
+class Monitor:
+    """Called by the loop after each step. It waits for the device only when something is due."""
 
     def __init__(
         self,
         state: TrainState,
         plan: Plan,
-        outlets: Outlets,
+        sinks: Sinks,
         intervals: Intervals,
         examiner: Examiner,
         *,
         stop: StopRequest,
         started: float,
     ) -> None:
-        """`started` is when the user began to wait (perf_counter)."""
+        """`started` is the time at which the user started the command (perf_counter)."""
         self.state = state
         self.plan = plan
-        self.outlets = outlets
+        self.sinks = sinks
         self.intervals = intervals
         self.examiner = examiner
         self.stop = stop
@@ -85,15 +86,19 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever waits for data."""
+        """Count the time inside the `with` block as waiting for data."""
         begin = time.perf_counter()
         yield
         self.clock.waiting += time.perf_counter() - begin
 
-    def after_step(self, batch: Batch, figures: dict[str, Tensor]) -> None:
+    def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
+        """Do what is due after a step.
+
+        Raises `Stopped` on request, `NonFiniteLoss`, `DataError` for too many broken images, and `SaveError`.
+        """
         step = self.state.step
         self.clock.images += len(batch)
-        self.meter.add(step, figures)
+        self.meter.add(step, metrics)
         if not self.clock.to_first_step:
             self.clock.to_first_step = time.perf_counter() - self.clock.started
         if batch.skipped:
@@ -102,42 +107,42 @@ class Watch:
             self.report()
         if self._due(self.intervals.evaluate):
             self.report()
-            with self._elsewhere():
+            with self._pause():
                 self.examiner.evaluate()
         over = self.plan.is_over(self.state)
         if due := self.examiner.due(over=over):
             self.report()
-            with self._elsewhere():
+            with self._pause():
                 self.examiner.probe(due)
         if over and step < self.plan.steps:
             self._say_early()
         stopping = self.stop.requested and not over
         if self._due(self.intervals.checkpoint) or over or stopping:
-            self.report()  # sees to it that no state is saved whose loss was not finite
-            with self._elsewhere():
-                path = self.outlets.checkpoints.save(self.state)
-                self.outlets.journal.write("checkpoint", step=step, path=path.name)
+            self.report()  # raises if the loss is not finite, so that no such state is saved
+            with self._pause():
+                path = self.sinks.checkpoints.save(self.state)
+                self.sinks.journal.write("checkpoint", step=step, path=path.name)
         if stopping:
-            self.outlets.journal.write("stopped", step=step)
+            self.sinks.journal.write("stopped", step=step)
             raise Stopped(
                 f"stopped at step {step:,} of {self.plan.steps:,}; the state is saved in {path}", path.parent.parent
             )
 
     def report(self) -> None:
-        """Sends what was measured since the last report to the journal and the display. Raises `NonFiniteLoss`."""
-        if not (figures := self.meter.read()):
+        """Send the metrics since the last report to the journal and the display. Raises `NonFiniteLoss`."""
+        if not (metrics := self.meter.read()):
             return
         clock, now = self.clock, time.perf_counter()
-        seconds = now - clock.mark - clock.elsewhere
-        figures["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the head's
-        figures["images_per_second"] = (clock.images - clock.marked_images) / seconds
+        seconds = now - clock.mark - clock.paused
+        metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # that of the head
+        metrics["images_per_second"] = (clock.images - clock.marked_images) / seconds
         clock.training += seconds
-        clock.mark, clock.elsewhere, clock.marked_images = now, 0.0, clock.images
-        self.outlets.journal.write("step", step=self.state.step, **figures)
-        self.outlets.display.step(self.state.step, figures)
+        clock.mark, clock.paused, clock.marked_images = now, 0.0, clock.images
+        self.sinks.journal.write("step", step=self.state.step, **metrics)
+        self.sinks.display.step(self.state.step, metrics)
 
     def summary(self, device: torch.device) -> dict[str, float]:
-        """The run's length, speed and memory: steps, seconds, shares and bytes."""
+        """Return the run's length, speed and memory: steps, seconds, fractions and bytes."""
         clock = self.clock
         return {
             "steps": float(self.state.step),
@@ -157,8 +162,8 @@ class Watch:
         for item in batch.skipped:
             if item.key not in skipped:
                 skipped.add(item.key)
-                self.outlets.journal.write("skipped", step=self.state.step, key=item.key, reason=item.reason)
-                self.outlets.display.note(f"skipped {item.key}: {item.reason}")
+                self.sinks.journal.write("skipped", step=self.state.step, key=item.key, reason=item.reason)
+                self.sinks.display.note(f"skipped {item.key}: {item.reason}")
         if len(skipped) > most:
             raise DataError(
                 f"{len(skipped)} training images cannot be decoded, more than the {most} that --max-skipped allows; "
@@ -167,14 +172,14 @@ class Watch:
 
     def _say_early(self) -> None:
         step, best = self.state.step, self.state.best
-        self.outlets.journal.write("ended early", step=step, patience=self.plan.patience, best=best.step)
-        self.outlets.display.note(
-            f"ended early, after step {step:,} of {self.plan.steps:,}: {best.waited} evaluations without a better "
-            f"validation accuracy than that of step {best.step:,}"
+        self.sinks.journal.write("ended early", step=step, patience=self.plan.patience, best=best.step)
+        self.sinks.display.note(
+            f"ended early, after step {step:,} of {self.plan.steps:,}: {best.waited} evaluations in a row were no "
+            f"better than that of step {best.step:,}"
         )
 
     @contextmanager
-    def _elsewhere(self) -> Iterator[None]:
+    def _pause(self) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.clock.elsewhere += time.perf_counter() - begin
+        self.clock.paused += time.perf_counter() - begin

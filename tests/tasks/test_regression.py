@@ -1,0 +1,189 @@
+"""Regression: the loss by its formula, unknown numbers, standardisation, the saved head and the settings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.pipeline import Batch
+from vitrail.data.source import Mixture, Sample, Target
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError
+from vitrail.models.variants import create
+from vitrail.tasks.regression import Regression, RegressionObjective, Rescaled, moments
+from vitrail.training.config import TrainConfig
+
+NAN = math.nan
+
+
+class Numbers:
+    """A source of numbers without images."""
+
+    def __init__(self, *targets: Target, classes: tuple[str, ...] = ("age", "height")) -> None:
+        self.targets = targets
+        self.classes = classes
+        self.target_kind = "numbers"
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Sample:
+        raise AssertionError("no image is read")
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> Target:
+        return self.targets[index]
+
+
+class Fixed(nn.Module):
+    """A network that gives these outputs, whatever the images are."""
+
+    def __init__(self, outputs: Tensor) -> None:
+        super().__init__()
+        self.outputs = nn.Parameter(outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.outputs
+
+
+def make_batch(targets: list[list[float]], valid: list[bool] | None = None) -> Batch:
+    count = len(targets)
+    return Batch(
+        images=torch.zeros(count, 3, 2, 3),
+        labels=torch.full((count,), -1),
+        valid=torch.tensor([True] * count if valid is None else valid),
+        samples=torch.arange(count),
+        epochs=torch.zeros(count, dtype=torch.int64),
+        targets=torch.tensor(targets),
+        target_kind="numbers",
+    )
+
+
+def test_moments_skip_unknown_numbers() -> None:
+    source = Numbers((1.0, 10.0), (2.0, NAN), None, (6.0, 30.0), (NAN, NAN))
+    mean, deviation = moments(source)
+    assert mean.tolist() == [3.0, 20.0]
+    torch.testing.assert_close(deviation, torch.tensor([math.sqrt(14 / 3), 10.0]))
+
+
+def test_moments_of_a_mixture_follow_what_training_draws() -> None:
+    few, many = Numbers((1.0, 0.0), (3.0, 0.0)), Numbers(*[(10.0, 0.0)] * 6)
+    mean, deviation = moments(Mixture([few, many], [0.5, 0.5]))
+    assert mean.tolist() == [6.0, 0.0]
+    torch.testing.assert_close(deviation, torch.tensor([math.sqrt((25 + 9 + 2 * 16) / 4), 1.0]))
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.1, -1e8])
+def test_the_deviation_of_a_constant_number_is_1(constant: float) -> None:
+    mean, deviation = moments(Numbers(*[(constant,)] * 7, classes=("size",)))
+    assert deviation.tolist() == [1.0] and mean.item() == pytest.approx(constant)
+
+
+@pytest.mark.parametrize("delta", [None, 0.5, 2.0])
+def test_the_loss_is_the_formula_of_standardised_numbers(delta: float | None) -> None:
+    outputs = torch.tensor([[0.5, -1.0], [2.0, 0.25], [3.0, 3.0]])
+    targets = [[10.0, NAN], [16.0, 2.5], [NAN, NAN]]
+    objective = RegressionObjective(Fixed(outputs), torch.tensor([12.0, 2.0]), torch.tensor([4.0, 0.5]), delta=delta)
+    found = objective(make_batch(targets))
+
+    def loss(error: float) -> float:
+        if delta is None:
+            return error**2
+        return error**2 / 2 if abs(error) <= delta else delta * (abs(error) - delta / 2)
+
+    first = loss(0.5 - (10 - 12) / 4)
+    second = (loss(2.0 - (16 - 12) / 4) + loss(0.25 - (2.5 - 2) / 0.5)) / 2
+    assert found.loss.item() == pytest.approx((first + second) / 2)
+    errors = [1.0 * 4, 1.0 * 4, 0.75 * 0.5]
+    assert found.metrics["mean_absolute_error"].item() == pytest.approx(sum(errors) / 3)
+    found.loss.backward()
+    gradient = objective.network.outputs.grad
+    assert gradient.isfinite().all() and gradient[0, 1] == 0 and not gradient[2].any()
+
+
+def test_images_that_do_not_count_change_nothing() -> None:
+    outputs = torch.tensor([[1.0], [5.0], [-2.0]])
+    mean, deviation = torch.tensor([0.0]), torch.tensor([1.0])
+    whole = RegressionObjective(Fixed(outputs), mean, deviation)(make_batch([[0.0], [9.0], [0.0]], [True, False, True]))
+    rest = RegressionObjective(Fixed(outputs[[0, 2]]), mean, deviation)(make_batch([[0.0], [0.0]]))
+    assert whole.loss.item() == rest.loss.item() == 2.5
+    assert whole.metrics["mean_absolute_error"].item() == rest.metrics["mean_absolute_error"].item() == 1.5
+    nothing = RegressionObjective(Fixed(outputs), mean, deviation)(
+        make_batch([[NAN], [1.0], [NAN]], [True, False, True])
+    )
+    assert nothing.loss.item() == 0 and nothing.metrics["mean_absolute_error"].item() == 0
+
+
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R26x1"])
+def test_the_saved_network_gives_numbers_in_the_units_of_the_data(variant: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"width": 32} if variant.startswith("BiT") else {"width": 16, "depth": 2, "heads": 2}
+    network = create(variant, image_size=(21, 28), num_classes=2, **sizes)
+    assert network.head is not None
+    nn.init.normal_(network.head.weight)
+    mean, deviation = torch.tensor([170.0, -3.0]), torch.tensor([12.0, 0.01])
+    objective = RegressionObjective(network, mean, deviation).eval()
+    images = torch.randn(3, 3, 21, 28)
+    with torch.no_grad():
+        expected = network(images) * deviation + mean
+        saved = objective.saved_network()
+        torch.testing.assert_close(saved(images), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(network(images) * deviation + mean, expected)
+    shared = {id(parameter) for parameter in network.parameters()} & {id(one) for one in saved.parameters()}
+    assert len(shared) == len(list(network.parameters())) - 2, "all weights but those of the head"
+
+
+def test_a_saved_head_is_loaded_back_into_standardised_numbers() -> None:
+    torch.manual_seed(1)
+    network = create("ViT-Pico/7", image_size=(14, 21), width=16, depth=1, heads=2, num_classes=2)
+    assert network.head is not None
+    nn.init.normal_(network.head.weight)
+    splits = Splits(Numbers((1.0, 200.0), (5.0, 260.0), (9.0, NAN)), None, None)
+    task = Regression()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    saved = task.objective(network, splits).saved_network()
+    task.load_head(saved, splits)
+    for name, tensor in saved.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_network_without_a_head_is_rescaled_from_outside() -> None:
+    objective = RegressionObjective(Fixed(torch.tensor([[1.0], [2.0]])), torch.tensor([5.0]), torch.tensor([3.0]))
+    saved = objective.saved_network()
+    assert isinstance(saved, Rescaled)
+    assert saved(torch.zeros(2, 3, 4, 5)).tolist() == [[8.0], [11.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "cube"}, r"^loss='cube' is not one of 'squared', 'huber'$"),
+        ({"loss": "huber", "delta": 0.0}, r"^delta=0.0 is not above 0$"),
+        ({"delta": 2.0}, r"^delta=2.0 needs loss='huber'$"),
+        ({"select": "accuracy"}, r"^select='accuracy' is not a metric of the task regression; choices: r2, mean_abs"),
+        ({"select": "R2"}, r"^select='R2' is not a metric of the task regression; nearest: r2$"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], message: str, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Regression(**settings)
+
+
+def test_a_number_that_no_image_has_is_named() -> None:
+    with pytest.raises(DataError, match="no training image has a known number in height; leave the column out"):
+        Regression().check_data(Splits(Numbers((1.0, NAN), None, (2.0, NAN)), None, None))
+
+
+def test_settings_of_another_task_are_named() -> None:
+    with pytest.raises(ConfigError, match="delta is a setting of the task regression, and the task of this run is cla"):
+        TrainConfig().override(delta=1.0)
+    with pytest.raises(ConfigError, match=r"^numbers=\('age',\) are the targets of a regression, and the task is clas"):
+        TrainConfig().override(numbers=("age",))
+    with pytest.raises(ConfigError, match=r"^cutmix=1.0 pastes a part of another image"):
+        TrainConfig().override(task="regression", numbers=("age",), cutmix=1.0)

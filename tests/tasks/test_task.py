@@ -1,0 +1,96 @@
+"""What all tasks share: the metric that chooses, texts of metrics, and how often training draws each sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitrail.data.source import Mixture, Sample, Target
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError
+from vitrail.tasks import TASKS, Classification
+from vitrail.tasks.task import TaskMetric, drawn_samples, mean_of_counted
+
+
+class Targets:
+    """A source of targets without images."""
+
+    def __init__(self, *targets: Target, classes: tuple[str, ...] = ("a", "b", "c")) -> None:
+        self.targets = targets
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Sample:
+        raise AssertionError("no image is read")
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> Target:
+        return self.targets[index]
+
+
+ONE, SEVERAL = Splits(Targets(0, 2, 1), None, None), Splits(Targets((0, 1), (), (2,)), None, None)
+
+
+@pytest.mark.parametrize(
+    ("splits", "select", "name", "higher"),
+    [
+        (ONE, None, "accuracy", True),
+        (ONE, "cross_entropy", "cross_entropy", False),
+        (SEVERAL, None, "mean_average_precision", True),
+        (SEVERAL, "accuracy", "accuracy", True),
+    ],
+)
+def test_the_metric_that_chooses_follows_the_labels_unless_it_is_given(
+    splits: Splits, select: str | None, name: str, higher: bool
+) -> None:
+    metric = Classification(select=select, loss="sigmoid").selection(splits)
+    assert (metric.name, metric.higher_is_better) == (name, higher)
+
+
+def test_a_metric_that_the_task_or_the_data_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^select='acuracy' is not a metric of the task classification; nearest:"):
+        Classification(select="acuracy")
+    with pytest.raises(ConfigError, match="select='mean_average_precision' needs images of several classes"):
+        Classification(select="mean_average_precision").check_data(ONE)
+
+
+def test_data_that_the_task_cannot_learn_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has images of several classes, which loss='softmax' cannot learn"):
+        Classification().check_data(SEVERAL)
+    with pytest.raises(DataError, match="the data has no labels; classification needs a label for each image"):
+        Classification().check_data(Splits(Targets(None, None, classes=()), None, None))
+
+
+def test_metrics_are_shown_with_their_names() -> None:
+    assert TaskMetric("mean_average_precision", is_fraction=True).text(0.12345) == "mean average precision 12.35%"
+    assert TaskMetric("accuracy", is_fraction=True).text(0.12345, 1) == "accuracy 12.3%"
+    assert TaskMetric("r2").text(0.98765) == "r2 0.9877"
+
+
+def test_a_summary_has_the_metrics_that_describe_the_model() -> None:
+    result = {"accuracy": 0.5, "cross_entropy": 2.0, "images": 4.0, "skipped": 0.0}
+    assert Classification().summary(result) == {"accuracy": 0.5}
+    assert Classification().summary({**result, "images": 0.0}) == {}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_are_known_by_their_names(name: str) -> None:
+    task = TASKS[name]()
+    assert task.name == name and task.loss_metric in [metric.name for metric in task.metrics]
+    assert all(task.selection(splits) in task.metrics for splits in (ONE, SEVERAL))
+
+
+def test_samples_of_a_mixture_are_drawn_by_its_fractions() -> None:
+    few, many = Targets(0, 1), Targets(0, 1, 2, 2)
+    assert dict(drawn_samples(few)) == {0: 0.5, 1: 0.5}
+    assert dict(drawn_samples(Mixture([few, many], [0.2, 0.8]))) == {0: 0.1, 1: 0.1, 2: 0.2, 3: 0.2, 4: 0.2, 5: 0.2}
+
+
+def test_the_mean_is_of_counted_samples() -> None:
+    values = torch.tensor([1.0, 5.0, 3.0])
+    assert mean_of_counted(values, torch.tensor([True, False, True])).item() == 2
+    assert mean_of_counted(values, torch.zeros(3, dtype=torch.bool)).item() == 0

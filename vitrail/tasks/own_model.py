@@ -1,0 +1,80 @@
+"""A model around a network of the user's own class, of which only the weights can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.files import check_new_folder, replacing_folder
+from vitrail.models.lora import merged
+from vitrail.models.variants import ARCHITECTURES
+from vitrail.weights.bundle import Bundle, ImageLike, load_bundle, write_bundle
+
+__all__ = ["OwnModel", "has_known_architecture", "load_weights", "without_adapters", "write_weights"]
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass
+class OwnModel(Bundle):
+    """A network of the user's own class with everything that is needed to predict.
+
+    `predict` works as that of a bundle. `save` writes the weights alone, because no file can say what the network's
+    class computes. To use them later, make the network again and load them:
+    `network.load_state_dict(safetensors.torch.load_file("model/model.safetensors"))`.
+    """
+
+    network: Any
+
+    def __post_init__(self) -> None:
+        """Check nothing: the network has no config. Training has checked it."""
+
+    def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
+        """Raise `ConfigError`: the network is known by its outputs only."""
+        raise ConfigError("embed: a network of your own class is known by its outputs only; call a method of it")
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the weights into a folder as `model.safetensors`. Raises as `Bundle.save` does."""
+        check_new_folder(path := Path(path), (WEIGHTS,), overwrite=overwrite)
+        write_weights(self, path)
+        return path
+
+
+def has_known_architecture(network: nn.Module) -> bool:
+    """Return True for a network of this package, which a bundle can hold."""
+    return getattr(getattr(network, "config", None), "architecture", None) in ARCHITECTURES
+
+
+def without_adapters(bundle: Bundle) -> Bundle:
+    """Return the model with its adapters merged into a plain network. A network of the user's own class has none."""
+    return bundle if isinstance(bundle, OwnModel) else replace(bundle, network=merged(bundle.network))
+
+
+def write_weights(bundle: Bundle, path: Path) -> None:
+    """Write a bundle's folder, or the weights of an own network, over an earlier version. Raise `SaveError`."""
+    if not isinstance(bundle, OwnModel):
+        write_bundle(bundle, path)
+        return
+    state = {name: tensor.detach().cpu().clone() for name, tensor in bundle.network.state_dict().items()}
+    with replacing_folder("the weights", path, (WEIGHTS,)) as partial:
+        try:
+            save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # safetensors reports a full disk with this exception
+            raise OSError(None, str(error)) from error
+
+
+def load_weights(bundle: Bundle, path: Path) -> None:
+    """Load the weights that `write_weights` wrote into the bundle's network. Raise `BundleError`."""
+    if isinstance(bundle, OwnModel):
+        state = load_file(path / WEIGHTS)
+    else:
+        state = load_bundle(path, device=str(bundle.device)).network.state_dict()
+    bundle.network.load_state_dict(state)

@@ -1,0 +1,196 @@
+"""Regression: one or several numbers per image."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.data.pipeline import Batch
+from vitrail.data.source import Source
+from vitrail.data.splits import Splits, check_numbers
+from vitrail.errors import DataError
+from vitrail.evaluation.evaluators import Evaluator
+from vitrail.evaluation.head import NumberErrors
+from vitrail.settings import above_zero, one_of
+from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, drawn_samples, mean_of_counted
+from vitrail.weights.bundle import OutputKind
+
+__all__ = ["NumberLoss", "Regression", "RegressionObjective", "Rescaled", "moments"]
+
+NumberLoss = Literal["squared", "huber"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Task):
+    """Learn numbers of images, such as an age or a price. Unknown numbers are skipped.
+
+    The network learns standardised numbers: the mean and the standard deviation of the training split are subtracted
+    and divided by. The saved model has both folded into its head, so that its outputs are in the units of the data.
+    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    """
+
+    name = "regression"
+    targets = ("numbers",)
+    output_noun = "number"
+    metrics = (
+        TaskMetric("r2"),
+        TaskMetric("mean_absolute_error", higher_is_better=False),
+        TaskMetric("root_mean_squared_error", higher_is_better=False),
+    )
+    loss_metric = "mean_absolute_error"
+
+    loss: NumberLoss = "squared"
+    """squared: squared error. huber: squared error up to --delta and linear beyond, so that outliers count less."""
+    delta: float | None = None
+    """Error at which the Huber loss becomes linear, in standard deviations of the training numbers. By default 1."""
+
+    def _problems(self) -> Iterator[str]:
+        yield from one_of(self, loss=NumberLoss)
+        yield from above_zero(self, "delta")
+        if self.delta is not None and self.loss != "huber":
+            yield f"delta={self.delta} needs loss='huber'"
+        yield from super()._problems()
+
+    @property
+    def output(self) -> OutputKind:
+        return "numbers"
+
+    def check_data(self, splits: Splits) -> None:
+        """Raise `DataError` unless the targets are numbers, and every number is known of some training image."""
+        check_numbers(splits)
+        mean, _ = moments(splits.train)
+        if unknown := [name for name, value in zip(splits.classes, mean.tolist(), strict=True) if math.isnan(value)]:
+            raise DataError(
+                f"{splits.title}: no training image has a known number in {', '.join(unknown)}; leave the column out, "
+                "or fill it in"
+            )
+
+    def main_metric(self, splits: Splits) -> str:
+        return "r2"
+
+    def evaluator(self, objective: Objective) -> Evaluator:
+        """Return the evaluator of R² and of absolute and squared errors."""
+        return NumberErrors()
+
+    def objective(self, network: nn.Module, splits: Splits) -> Objective:
+        """Return the network with the loss of standardised numbers."""
+        delta = 1.0 if self.delta is None else self.delta
+        return RegressionObjective(network, *moments(splits.train), delta=delta if self.loss == "huber" else None)
+
+    def load_head(self, network: nn.Module, splits: Splits) -> None:
+        """Convert a saved head, whose outputs are in the units of the data, into one for standardised numbers."""
+        mean, deviation = moments(splits.train)
+        _rescale(_head(network), 1 / deviation, -mean / deviation)
+
+
+class RegressionObjective(Objective):
+    """Squared or Huber loss between the network's outputs and standardised numbers.
+
+    The loss of an image is the mean over its known numbers. The metric is the mean absolute error over all known
+    numbers of the batch, in the units of the data.
+    """
+
+    mean: Float[Tensor, " k"]
+    deviation: Float[Tensor, " k"]
+
+    def __init__(
+        self,
+        network: nn.Module,
+        mean: Float[Tensor, " k"],
+        deviation: Float[Tensor, " k"],
+        *,
+        delta: float | None = None,
+    ) -> None:
+        """`mean` and `deviation` are those of the training numbers. `delta` chooses the Huber loss."""
+        super().__init__(network)
+        self.delta = delta
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("deviation", deviation, persistent=False)
+
+    def forward(self, batch: Batch) -> LossOutput:
+        assert batch.targets is not None, "the task checks that the data has numbers"
+        outputs = self.network(batch.images).float()
+        known = ~batch.targets.isnan()
+        targets = torch.where(known, (batch.targets - self.mean) / self.deviation, outputs.detach())
+        if self.delta is None:
+            losses = F.mse_loss(outputs, targets, reduction="none")
+        else:
+            losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
+        counted = batch.counted
+        errors = (outputs.detach() - targets).abs() * self.deviation * counted[:, None]
+        per_image = losses.sum(dim=1) / known.sum(dim=1).clamp(min=1)
+        error = errors.sum() / (known & counted[:, None]).sum().clamp(min=1)
+        return LossOutput(mean_of_counted(per_image, counted), {"mean_absolute_error": error})
+
+    @torch.no_grad()
+    def saved_network(self) -> Any:
+        """Return a network whose outputs are in the units of the data. It shares all weights but those of the head.
+
+        A network without a dense layer named `head` becomes part of a `Rescaled` one.
+        """
+        if not isinstance(getattr(self.network, "head", None), nn.Linear):
+            return Rescaled(self.network, self.mean, self.deviation)
+        network = copy.copy(self.network)
+        network._modules = dict(self.network._modules)
+        network.head = copy.deepcopy(self.network.head)
+        _rescale(network.head, self.deviation, self.mean)
+        return network
+
+
+class Rescaled(nn.Module):
+    """A network whose outputs are multiplied by a deviation and moved by a mean."""
+
+    mean: Float[Tensor, " k"]
+    deviation: Float[Tensor, " k"]
+
+    def __init__(self, network: nn.Module, mean: Float[Tensor, " k"], deviation: Float[Tensor, " k"]) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", mean)
+        self.register_buffer("deviation", deviation)
+
+    def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b k"]:
+        return self.network(images).float() * self.deviation + self.mean
+
+
+def moments(source: Source) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
+    """Return the mean and the standard deviation of each number over the samples of a source; no image is read.
+
+    Unknown numbers are skipped. The mean of a number that is never known is NaN. The deviation of a constant number
+    is 1.
+    """
+    weights, rows = [], []
+    for index, weight in drawn_samples(source):
+        if (target := source.target(index)) is not None:
+            weights.append(weight)
+            rows.append(target)
+    values = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(source.classes))
+    known = ~values.isnan()
+    frequency = torch.tensor(weights, dtype=torch.float64)[:, None] * known
+    total = frequency.sum(dim=0)
+    mean = (frequency * values.nan_to_num()).sum(dim=0) / total
+    variance = (frequency * (values - mean).nan_to_num() ** 2).sum(dim=0) / total
+    constant = variance.sqrt() <= 1e-9 * mean.abs()  # rounding alone gives equal numbers a variance above 0
+    return mean.float(), torch.where(constant | (variance == 0), 1.0, variance.sqrt()).float()
+
+
+def _head(network: nn.Module) -> nn.Linear:
+    head = network.get_submodule("head")
+    assert isinstance(head, nn.Linear), "networks of this package have a dense layer as their head"
+    return head
+
+
+@torch.no_grad()
+def _rescale(head: nn.Linear, factor: Float[Tensor, " k"], offset: Float[Tensor, " k"]) -> None:
+    """Change a head in place so that its outputs are multiplied by `factor` and moved by `offset`."""
+    factor, offset = factor.to(head.weight.device), offset.to(head.weight.device)
+    head.weight.mul_(factor[:, None])
+    head.bias.mul_(factor).add_(offset)
