@@ -111,7 +111,7 @@ def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -
         (["--lr", "1"], "nearest: --learning-rate"),
         (["--data", "{folder}/none"], "none' does not exist"),
         (["--data", "bundeld"], "nearest: bundled"),
-        (["--data", "{folder}/empty"], "is empty"),
+        (["--data", "{folder}/empty"], "has no class folders"),
         (["--data", "{folder}/single"], "has only one class, 'only'"),
         (["--data", "{folder}/hollow"], "has no images"),
         (["--data", "{folder}/file.txt"], "has an unknown file format"),
