@@ -267,6 +267,28 @@ def test_wrong_use_is_explained(
     assert code == 2 and not out and message in errors, errors
 
 
+@pytest.fixture
+def grey(tmp_path: Path) -> Path:
+    """A table of two numbers per image: its brightness, and an area that is sometimes missing."""
+    (tmp_path / "grey").mkdir()
+    for split, numbers in (("train", range(0, 30, 2)), ("test", range(1, 30, 2))):
+        rows = ["file,brightness,area"]
+        for number in numbers:
+            Image.new("RGB", (9 + number, 14), (8 * number,) * 3).save(tmp_path / "grey" / f"{number}.png")
+            rows.append(f"{number}.png,{8 * number / 255},{'' if number % 5 == 0 else 14 * (9 + number)}")
+        (tmp_path / "grey" / f"{split}.csv").write_text("\n".join(rows))
+    return tmp_path / "grey"
+
+
+def test_features_can_be_measured_by_numbers_that_are_named(evaluate: Evaluate, tmp_path: Path, grey: Path) -> None:
+    model = make_model(tmp_path / "headless", ())
+    code, out, errors = evaluate(model, grey, "--by", "linear", "--numbers", "brightness", "--json")
+    assert code == 0, errors
+    assert json.loads(out)["test"]["linear_r2"] > 0.5  # brightness is easy
+    code, _, errors = evaluate(model, grey, "--by", "linear", "--numbers", "brightnes")
+    assert code == 2 and "brightnes" in errors
+
+
 def test_data_without_labels_is_named(evaluate: Evaluate, tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     Image.new("RGB", (9, 9)).save(tmp_path / "one.png")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from rich.console import Console, RenderableType
 
-from vitrail.cli.evaluate_tables import confusion_table, figures_table, per_class_table, suite_table
+from vitrail.cli.evaluate_tables import confusion_table, metrics_table, per_class_table, suite_table
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.evaluation.truth import MultiLabels, SingleLabels
@@ -41,9 +41,9 @@ def test_figures_have_a_row_each_and_counts_come_last() -> None:
         "test": {"images": 1234.0, "accuracy": 0.125, "fewshot_10": 0.5, "fewshot_10_deviation": 0.01, "knn_7": 1.0,
                  "knn_7_mean_average_precision": 0.5, "cross_entropy": 1.5},
     }  # fmt: skip
-    assert shown(figures_table(rows)) == [
+    assert shown(metrics_table(rows)) == [
         ["validation", "test"],
-        shown(figures_table(rows))[1],
+        shown(metrics_table(rows))[1],
         ["accuracy", "50.00%", "(25.00%", "to", "75.00%)", "12.50%"],
         ["fewshot,", "10", "shots", "50.00%", "±", "1.00%"],
         ["knn,", "k", "=", "7", "100.00%"],
@@ -54,7 +54,7 @@ def test_figures_have_a_row_each_and_counts_come_last() -> None:
 
 
 def test_of_several_labels_accuracy_is_called_what_it_is() -> None:
-    lines = shown(figures_table({"test": {"accuracy": 0.5, "exact_match": 0.25, "micro_f1": 0.75}}))
+    lines = shown(metrics_table({"test": {"accuracy": 0.5, "exact_match": 0.25, "micro_f1": 0.75}}))
     assert [" ".join(line) for line in lines[2:]] == [
         "likeliest class is a label 50.00%", "all labels right 25.00%", "F1 over all answers 75.00%",
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,11 +13,10 @@ from rich.console import Console
 from vitrail.cli.bars import images_bar
 from vitrail.cli.command import Call, Command, Example
 from vitrail.cli.fields import Positional, flag
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:  # --help does not wait for PyTorch
     from vitrail.data.source import Source
-    from vitrail.data.splits import Splits
     from vitrail.evaluation.outputs import Outputs
     from vitrail.evaluation.predictions.report import ClassificationReport
     from vitrail.weights.bundle import Bundle
@@ -25,8 +24,8 @@ if TYPE_CHECKING:  # --help does not wait for PyTorch
 __all__ = ["main"]
 
 BY_SUITE = (
-    "by", "split", "per_class", "confusion", "bootstrap", "real", "class_names", "shots", "seeds", "l2", "allow_fewer",
-    "k", "temperature", "numbers",
+    "by", "numbers", "split", "per_class", "confusion", "bootstrap", "real", "class_names", "shots", "seeds", "l2",
+    "allow_fewer", "k", "temperature",
 )  # fmt: skip
 """Options that a suite decides."""
 
@@ -41,11 +40,11 @@ class Evaluate:
     """Data set: any that `vitrail train` takes. With --suite, a folder that may hold the tasks' data in folders of
     their names."""
     by: str = ""
-    """Evaluators, separated by commas: accuracy or regression (the model's own head, which is the default), linear,
-    fewshot and knn, which learn from its features of the training split."""
+    """Evaluators, separated by commas: accuracy, regression, linear, fewshot, knn. By default the one for the model's
+    own head: accuracy, or regression if it predicts numbers. The other three learn from the features of the training
+    split: a linear model, least squares on a few images per class, or a vote of the nearest neighbours."""
     numbers: tuple[str, ...] = ()
-    """Columns of a table whose numbers are the targets. By default those that the model predicts, if it predicts
-    numbers."""
+    """Numeric columns of a table to measure instead of classes. By default those that the model predicts."""
     suite: str = ""
     """Suite of tasks to measure instead of one data set: vtab-1k, paper-table-5, fewshot, offline, or a TOML file."""
     strict: bool = False
@@ -106,9 +105,9 @@ COMMAND = Command(
     options=(Evaluate,),
     essential={
         "What to measure": ("data", "split", "by", "numbers", "suite", "image_size"),
-        "Settings of evaluators": ("shots", "k", "bootstrap", "class_names"),
+        "Settings of evaluators": ("shots", "k", "bootstrap"),
         "Output": ("per_class", "confusion", "json"),
-        "Speed": ("batch_size", "device", "precision", "cache"),
+        "Speed": ("batch_size", "device", "precision"),
     },
 )
 
@@ -141,58 +140,46 @@ def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
 
 def _one(options: Evaluate, console: Console) -> int:
     """Measure one data set, and return the exit code."""
+    from vitrail.cli.evaluate_data import open_for_features, open_for_head
     from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of, measure
 
-    evaluators = evaluators_of(options.by or "accuracy", _settings(options))
-    if (options.per_class or options.confusion) and "accuracy" not in evaluators:
-        raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
+    heads = set(BY_HEAD.values())
+    evaluators_of(options.by or "accuracy", _settings(options))  # a wrong option is reported before the model is loaded
     bundle = _load(options)
-    if not options.by:
-        evaluators = evaluators_of(BY_HEAD[bundle.output], _settings(options))
-    if bundle.output == "numbers":
-        if options.per_class or options.confusion:
+    evaluators = evaluators_of(options.by or BY_HEAD[bundle.output], _settings(options))
+    by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
+    by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
+    if options.per_class or options.confusion:
+        if bundle.output == "numbers":
             raise ConfigError(
                 "--per-class and --confusion are for classes, and this model predicts numbers; leave them out"
             )
-        options = replace(options, numbers=options.numbers or bundle.classes)
-    heads = set(BY_HEAD.values())
-    by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
-    by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
-    share = 0.0 if options.split == "all" else float(bundle.provenance.get("validation_share") or 0.1)
-    notes = list(bundle.notes)
-    judged: dict[str, Source] = {}
-    if by_head:
-        splits, mapped = _by_model(bundle, options, share)
-        judged, more = _chosen(splits, options)
-        notes += (*mapped, *more)
-    learned: dict[str, Source] = {}
-    if by_features:
-        splits = _by_data(options, share)
-        learned, more = _chosen(splits, options)
-        notes += more
-        if list(learned) == ["train"]:
-            raise ConfigError(
-                f"--split train: {', '.join(by_features)} cannot be measured on the images that it learns from; leave "
-                "out --split to measure held-out images"
-            )
-        learned.pop("train", None)
-    if "validation" in {*judged, *learned} and _learned_all(bundle, options):
-        notes.append(
-            "this model was trained without held-out images: if it was trained on this data, it has seen the images "
-            "that are measured"
+        if "accuracy" not in by_head:
+            raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
+    learned = open_for_features(bundle, options.data, options.split, options.numbers) if by_features else None
+    judged = open_for_head(bundle, options.data, options.split, options.class_names, learned) if by_head else None
+    if learned is not None and list(learned.sources) == ["train"]:
+        raise ConfigError(
+            f"--split train: {', '.join(by_features)} cannot be measured on the images that it learns from; leave out "
+            "--split to measure held-out images"
         )
-    for note in dict.fromkeys(notes):
+    chosen = [each for each in (judged, learned) if each is not None]
+    for note in dict.fromkeys((*bundle.notes, *(note for each in chosen for note in each.notes))):
         console.print(note, style="yellow", markup=False)
     rows: dict[str, dict[str, Any]] = {}
     with _Bar(console) as bar:
         outputs = _outputs(bundle, options, console, bar)
-        for name, source in judged.items():
-            rows[name] = dict(measure(by_head, outputs, source, source))
-        for name, source in learned.items():
-            rows[name] = rows.get(name, {}) | measure(by_features, outputs, splits.train, source)
+        if judged is not None:
+            for name, source in judged.sources.items():
+                rows[name] = dict(measure(by_head, outputs, source, source))
+        if learned is not None:
+            for name, source in learned.sources.items():
+                if name != "train":
+                    rows[name] = rows.get(name, {}) | measure(by_features, outputs, learned.train, source)
     for key, reason in outputs.skipped.items():
         console.print(f"skipped {key}: {reason}", style="yellow", markup=False)
-    _show(rows, _reports(outputs, judged) if options.per_class or options.confusion else {}, bundle, options, console)
+    detailed = judged.sources if judged is not None and (options.per_class or options.confusion) else {}
+    _show(rows, _reports(outputs, detailed), bundle, options, console)
     return 0
 
 
@@ -204,12 +191,12 @@ def _show(
     console: Console,
 ) -> None:
     """Print the results of each split."""
-    from vitrail.cli.evaluate_tables import confusion_table, figures_table, per_class_table
+    from vitrail.cli.evaluate_tables import confusion_table, metrics_table, per_class_table
 
     if options.json:
         print(json.dumps({name: row | _detail(reports.get(name), options, bundle) for name, row in rows.items()}))
         return
-    console.print(figures_table(rows))
+    console.print(metrics_table(rows))
     for name, report in reports.items():
         if options.per_class:
             console.print(per_class_table(name, report))
@@ -261,67 +248,6 @@ def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
         "knn": ("k", "temperature"),
     }
     return {name: {field: getattr(options, field) for field in some} for name, some in names.items()}
-
-
-def _by_model(bundle: Bundle, options: Evaluate, share: float) -> tuple[Splits, tuple[str, ...]]:
-    """Return the data with the model's classes as labels, and notes about how classes were matched."""
-    from vitrail.data.sources import open_data
-    from vitrail.data.splits import Splits
-    from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes
-
-    if options.numbers:
-        return open_data(options.data, validation_share=share, numbers=options.numbers), ()
-    if not options.class_names:
-        try:
-            # The cut depends on names and fraction alone, so this holds out the images that training held out.
-            return open_data(options.data, validation_share=share, classes=bundle.classes or None), ()
-        except DataError:
-            pass  # the classes differ, or else the next line raises the same error
-    splits = open_data(options.data, validation_share=share)
-    mapped = map_classes(bundle.classes, splits.classes, mapping=options.class_names or None)
-
-    def of_model(source: Source | None) -> MappedSource | None:
-        return None if source is None else MappedSource(source, mapped, bundle.classes)
-
-    train = MappedSource(splits.train, mapped, bundle.classes)
-    return Splits(train, of_model(splits.validation), of_model(splits.test), splits.notes), (mapped.note,)
-
-
-def _by_data(options: Evaluate, share: float) -> Splits:
-    """Return the data with its own classes. No validation split is cut if another split is measured."""
-    from vitrail.data.sources import open_data
-
-    if options.split != "validation":
-        splits = open_data(options.data, validation_share=0.0, numbers=options.numbers)
-        if splits.held_out is not None or options.split == "all":
-            return splits
-    return open_data(options.data, validation_share=share, numbers=options.numbers)
-
-
-def _learned_all(bundle: Bundle, options: Evaluate) -> bool:
-    """Return True if evaluation has to create a validation split that training did not have."""
-    from vitrail.data.sources import open_data
-
-    if options.split == "all" or bundle.provenance.get("validation_share") != 0:
-        return False
-    return open_data(options.data, validation_share=0.0, numbers=options.numbers).validation is None
-
-
-def _chosen(splits: Splits, options: Evaluate) -> tuple[dict[str, Source], tuple[str, ...]]:
-    """Return the splits to measure, by name, and notes about them."""
-    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    there = {name: source for name, source in named.items() if source is not None}
-    if options.split == "all":
-        return there, splits.notes
-    if options.split == "held-out":
-        assert splits.held_out is not None, "a validation split was cut where there was none"
-        name, source = splits.held_out
-        if name == "test":
-            return {name: source}, ()
-        return {name: source}, (*splits.notes, "measuring the validation split; --split all measures every image")
-    if options.split not in there:
-        raise DataError(f"data {options.data!r} has no {options.split} split; it has: {', '.join(there)}")
-    return {options.split: there[options.split]}, splits.notes
 
 
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:

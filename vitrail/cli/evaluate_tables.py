@@ -14,18 +14,18 @@ from rich.text import Text
 from vitrail.evaluation.predictions.report import ClassificationReport, ClassRow
 from vitrail.transfer.suite import SuiteResult
 
-__all__ = ["confusion_table", "figures_table", "per_class_table", "suite_table"]
+__all__ = ["confusion_table", "metrics_table", "per_class_table", "suite_table"]
 
 FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
     ("images", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
 )
-"""Of figures that are no shares."""
+"""Formats of metrics that are not fractions."""
 
 NUMBER_METRICS = ("r2", "mean_absolute_error", "root_mean_squared_error")
 """Ends of the names of metrics in the units of the targets."""
 
 EXTRAS = ("_low", "_high", "_deviation")
-"""Ends of the names of what is said of another figure."""
+"""Ends of the names of metrics that describe another metric."""
 
 NAMES = {
     "top5_accuracy": "top-5 accuracy",
@@ -38,16 +38,16 @@ NAMES = {
     "r2": "R²",
 }
 SEVERAL = {"accuracy": "likeliest class is a label"}
-"""Where images can have several labels."""
+"""Names if images can have several labels."""
 
 COUNTED = re.compile(r"(fewshot|knn)_(\d+)(.*)")
 
 CONFUSED = 20
-"""Classes up to which all of a confusion matrix is shown, and pairs that are shown of a larger one."""
+"""Largest number of classes with a whole confusion matrix, and number of pairs shown for more classes."""
 
 
-def figures_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
-    """A row for each figure, a column for each split."""
+def metrics_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return a table with a row per metric and a column per split."""
     table = Table("", *rows, box=SIMPLE_HEAD, pad_edge=False)
     names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
     named = SEVERAL if "exact_match" in names else {}
@@ -57,11 +57,11 @@ def figures_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def per_class_table(split: str, report: ClassificationReport) -> Table:
-    """The classes, the least accurate first."""
+    """Return a table of the classes, the least accurate first."""
     several = report.multi_label is not None
     columns = (
         "images",
-        "taken for it",
+        "predicted",
         "recall" if several else "accuracy",
         "precision",
         "F1",
@@ -81,9 +81,9 @@ def per_class_table(split: str, report: ClassificationReport) -> Table:
 
 
 def confusion_table(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
-    """The confusion matrix: a row for each true class, a column for what it was taken for."""
+    """Return the confusion matrix, with a row per true class and a column per predicted class."""
     if report.multi_label is not None:
-        return Text(f"{split}: images can have several labels, so there is no confusion matrix")
+        return Text(f"{split}: there is no confusion matrix, since images can have several labels")
     there = [row.index for row in report.per_class]
     if len(there) > CONFUSED:
         return _pairs(split, report, classes)
@@ -100,7 +100,7 @@ def confusion_table(split: str, report: ClassificationReport, classes: tuple[str
 def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -> RenderableType:
     images = {row.index: row.images for row in report.per_class}
     wrong = sorted((cell for cell in report.confusion if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    table = Table(f"{split}: true class", "taken for", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(f"{split}: true class", "predicted", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("images", justify="right")
     table.add_column("of the class", justify="right")
     for true, taken, count in wrong[:CONFUSED]:
@@ -110,7 +110,7 @@ def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -
 
 
 def suite_table(result: SuiteResult) -> Table:
-    """A row for each task, the groups' means behind them, and the mean of all tasks last."""
+    """Return a table with a row per task, the mean after each group, and the mean of all tasks last."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(result.suite.name, no_wrap=True)
     columns, means = result.columns(), result.means()
@@ -129,7 +129,7 @@ def suite_table(result: SuiteResult) -> Table:
 
 
 def _mean(name: str, means: Mapping[str, tuple[float, int]], tasks: int) -> str:
-    """With the number of tasks that it is of, where these are not all."""
+    """Return a mean, with the number of its tasks if some are missing."""
     if name not in means:
         return "-"
     value, count = means[name]
@@ -147,7 +147,7 @@ def _named(name: str) -> str:
 
 
 def _cell(row: Mapping[str, float], name: str) -> str:
-    """A value with its interval or its deviation."""
+    """Return a value with its interval or its deviation."""
     if name not in row:
         return ""
     text = _value(name, row[name])

@@ -1,0 +1,108 @@
+"""The data that `vitrail evaluate` measures a model on, opened once for each set of classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vitrail.data.source import Source
+from vitrail.data.sources import OpenedData, open_whole
+from vitrail.data.splits import Splits
+from vitrail.errors import DataError
+from vitrail.evaluation.predictions.imagenet import ClassMap, MappedSource, map_classes
+from vitrail.weights.bundle import Bundle
+
+__all__ = ["Measured", "open_for_features", "open_for_head"]
+
+USUAL_SHARE = 0.1
+"""Fraction that is held out for models whose training did not record one."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The data of some evaluators."""
+
+    sources: dict[str, Source]
+    """The splits to measure, by name."""
+    train: Source
+    notes: tuple[str, ...]
+    opened: OpenedData
+
+
+def open_for_features(bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...]) -> Measured:
+    """Return the data with its own classes, or with the columns `numbers`, by default those that the model predicts.
+
+    No validation split is cut if another split is measured, so that a classifier can learn from all training images.
+    """
+    opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
+    splits = opened.splits(validation_share=0.0)
+    if split == "validation" or (split != "all" and splits.held_out is None):
+        splits = opened.splits(validation_share=_validation_share(bundle))
+    return _measured(bundle, opened, splits, split)
+
+
+def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: Measured | None) -> Measured:
+    """Return the data with the model's classes or numbers as targets. Raise `DataError` if they do not match.
+
+    `class_names` is a file that says which classes correspond. `own` is the data with its own classes, if it is open.
+    """
+    opened = None if own is None or class_names or own.opened.whole.classes != bundle.classes else own.opened
+    class_map = None
+    if opened is None and not class_names:
+        try:
+            classes = None if bundle.output == "numbers" else bundle.classes or None
+            opened = open_whole(spec, classes=classes, numbers=_numbers_of(bundle))
+        except DataError:
+            pass  # the classes differ, or else opening without them raises the same error
+    if opened is None:
+        opened = open_whole(spec, numbers=_numbers_of(bundle)) if own is None else own.opened
+        class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
+    # The cut depends on names and fraction alone, so this holds out the images that training held out.
+    splits = opened.splits(validation_share=0.0 if split == "all" else _validation_share(bundle))
+    found = _measured(bundle, opened, splits, split)
+    return found if class_map is None else _mapped(found, class_map, bundle.classes)
+
+
+def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) -> Measured:
+    """Return the splits to measure, with notes about them. Raise `DataError` for a split that the data lacks."""
+    named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    existing = {name: source for name, source in named.items() if source is not None}
+    notes = list(splits.notes)
+    if split == "held-out":
+        assert splits.held_out is not None, "a validation split was cut if there was none"
+        name, source = splits.held_out
+        chosen = {name: source}
+        notes = [] if name == "test" else [*notes, "measuring the validation split; --split all measures every image"]
+    elif split == "all":
+        chosen = existing
+    elif split in existing:
+        chosen = {split: existing[split]}
+    else:
+        raise DataError(f"data {opened.spec!r} has no {split} split; it has: {', '.join(existing)}")
+    held_nothing_out = bundle.provenance.get("validation_share") == 0 and opened.whole.validation is None
+    if "validation" in chosen and split != "all" and held_nothing_out:
+        notes.append(
+            "this model was trained without held-out images: if it was trained on this data, it has seen the images "
+            "that are measured"
+        )
+    return Measured(chosen, splits.train, tuple(notes), opened)
+
+
+def _mapped(found: Measured, class_map: ClassMap, classes: tuple[str, ...]) -> Measured:
+    """Return the same with the model's classes as labels."""
+    sources: dict[str, Source] = {
+        name: MappedSource(source, class_map, classes) for name, source in found.sources.items()
+    }
+    return replace(
+        found,
+        sources=sources,
+        train=MappedSource(found.train, class_map, classes),
+        notes=(class_map.note, *found.notes),
+    )
+
+
+def _validation_share(bundle: Bundle) -> float:
+    return float(bundle.provenance.get("validation_share") or USUAL_SHARE)
+
+
+def _numbers_of(bundle: Bundle) -> tuple[str, ...]:
+    return bundle.classes if bundle.output == "numbers" else ()
