@@ -168,7 +168,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
             ["train", "ViT-Pico/7", "--compile", "on", "--scaling", "batch"],
             "--scaling and --compile exclude each other",
         ),
-        (["train", "BiT-R50x1", "--compile", "on"], "--compile: 'on' is of a transformer's blocks"),
+        (["train", "BiT-R50x1", "--compile", "on"], "--compile: 'on' compiles a transformer's blocks"),
         (["infer", "ViT-Pico/7", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
         (["train", "BiT-R50x1", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
         (["load", "ViT-Pico/7", "--channels", "4"], "--channels: 4 is not one of 1 (grey), 3 (RGB)"),

@@ -225,7 +225,7 @@ def test_auto_is_on_where_a_gpu_and_a_compiler_are(monkeypatch: pytest.MonkeyPat
     ("compile", "device", "variant", "message"),
     [
         ("graphs", CPU, "ViT-S/16", "compile='graphs' needs CUDA, and this is 'cpu'; choices: 'auto', 'on', 'off'"),
-        ("on", CPU, "BiT-R50x1", "compile='on' is of a transformer's blocks; a ResNet has none. Choose 'off'"),
+        ("on", CPU, "BiT-R50x1", "compile='on' compiles a transformer's blocks, and a ResNet has none. Choose 'off'"),
         ("on", CPU, "ViT-S/16", "compile='on' needs a C++ compiler (g++, clang++ or $CXX), which is not here; choices: "
          "'auto', 'off'"),
     ],

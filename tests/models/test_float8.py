@@ -132,7 +132,7 @@ def test_layers_of_blocks_whose_sides_fit_are_taken() -> None:
 @pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R50x1"])
 def test_a_network_without_such_layers_is_refused(variant: str) -> None:
     fields = {"width": 24, "heads": 2, "mlp_width": 40} if variant.startswith("ViT") else {}
-    with pytest.raises(ConfigError, match=r"^precision='float8' is of dense layers in a transformer's blocks .* none"):
+    with pytest.raises(ConfigError, match=r"^precision='float8' needs dense layers in a transformer's blocks .* none"):
         check_float8(variant_config(variant, image_size=224, **fields))
     check_float8(variant_config("R50+ViT-B/16"))
 

@@ -455,5 +455,5 @@ def test_fields_of_a_resnet_that_do_not_fit(fields: dict[str, Any], message: str
 
 
 def test_a_head_begins_at_a_number() -> None:
-    with pytest.raises(ConfigError, match="head_bias=inf is not a number to start from"):
+    with pytest.raises(ConfigError, match="head_bias=inf is not a finite number"):
         ResNetConfig(head_bias=math.inf)

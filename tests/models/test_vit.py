@@ -992,8 +992,8 @@ def unchecked() -> Iterator[None]:
         ({"registers": -2}, "registers=-2 is negative; 0 means none"),
         ({"layer_scale": -0.5}, "layer_scale=-0.5 is negative; 0 means none"),
         ({"layer_scale": math.nan}, "layer_scale=nan is negative; 0 means none"),
-        ({"head_bias": math.inf}, "head_bias=inf is not a number to start from"),
-        ({"head_bias": math.nan}, "head_bias=nan is not a number to start from"),
+        ({"head_bias": math.inf}, "head_bias=inf is not a finite number"),
+        ({"head_bias": math.nan}, "head_bias=nan is not a finite number"),
         ({"final_norm": "none"}, "final_norm='none' is not one of 'tokens', 'pooled'"),
         (
             {"positions": "fourier"},
@@ -1007,11 +1007,15 @@ def unchecked() -> Iterator[None]:
             "position_resize='nearest' is not one of 'linear-corners', 'bilinear', 'bicubic', 'bicubic-corners', "
             "'bicubic-antialias'",
         ),
-        ({"pool": "cls", "class_token": False}, "pool='cls' needs a class token: class_token=False cannot be"),
-        ({"pool": "cls+gap", "class_token": False}, "pool='cls+gap' needs a class token: class_token=False cannot be"),
+        ({"pool": "cls", "class_token": False}, "pool='cls' needs a class token: class_token=False does not fit"),
+        (
+            {"pool": "cls+gap", "class_token": False},
+            "pool='cls+gap' needs a class token: class_token=False does not fit",
+        ),
         (
             {"positions": "rotary-2d", "width": 18},
-            "positions='rotary-2d' turns pairs of channels in two directions: width / heads = 6 is not divisible by 4",
+            "positions='rotary-2d' rotates channels in pairs for two directions: width / heads = 6 is not divisible "
+            "by 4",
         ),
         (
             {"positions": "sincos-2d", "width": 6},
@@ -1023,15 +1027,15 @@ def unchecked() -> Iterator[None]:
         ),
         (
             {"positions": "rotary-2d", "positions_at": "stem"},
-            "positions='rotary-2d' act inside attention: positions_at='stem' is not for them",
+            "positions='rotary-2d' acts inside attention, so positions_at='stem' does not fit",
         ),
         (
             {"positions": "relative-bias", "positions_at": "stem"},
-            "positions='relative-bias' act inside attention: positions_at='stem' is not for them",
+            "positions='relative-bias' acts inside attention, so positions_at='stem' does not fit",
         ),
         (
             {"positions": "rotary-2d", "positions_at": "shared"},
-            "positions='rotary-2d' have nothing to share: positions_at can only be 'every-layer'",
+            "positions='rotary-2d' has no weights to share: positions_at must be 'every-layer'",
         ),
         ({"width": 100, "heads": 3}, "width=100 is not divisible by heads=3"),
         (

@@ -394,10 +394,10 @@ def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"precision": "float8", "width": 24, "mlp_width": 40}, "precision='float8' is of dense layers"),
+        ({"precision": "float8", "width": 24, "mlp_width": 40}, "precision='float8' needs dense layers"),
         ({"compile": "graphs"}, "compile='graphs' needs CUDA, and this is 'cpu'"),
         ({"compile": "on", "variant": "BiT-R26x1", **dict.fromkeys(("width", "depth", "heads", "mlp_width"))},
-         "compile='on' is of a transformer's blocks"),
+         "compile='on' compiles a transformer's blocks"),
     ],
 )  # fmt: skip
 def test_what_this_network_or_machine_cannot_do_is_said_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""Compiling a transformer block by block (torch.compile): all blocks are one graph, so depth costs no compile time."""
+"""Compilation of a transformer block by block (torch.compile). All blocks share one graph, so depth costs no time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vitrail.models.vit import VisionTransformer
 __all__ = ["Compile", "Compiled", "compile_blocks", "compile_copy", "resolve_compile"]
 
 Compile = Literal["auto", "on", "off", "graphs"]
-"""Whether blocks are compiled: "graphs" also has a GPU replay each as one CUDA graph, which saves starting kernels one
-by one; "auto" is "on" on a GPU and "off" elsewhere."""
+"""Compilation of blocks. With "graphs", a GPU also replays each block as one CUDA graph, which saves kernel launches;
+"auto" is "on" on a GPU and "off" elsewhere."""
 Compiled = Literal["on", "off", "graphs"]
 
 GRAPHS = 64
-"""How often the compiler may compile a block in a process before it gives up and runs it as it is; by default 8. A run
-needs up to 12 by itself: the last block is different where only its class token is read, training differs from
-evaluation, and each of them is compiled once or twice more when batches or images of other sizes come."""
+"""How often the compiler may compile a block in one process before it stops compiling it; PyTorch's default is 8. A run
+needs up to 12: the last block differs if only its class token is read, training differs from evaluation, and each of
+them is compiled once or twice more for batches or images of other sizes."""
 
 
 OPTIONS = "compile_options"
@@ -35,14 +35,14 @@ OPTIONS = "compile_options"
 
 
 def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
-    """What "auto" stands for here. Raises `ConfigError` where the others cannot be."""
+    """Return the value of "auto" for this device and config. Raise `ConfigError` for a value that is not possible."""
     lacks = _lacks(device)
     if compile == "auto":
         return "on" if device.type == "cuda" and config.has_uniform_blocks and lacks is None else "off"
     if compile == "off":
         return "off"
     if not config.has_uniform_blocks:
-        raise ConfigError(f"compile={compile!r} is of a transformer's blocks; a ResNet has none. Choose 'off'")
+        raise ConfigError(f"compile={compile!r} compiles a transformer's blocks, and a ResNet has none. Choose 'off'")
     if compile == "graphs" and device.type != "cuda":
         raise ConfigError(f"compile='graphs' needs CUDA, and this is {device.type!r}; choices: 'auto', 'on', 'off'")
     if lacks is not None:
@@ -56,9 +56,9 @@ def compile_blocks(
     *,
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
-    """Has each block of a transformer compiled when it is first called. Nothing else changes: not the names of weights.
+    """Compile each block of a transformer when it is first called. The names of weights do not change.
 
-    A hybrid's root stays as it is: its stages differ in shape, so each unit would be a graph of its own.
+    A hybrid's root is not compiled: its stages differ in shape, so each unit would be a graph of its own.
     """
     if compile == "off" or not getattr(getattr(network, "config", None), "has_uniform_blocks", False):
         return
@@ -69,12 +69,12 @@ def compile_blocks(
     skips = [module for module in transformer.blocks.modules() if isinstance(module, StochasticDepth)]
     draws = any(skip.draws for skip in skips)
     for skip in skips:
-        skip.draws = draws  # the first one too, whose chance is 0, or it would be a graph of its own
+        skip.draws = draws  # for the first block too, whose rate is 0: it would be a graph of its own otherwise
     options = {"backend": backend, "mode": "reduce-overhead"} if compile == "graphs" else {"backend": backend}
     for block in transformer.blocks:
         _compile(block, options)
     if compile == "graphs":
-        # However the network is called, patches come before the first block.
+        # However the network is called, it embeds patches before the first block.
         transformer.patches.register_forward_pre_hook(partial(_begin_step, transformer.blocks))
 
 
@@ -91,16 +91,16 @@ def _compile(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _begin_step(blocks: nn.Module, *patches_and_images: Any) -> None:
-    """Says that what CUDA graphs wrote in the last step may be overwritten.
+    """Tell CUDA graphs that the memory they wrote in the last step may be overwritten.
 
-    Gradients are among it: where a batch is worked off in parts, the next part adds to them, and is the same step.
+    This includes gradients. If a batch is processed in parts, the next part adds to them and belongs to the same step.
     """
     if all(parameter.grad is None for parameter in blocks.parameters()):
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 def _lacks(device: torch.device) -> str | None:
-    """What compiling for the device needs and this machine does not have."""
+    """Return the missing tool that compiling for the device needs, or None."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "the package triton"
     wanted = ("CC", "gcc", "cc", "clang") if device.type == "cuda" else ("CXX", "g++", "clang++")

@@ -1,4 +1,4 @@
-"""Training with the products of a block's dense layers in 8-bit floating point, for large models on recent GPUs."""
+"""Training with 8-bit floating point in the dense layers of blocks, for large models on recent GPUs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from vitrail.models.variants import AnyConfig, build
 __all__ = ["check_float8", "float8_linear", "use_float8"]
 
 OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-"""Weights and activations want digits, gradients want range (2209.05433, section 3)."""
+"""Weights and activations need precision, gradients need range (2209.05433, section 3)."""
 
 MULTIPLE = 16
-"""What sides of a product have to be multiples of: the kernels read 16 bytes at a time."""
+"""The sides of a product must be multiples of this number: the kernels read 16 bytes at a time."""
 
 SMALLEST = 1e-30
-"""What the largest magnitude of a tensor counts as at least, so that zeros can be scaled."""
+"""Lower bound of a tensor's largest magnitude, so that a tensor of zeros can be scaled."""
 
 
 def use_float8(network: nn.Module) -> int:
-    """From now on, dense layers of the network's blocks train in 8-bit floating point; returns how many do.
+    """Train the dense layers in the network's blocks in 8-bit floating point from now on, and return their number.
 
-    It is those whose sides are multiples of 16. Their weights stay what they are. Raises `ConfigError` where there is
-    no such layer.
+    These are the layers whose sides are multiples of 16. Their weights keep their format. Raises `ConfigError` if
+    there is no such layer.
     """
     found = 0
     blocks = network.layers().blocks if isinstance(network, HasLayers) else []
@@ -41,14 +41,14 @@ def use_float8(network: nn.Module) -> int:
             found += 1
     if not found:
         raise ConfigError(
-            f"precision='float8' is of dense layers in a transformer's blocks whose sides are multiples of {MULTIPLE}; "
+            f"precision='float8' needs dense layers in a transformer's blocks whose sides are multiples of {MULTIPLE}; "
             "this network has none. Choose 'bf16' or 'float32'"
         )
     return found
 
 
 def check_float8(config: AnyConfig) -> None:
-    """Raises `ConfigError` where `use_float8` would for this network, without drawing its weights."""
+    """Raise `ConfigError` if `use_float8` would for a network of this config, without drawing weights."""
     with torch.device("meta"):
         use_float8(build(config))
 
@@ -56,10 +56,10 @@ def check_float8(config: AnyConfig) -> None:
 def float8_linear(
     x: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None
 ) -> Float[Tensor, "*batch outputs"]:
-    """`x weight^T + bias` in bfloat16, of factors in e4m3; in backward the gradient is in e5m2.
+    """Return `x weight^T + bias` in bfloat16 from factors in e4m3. In the backward pass, the gradient is in e5m2.
 
-    Each factor is scaled, each time anew, so that its largest magnitude is the format's; sums are in float32. Without
-    gradients, or outside autocast, this is `linear`: predictions are the same numbers as of any other model.
+    Each factor is scaled in every call, so that its largest magnitude is that of the format; sums are in float32.
+    Without gradients, or outside autocast, this is `linear`, so predictions do not differ from those of other models.
     """
     if not (torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)):
         return linear(x, weight, bias)
@@ -97,29 +97,29 @@ def _product(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """`a b` of factors in their units; `fast` lets a GPU add up with fewer digits, which gradients could not spare."""
+    """Return `a b` of scaled factors. With `fast`, a GPU sums with fewer digits, which is too inexact for gradients."""
     with torch.autocast(a.device.type, enabled=False):  # or a CPU would round the factors, units applied, to bfloat16
         return torch._scaled_mm(a, b, scale_a=a_unit, scale_b=b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As a matrix, with rows of zeros below up to a multiple of 16, which change no sum over rows."""
+    """Return a matrix, with rows of zeros added up to a multiple of 16. They change no sum over rows."""
     rows = x.reshape(-1, x.shape[-1])
     missing = -rows.shape[0] % MULTIPLE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
-    """What `_rows` did to a tensor of this shape, undone for a product of it."""
+    """Undo `_rows` in a product of a tensor of this shape."""
     return rows[: shape[:-1].numel()].view(*shape[:-1], rows.shape[1])
 
 
 def _quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tensor in units of what makes its largest magnitude the format's, without gaps, and that unit."""
+    """Return the tensor in units that make its largest magnitude the format's, contiguous in memory, and the unit."""
     unit = x.abs().amax().float().clamp(min=SMALLEST) / torch.finfo(dtype).max
     return (x.float() / unit).to(dtype).contiguous(), unit
 
 
 def _columns_first(matrix: Tensor) -> Tensor:
-    """The same numbers, laid out as kernels want a second factor."""
+    """Return the same numbers in the memory layout that kernels need of a second factor."""
     return matrix.t().contiguous().t()

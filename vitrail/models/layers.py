@@ -1,4 +1,4 @@
-"""The small parts of a block around its attention: MLPs, LayerScale, stochastic depth, and how weights begin."""
+"""The parts of a block around its attention: MLPs, LayerScale, stochastic depth, and initialisers of weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Mlp(nn.Module):
 
 
 class SwiGlu(nn.Module):
-    """`down(silu(gate) * value)`, gate and value from one product (2002.05202): the MLP of DINOv2's largest model.
+    """`down(silu(gate) * value)`, with gate and value from one product (2002.05202): the MLP of DINOv2's largest model.
 
     The first half of `up`'s rows makes the gate.
     """
@@ -67,14 +67,15 @@ def _initialise_dense(*layers: nn.Linear) -> None:
 
 
 def make_mlp(width: int, hidden: int, activation: Activation, *, bias: bool = True, dropout: float = 0.0) -> nn.Module:
-    """The MLP that `activation` names."""
+    """Return the MLP that `activation` names."""
     if activation == "swiglu":
         return SwiGlu(width, hidden, bias=bias, dropout=dropout)
     return Mlp(width, hidden, tanh=activation == "gelu-tanh", bias=bias, dropout=dropout)
 
 
 class LayerScale(nn.Module):
-    """Multiplies each channel of a branch by a learned number; a small start steadies deep networks (2103.17239)."""
+    """Multiplies each channel of a branch by a learned factor. A small initial value stabilises deep networks
+    (2103.17239)."""
 
     def __init__(self, width: int, start: float) -> None:
         super().__init__()
@@ -90,16 +91,16 @@ class LayerScale(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drops a branch for some images of a batch and scales the others to keep the mean (1603.09382)."""
+    """Drops a branch for some images of a batch in training, and scales the others to keep the mean (1603.09382)."""
 
     keep: Float[Tensor, ""]
-    """The chance that a branch stays. Were it a number, a compiler would make each block a graph of its own."""
+    """Probability that a branch is kept. It is a tensor because a compiler would make one graph for each number."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
         self.draws = rate > 0
-        # In memory even where a network is built without (on "meta"): no file has this number.
+        # On the CPU even if the network is built on "meta": no file holds this number.
         keep = torch.tensor(1 - rate, dtype=torch.float32, device="cpu")
         self.register_buffer("keep", keep, persistent=False)
 
@@ -111,6 +112,6 @@ class StochasticDepth(nn.Module):
 
 
 def lecun_normal_(weight: Tensor) -> None:
-    """Normal of variance 1 / fan_in, cut at two standard deviations and rescaled to that variance."""
+    """Fill with normal numbers that are truncated at two standard deviations, of variance 1 / fan_in after that."""
     std = weight[0].numel() ** -0.5 / 0.87962566103423978  # the standard deviation of a unit normal cut at +-2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

@@ -1,11 +1,12 @@
 """Low-rank adapters (LoRA, 2106.09685): small learned changes of a transformer's weights, merged into them at the end.
 
-An adapter acts on the weight, not on what the layer sees: a product takes `W + alpha / rank * B A`. Fused products,
-conversion to bfloat16, 8-bit training and compilation therefore go on as without it, merging is exact but for rounding,
-and dropout of the adapter's own input, which some have, is not possible. The price is time: the gradient of an
-adapted weight is made in full before it becomes that of its factors. A step of ViT-S/16 in bf16 with queries and values
-adapted takes 0.81 of one that trains all weights, with all six projections 1.08 (rank 8; two cores of an AMD EPYC 9004
-that others used as well, least of 7, 2026-11). What it saves is the optimiser's memory, and what it changes.
+An adapter changes the weight, not the layer's input: a product takes `W + alpha / rank * B A`. Fused products,
+conversion to bfloat16, 8-bit training and compilation therefore work as without adapters, and merging is exact except
+for rounding. Dropout of the adapter's own input, which some implementations have, is not possible.
+
+LoRA saves memory of the optimizer and little time, because the full gradient of an adapted weight is computed before
+the gradients of its factors. A step of ViT-S/16 in bf16 takes 0.81 of the time of full training if queries and values
+are adapted, and 1.08 with all six projections (rank 8; two shared cores of an AMD EPYC 9004, least of 7, 2026-11).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from vitrail.models.vit import Block
 __all__ = ["LowRank", "Projection", "add_adapters", "check_adapters", "merged"]
 
 Projection = Literal["query", "key", "value", "out", "up", "down"]
-"""Of a block: queries, keys and values, which are parts of one weight; attention's output; the MLP's two layers."""
+"""The weights of a block: queries, keys and values, which share a matrix; attention's output; the MLP's two."""
 
 ADAPTER = ".adapter."
-"""What the names of adapters' tensors have in them, and no others."""
+"""Part of the names of all tensors of adapters, and of no others."""
 
 
 class LowRank(nn.Module):
-    """`W + alpha / rank * B A`, of some of the equal parts that the rows of a weight consist of.
+    """Computes `W + alpha / rank * B A` for some of the equal parts that the rows of a weight consist of.
 
-    Each part has factors of its own: A (rank x inputs), which starts normal of variance 1 / inputs, and B (rows x
-    rank), which starts at zero, so that the weight starts as it is (section 4.1).
+    Each part has its own factors. A (rank x inputs) starts at normal numbers of variance 1 / inputs, B (rows x rank) at
+    zero, so the weight is unchanged at first (section 4.1).
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LowRank(nn.Module):
         parts: tuple[int, ...] = (0,),
         of: int = 1,
     ) -> None:
-        """Of a weight whose rows are `of` equal parts, it changes those of the numbers `parts`."""
+        """Adapt the parts with the numbers `parts` of a weight whose rows are `of` equal parts."""
         super().__init__()
         rows, inputs = weight.shape
         self.parts = parts
@@ -57,7 +58,7 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(weight.new_zeros(len(parts), rows // of, rank))
 
     def forward(self, weight: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows inputs"]:
-        with torch.autocast(weight.device.type, enabled=False):  # bfloat16 would lose what merging keeps
+        with torch.autocast(weight.device.type, enabled=False):  # in bfloat16, rounding would lose the update
             pieces = list(weight.chunk(self.of))
             for part, a, b in zip(self.parts, self.a, self.b, strict=True):
                 pieces[part] = torch.addmm(pieces[part], b, a, alpha=self.scale)
@@ -65,9 +66,9 @@ class LowRank(nn.Module):
 
 
 def check_adapters(config: AnyConfig, rank: int, names: Sequence[str]) -> None:
-    """Raises `ConfigError` where `add_adapters` could not adapt a network of this config."""
+    """Raise `ConfigError` if `add_adapters` cannot adapt a network of this config."""
     if not config.adaptable:
-        raise ConfigError(f"lora_rank={rank} is of the dense layers of a transformer's blocks; a ResNet has none")
+        raise ConfigError(f"lora_rank={rank}: LoRA adapts a transformer's blocks, and a ResNet has none; leave it out")
     choices = ", ".join(map(repr, get_args(Projection)))
     if not names:
         raise ConfigError(f"lora_on=() names no weight to adapt; choices: {choices}")
@@ -79,8 +80,9 @@ def check_adapters(config: AnyConfig, rank: int, names: Sequence[str]) -> None:
 
 
 def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequence[Projection]) -> None:
-    """Gives the named weights of every block an adapter. Of the blocks' parameters, only the adapters' are to be
-    trained: the caller sees to that. Raises `ConfigError` for names that match nothing, and for a ResNet.
+    """Give the named weights of every block an adapter. The caller freezes the other parameters of the blocks.
+
+    Raises `ConfigError` for unknown names, and for a ResNet.
     """
     check_adapters(network.config, rank, names)
     for block in network.layers().blocks:
@@ -92,7 +94,7 @@ def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequenc
 
 @torch.no_grad()
 def merged(network: AnyNetwork) -> AnyNetwork:
-    """A plain network that gives the same outputs without adapters; it shares the tensors that have none."""
+    """Return a network without adapters that computes the same. Tensors without an adapter are shared."""
     state = {name: tensor for name, tensor in network.state_dict().items() if ADAPTER not in name}
     for path, layer in network.named_modules():
         if isinstance(layer, Linear) and layer.adapter is not None:

@@ -1,4 +1,4 @@
-"""From tokens to the one vector that the head sees."""
+"""Pooling: from tokens to the one vector that the head sees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FinalNorm = Literal["tokens", "pooled"]
 
 
 class AttentionPool(nn.Module):
-    """A learned query looks at all tokens, and an MLP follows: big_vision's multi-head attention pooling (MAP)."""
+    """Multi-head attention pooling (MAP) of big_vision: a learned query attends to all tokens, and an MLP follows."""
 
     def __init__(self, width: int, heads: int, mlp_width: int, activation: Activation, norm_eps: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class AttentionPool(nn.Module):
         q = self.query(self.probe.to(tokens.dtype)).view(1, 1, self.heads, -1).transpose(1, 2).expand(b, -1, -1, -1)
         k, v = self.key_value(tokens).view(b, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         x = self.out(attend(q, k, v).transpose(1, 2).reshape(b, 1, width))
-        x = x.to(self.norm.weight.dtype)  # a residual stream, like the blocks': see VisionTransformer._encode
+        x = x.to(self.norm.weight.dtype)  # a residual stream like that of the blocks: see VisionTransformer._encode
         return (x + self.mlp(self.norm(x)))[:, 0]
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class AttentionPool(nn.Module):
 
 
 def pool(features: Features, how: Pool, attention: AttentionPool | None) -> Float[Tensor, "b pooled"]:
-    """The class token, the mean of the patch tokens, what attention makes of all tokens, or the first two, joined."""
+    """Return the class token, the mean of patch tokens, the result of attention pooling, or the first two joined."""
     if how == "map":
         assert attention is not None
         first = [] if features.cls is None else [features.cls[:, None]]

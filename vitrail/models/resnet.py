@@ -1,4 +1,4 @@
-"""ResNets of Big Transfer (BiT, 1912.11370), and the root that turns a Vision Transformer into a hybrid.
+"""The ResNets of Big Transfer (BiT, 1912.11370), and the root that turns a Vision Transformer into a hybrid.
 
 The two are cousins. BiT's units normalise before they convolve (v2, "pre-activation") and pad by fixed amounts; the
 hybrid's come from the Vision Transformer's own code, normalise after (v1) and pad as TensorFlow's "SAME". Both
@@ -28,23 +28,23 @@ from vitrail.models.network import Features, Layers, block_numbers, with_new_hea
 __all__ = ["HybridRoot", "ResNet", "ResNetConfig", "RootConfig", "Stem", "WeightEps"]
 
 WeightEps = Literal["variance", "deviation"]
-"""What `weight_eps` is added to: the variance, under the root, or the standard deviation."""
+"""Statistic that `weight_eps` is added to: the variance, under the root, or the standard deviation."""
 
 Stem = Literal["7x7+pool", "3x3+3x3"]
-"""How a root begins: a 7 x 7 convolution of stride 2 and a max pool of stride 2, as published; or two 3 x 3
-convolutions, the second of stride 2, which leave a small image cells for its patches (after 2106.14881)."""
+"""Stem of a root. "7x7+pool" is the published one: a 7 x 7 convolution and a max pool, both of stride 2. "3x3+3x3" is
+for small images: two 3 x 3 convolutions, the second of stride 2 (after 2106.14881)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RootConfig:
-    """The ResNet below a hybrid's transformer. The defaults are the original code's. Raises `ConfigError`."""
+    """The ResNet of a hybrid. The defaults are those of the original code. Raises `ConfigError`."""
 
     depths: tuple[int, ...] = ()
-    """Units of each stage; none leaves the stem alone."""
+    """Number of units in each stage; () leaves only the stem."""
     stem: Stem = "7x7+pool"
-    """As published, or for small images "3x3+3x3", whose norms have one group."""
+    """The published stem, or "3x3+3x3" for small images, whose norms have one group."""
     width: int = 64
-    """Channels of the stem; stage i has `width * 2**i` inside its units and four times as many outside."""
+    """Channels of the stem. Stage i has `width * 2**i` channels inside its units and four times as many outside."""
     norm_eps: float = 1e-6
     """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
     weight_eps: float = 1e-5
@@ -75,7 +75,7 @@ class RootConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """Everything that decides a BiT ResNet's shapes and arithmetic. The defaults are R50x1. Raises `ConfigError`."""
+    """The config of a BiT ResNet. The defaults are R50x1. Raises `ConfigError`."""
 
     architecture: ClassVar[Literal["BiT"]] = "BiT"
     """Name of the architecture in files and messages."""
@@ -91,17 +91,17 @@ class ResNetConfig:
     """False because no weight is made for one image size."""
 
     image_size: tuple[int, int] = (224, 224)
-    """Height and width in pixels; the network takes any other as well."""
+    """Height and width of images in pixels. The network takes every other size as well."""
     channels: int = 3
     """Image channels: 3 for RGB, 1 for grey."""
     depths: tuple[int, ...] = (3, 4, 6, 3)
-    """Units of each stage."""
+    """Number of units in each stage."""
     width: int = 64
     """Channels of the first convolution: 64 times the width factor."""
     num_classes: int = 1000
-    """Outputs of the head; 0 makes a network without one."""
+    """Number of outputs of the head; 0 makes a network without a head."""
     head_bias: float = 0.0
-    """Where the head's biases start."""
+    """Initial value of the head's biases."""
     norm_eps: float = 1e-5
     """Epsilon of every group norm."""
     weight_eps: float = 1e-10
@@ -119,7 +119,7 @@ class ResNetConfig:
                 f"num_classes={self.num_classes} at least 0"
             )
         if not math.isfinite(self.head_bias):
-            raise ConfigError(f"head_bias={self.head_bias} is not a number to start from")
+            raise ConfigError(f"head_bias={self.head_bias} is not a finite number")
 
     @property
     def embed_width(self) -> int:
@@ -160,11 +160,11 @@ class ResNetConfig:
         return replace(self, num_classes=num_classes)
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the nearest image size that fits: this one, for a ResNet takes every size of at least one pixel."""
+        """Return the nearest image size that fits. A ResNet takes every size of at least one pixel."""
         return max(1, height), max(1, width)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Cells of the last feature map. Raises `ConfigError` for an image without a pixel."""
+        """Return rows and columns of the last feature map. Raise `ConfigError` for an image without pixels."""
         if min(height, width) < 1:
             raise ConfigError(f"an image of {height} x {width} has no pixels")
         stride = 2 ** (len(self.depths) + 1)
@@ -192,7 +192,7 @@ class ResNetConfig:
 
 
 class ResNet(nn.Module):
-    """A BiT ResNet-v2. `embed` is the mean over the last feature map, whose cells are the `patches` of `features`."""
+    """A BiT ResNet-v2. The cells of its last feature map are the `patches` of `features`; `embed` is their mean."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -202,16 +202,16 @@ class ResNet(nn.Module):
         self.stages = _stages(PreActivationUnit, config)
         self.norm = nn.GroupNorm(32, config.embed_width, eps=config.norm_eps)
         self.head = nn.Linear(config.embed_width, config.num_classes) if config.num_classes else None
-        if not self.norm.weight.is_meta:  # whose weights come later
+        if not self.norm.weight.is_meta:  # on "meta", weights come later
             self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Logits; without a head, what the head would have seen."""
+        """Return logits, or the embedding if the network has no head."""
         x = self.embed(images)
         return x if self.head is None else self.head(x)
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b width"]:
-        """The mean over the last feature map."""
+        """Return the mean over the last feature map."""
         return self.features(images).patches.mean(dim=1)
 
     @overload
@@ -230,7 +230,7 @@ class ResNet(nn.Module):
             raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
         self.config.grid_of(images.shape[2], images.shape[3])
         x = self.stem(images)
-        # Zeros around the map, and then a pool without padding: the pool sees the zeros (paper.md, and BiT's own code).
+        # The map is padded with zeros, and the pool has no padding of its own, so it sees the zeros (BiT's own code).
         x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
         if layers is None:
             return _cells_of(F.relu(self.norm(self.stages(x))))
@@ -256,7 +256,7 @@ class ResNet(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draws new weights: convolutions of variance 1 / fan_in (which standardisation rescales), a head of zeros."""
+        """Draw new weights: convolutions of variance 1 / fan_in, which standardisation rescales; a head of zeros."""
         _initialise_convolutions(self)
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
@@ -284,7 +284,7 @@ class HybridRoot(nn.Module):
         self.stages = _stages(PostActivationUnit, config)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
-        """The feature map, its sides divided by the config's stride and rounded up."""
+        """Return the feature map. Its sides are those of the image divided by the config's stride, rounded up."""
         x = images
         if self.before is not None and self.before_norm is not None:
             x = F.relu(self.before_norm(self.before(x)))
@@ -295,7 +295,7 @@ class HybridRoot(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draws new weights; the last norm of every unit starts at zero, so that the unit starts as its shortcut."""
+        """Draw new weights. The last norm of every unit starts at zero, so the unit starts as its shortcut."""
         _initialise_convolutions(self)
         for module in self.modules():
             if isinstance(module, PostActivationUnit):
@@ -303,7 +303,7 @@ class HybridRoot(nn.Module):
 
 
 class StandardisedConv(nn.Conv2d):
-    """A convolution without bias whose filters are brought to mean 0 and deviation 1 whenever they are used."""
+    """A convolution without bias whose filters are standardised to mean 0 and deviation 1 in every call."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class StandardisedConv(nn.Conv2d):
 
     @property
     def operand(self) -> Float[Tensor, "b c kh kw"]:
-        """The filters as the convolution takes them."""
+        """The filters that the convolution takes."""
         if self.is_standardised:
             return self.weight
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
@@ -349,7 +349,7 @@ class StandardisedConv(nn.Conv2d):
 
 
 class PreActivationUnit(nn.Module):
-    """BiT's bottleneck: norm and ReLU before each of three convolutions; the shortcut takes the activated input."""
+    """BiT's bottleneck: norm and ReLU before each of three convolutions. The shortcut takes the activated input."""
 
     def __init__(
         self, before: int, after: int, *, stride: int, norm_eps: float, weight_eps: tuple[float, WeightEps]
@@ -407,7 +407,7 @@ class PostActivationUnit(nn.Module):
 
 
 def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: float = 0.0) -> Float[Tensor, "b c ph pw"]:
-    """Pads as TensorFlow's "SAME": just enough for ceil(size / stride) windows, the odd one below and to the right."""
+    """Pad as TensorFlow's "SAME" does: for ceil(size / stride) windows, with the odd cell below and to the right."""
     pads = []
     for size in (x.shape[3], x.shape[2]):
         total = max((math.ceil(size / stride) - 1) * stride + kernel - size, 0)
@@ -418,7 +418,7 @@ def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: floa
 def _stages(
     unit_class: type[PreActivationUnit] | type[PostActivationUnit], config: ResNetConfig | RootConfig
 ) -> nn.Sequential:
-    """All stages; each after the first halves the map's sides in its first unit."""
+    """Return all stages. Each stage after the first halves the map's sides in its first unit."""
     widths = [config.width, *(config.width * EXPANSION * 2**stage for stage in range(len(config.depths)))]
     return nn.Sequential(
         *(

@@ -1,4 +1,4 @@
-"""One table of names, "ViT-B/16", the hybrid "R50+ViT-B/16", "BiT-R50x1", and `create`, which makes networks."""
+"""The table of names ("ViT-B/16", the hybrid "R50+ViT-B/16", "BiT-R50x1"), and `create`, which makes networks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, tuple[type[AnyConfig], type[AnyNetwork]]] = {
 
 
 class Variant(NamedTuple):
-    """The four numbers that a size of a transformer stands for."""
+    """The four numbers of a transformer's size."""
 
     width: int
     depth: int
@@ -65,7 +65,7 @@ RESNETS = {
     "152": (3, 8, 36, 3),
     "200": (3, 24, 36, 3),
 }
-"""Units of the four stages of a ResNet, by its depth."""
+"""Number of units in the four stages of a ResNet, by its depth."""
 
 PUBLISHED = (
     "ViT-Pico/7", "Conv+ViT-Pico/8", "ViT-Nano/8",
@@ -82,13 +82,13 @@ BIT = re.compile(r"BiT-R(?P<layers>\d+)x(?P<factor>[1-9]\d*)")
 
 
 def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> AnyConfig:
-    """The config that `name` stands for.
+    """Return the config of a variant.
 
     - "ViT-B/16", or "ViT-B/16x8" for patches of 16 rows and 8 columns.
-    - "R50+ViT-B/16": a hybrid, where 16 is the pixels between two tokens. At 16 the root has three stages, the units of
-      the fourth being added to the third; at 32 it has all four and patches of one cell, at 64 patches of two, and so
-      on. "R101x3" is three times as wide. "R+ViT-Ti/16" has no stage, and patches of 8 cells: its tokens are 32
-      pixels apart whatever its name says, as in the original code.
+    - "R50+ViT-B/16": a hybrid with 16 pixels between two tokens. At 16 the root has three stages, and the units of the
+      fourth are added to the third. At 32 it has four stages and patches of one cell, at 64 patches of two cells, and
+      so on. "R101x3" is three times as wide. "R+ViT-Ti/16" has no stage and patches of 8 cells, so its tokens are 32
+      pixels apart despite its name, as in the original code.
     - "Conv+ViT-Pico/8" (ours, for small images): two 3 x 3 convolutions, the second of stride 2, and patches of 4
       cells.
     - "BiT-R50x1".
@@ -108,7 +108,7 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
 
 
 def create(name: str, *, image_size: int | tuple[int, int] = 224, **fields: Any) -> AnyNetwork:
-    """A network with random weights: `create("ViT-S/16", num_classes=10, image_size=(224, 160))`."""
+    """Return a network with random weights: `create("ViT-S/16", num_classes=10, image_size=(224, 160))`."""
     return build(variant_config(name, image_size=image_size, **fields))
 
 
@@ -124,7 +124,7 @@ def config_type(name: str) -> type[ViTConfig] | type[ResNetConfig]:
 
 
 def _named(name: str) -> AnyConfig:
-    """The config of a name, for images that its patches divide."""
+    """Return the config of a variant for images that its patches divide."""
     if match := VIT.fullmatch(name):
         patch = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
         return ViTConfig(**_size(match, name)._asdict(), patch_size=patch, image_size=patch)
@@ -156,7 +156,7 @@ def _layers(match: re.Match[str], name: str) -> tuple[int, ...]:
 
 
 def _root(match: re.Match[str], name: str) -> tuple[RootConfig, int]:
-    """The root of a hybrid, and the patch on its feature map."""
+    """Return the root of a hybrid, and the side of a patch in cells of its feature map."""
     pixels = int(match["patch"])
     if match["layers"] is None:
         if pixels % 2:

@@ -21,9 +21,9 @@ __all__ = ["ViTConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """Everything that decides a network's shapes and arithmetic. The defaults are the paper's ViT-B/16.
+    """The config of a Vision Transformer. The defaults are the paper's ViT-B/16.
 
-    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    Raises `ConfigError` that names every field that does not fit.
     """
 
     architecture: ClassVar[Literal["ViT"]] = "ViT"
@@ -34,68 +34,68 @@ class ViTConfig:
     """Names of the weights in a block that LoRA can adapt."""
 
     image_size: tuple[int, int] = (224, 224)
-    """Height and width in pixels that the positions are made for; the network takes other sizes by resizing them."""
+    """Height and width of images in pixels. For images of another size, learned positions are resized."""
     patch_size: tuple[int, int] = (16, 16)
-    """Height and width of a patch in pixels, or in cells of the root's feature map."""
+    """Height and width of a patch in pixels, or of a hybrid's patch in cells of the root's feature map."""
     channels: int = 3
     """Image channels: 3 for RGB, 1 for grey."""
     root: RootConfig | None = None
-    """A ResNet below the transformer makes a hybrid; patches are then cut from its feature map."""
+    """The ResNet of a hybrid. Patches are then cut from its feature map instead of the image."""
     width: int = 768
-    """Length of a token, D in the paper."""
+    """Length of a token: D in the paper."""
     depth: int = 12
-    """Number of blocks, L in the paper."""
+    """Number of blocks: L in the paper."""
     heads: int = 12
-    """Attention heads; they divide the width."""
+    """Number of attention heads, which must divide the width."""
     attention: str = "full"
     """Kind of attention: a name of `vitrail.models.attention.ATTENTION`."""
     mlp_width: int = 3072
-    """Hidden units of each block's MLP; with "swiglu", of its gate."""
+    """Hidden units of each block's MLP, or of its gate with "swiglu"."""
     num_classes: int = 1000
-    """Outputs of the head; 0 makes a network without one."""
+    """Number of outputs of the head; 0 makes a network without a head."""
     pool: Pool = "cls"
-    """What the head sees: the class token; the mean of the patch tokens; what multi-head attention pooling makes of all
-    tokens; or class token and mean, joined ("cls+gap")."""
+    """Input of the head: the class token ("cls"), the mean of the patch tokens ("gap"), the result of attention pooling
+    over all tokens ("map"), or class token and mean joined ("cls+gap")."""
     class_token: bool | None = None
-    """Whether there is a class token; by default where the pool needs it."""
+    """True for a class token. By default the network has one if the pool needs it."""
     registers: int = 0
-    """Learned tokens between class token and patches, without a use of their own (2309.16588)."""
+    """Number of register tokens: learned tokens between class token and patches (2309.16588)."""
     head_hidden: int = 0
-    """Units of a tanh layer before the head, which the paper has while pre-training; 0 for none."""
+    """Units of a tanh layer before the head, which the paper uses in pre-training; 0 for none."""
     head_bias: float = 0.0
-    """Where the head's biases start: -10 for sigmoid losses over very many classes (big_vision)."""
+    """Initial value of the head's biases: -10 suits sigmoid losses over very many classes (big_vision)."""
     final_norm: FinalNorm = "tokens"
-    """The last norm is of every token, before pooling, or of the pooled vector, after."""
+    """Place of the last norm: on every token before pooling ("tokens"), or on the pooled vector ("pooled")."""
     positions: str = "learned"
     """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
     positions_at: Where | None = None
-    """Where positions act: by default at the stem, or at every layer for kinds that act inside attention."""
+    """Place of the positions. By default the stem, or every layer for kinds that act inside attention."""
     positions_cover: Covered = "class"
-    """Which tokens have learned positions besides the patches: all; the class token and no register; none."""
+    """Tokens with learned positions besides the patches: all, the class token but no register, or none."""
     position_resize: PositionResize = "linear-corners"
-    """How learned positions are stretched to another grid: the original code's linear way, or another library's."""
+    """Interpolation that resizes learned positions to another grid, as in the original code or in another library."""
     position_std: float = 0.02
-    """Standard deviation of new position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
+    """Standard deviation of initial position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
     activation: Activation = "gelu"
-    """Exact GELU, the tanh approximation that the original code computes, or a gated SiLU."""
+    """Activation of the MLP: exact GELU, the tanh approximation of the original code, or a gated SiLU."""
     layer_scale: float = 0.0
-    """Where the learned factors on each branch's channels start (2103.17239); 0 for none."""
+    """Initial value of the learned factors on each branch's channels (2103.17239); 0 for none."""
     qk_norm: bool = False
-    """Layer norm of each head's queries and keys (2302.05442)."""
+    """True for a layer norm on the queries and keys of each head (2302.05442)."""
     qkv_bias: bool = True
-    """Biases of queries, keys and values."""
+    """True for biases of queries, keys and values."""
     dense_bias: bool = True
-    """Biases of attention's output and of the MLP."""
+    """True for biases of attention's output and of the MLP."""
     patch_bias: bool = True
-    """Bias of the patch projection."""
+    """True for a bias of the patch projection."""
     norm_eps: float = 1e-6
     """Epsilon of every layer norm."""
     dropout: float = 0.0
-    """Dropout after every dense layer but the qkv projections, and after the position embedding (Appendix B.1)."""
+    """Dropout rate after every dense layer except the qkv projections, and after the position embedding (B.1)."""
     stochastic_depth: float = 0.0
-    """Chance of skipping the last block's branches; it grows linearly from 0 at the first block."""
+    """Probability of skipping a branch of the last block. It grows linearly from 0 at the first block."""
     patch_dropout: float = 0.0
-    """Share of its patches that an image goes without in training, other ones each time (2208.07220)."""
+    """Fraction of each image's patches that are dropped in training, drawn anew in every step (2208.07220)."""
 
     def __post_init__(self) -> None:
         if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
@@ -103,7 +103,7 @@ class ViTConfig:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches down and across, of an image of `image_size`."""
+        """Rows and columns of patches in an image of `image_size`."""
         return self.grid_of(*self.image_size)
 
     @property
@@ -112,22 +112,22 @@ class ViTConfig:
 
     @property
     def prefix(self) -> int:
-        """Tokens before the patches: class token and registers."""
+        """Number of tokens before the patches: class token and registers."""
         return self.has_class_token + self.registers
 
     @property
     def covered(self) -> int:
-        """How many of the tokens before the patches have learned positions."""
+        """Number of tokens before the patches that have learned positions."""
         return {"all": self.prefix, "class": int(self.has_class_token), "patches": 0}[self.positions_cover]
 
     @property
     def tokens(self) -> int:
-        """Length of the sequence that the blocks see."""
+        """Length of the sequence that the blocks process."""
         return math.prod(self.grid) + self.prefix
 
     @property
     def embed_width(self) -> int:
-        """Length of what the head, or its hidden layer, sees."""
+        """Length of the vector that the head, or its hidden layer, takes."""
         return 2 * self.width if self.pool == "cls+gap" else self.width
 
     @property
@@ -171,7 +171,7 @@ class ViTConfig:
         return POSITIONS[self.positions](self)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Patches of an image of this size. Raises `ConfigError` where the patch does not divide it."""
+        """Return rows and columns of patches in an image. Raise `ConfigError` if patches do not divide it."""
         stride = self.root.stride if self.root else 1
         cells = math.ceil(height / stride), math.ceil(width / stride)
         if min(height, width) < 1 or any(side % patch for side, patch in zip(cells, self.patch_size, strict=True)):
@@ -191,11 +191,11 @@ class ViTConfig:
         return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
 
     def kept_of(self, patches: int) -> int:
-        """How many patches are left, in training, of an image that has this many."""
+        """Return how many of an image's patches patch dropout keeps in training."""
         return max(1, round(patches * (1 - self.patch_dropout)))
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """The image size next to this one that patches divide."""
+        """Return the nearest image size that patches divide."""
         stride = self.root.stride if self.root else 1
         down, across = (stride * patch for patch in self.patch_size)
         return max(1, round(height / down)) * down, max(1, round(width / across)) * across
@@ -242,7 +242,7 @@ def _out_of_range(config: ViTConfig) -> list[str]:
     if not config.norm_eps > 0:
         found.append(f"norm_eps={config.norm_eps} is not above 0")
     if not math.isfinite(config.head_bias):
-        found.append(f"head_bias={config.head_bias} is not a number to start from")
+        found.append(f"head_bias={config.head_bias} is not a finite number")
     return found
 
 
@@ -259,11 +259,11 @@ def _not_a_choice(config: ViTConfig) -> list[str]:
 
 
 def _misfits(config: ViTConfig) -> list[str]:
-    """Fields that are fine by themselves and do not go together."""
+    """Return messages for fields that are valid by themselves but do not fit together."""
     found = config.attention_kind.problems() if config.attention in ATTENTION else []
     found += config.position_embedding.problems() if config.positions in POSITIONS else []
     if config.class_token is False and config.pool in ("cls", "cls+gap"):
-        found.append(f"pool={config.pool!r} needs a class token: class_token=False cannot be")
+        found.append(f"pool={config.pool!r} needs a class token: class_token=False does not fit")
     if min(*config.image_size, *config.patch_size) < 1:
         found.append(f"image_size={config.image_size} and patch_size={config.patch_size} must be at least 1")
     else:

@@ -1,17 +1,17 @@
-"""Position embeddings: every kind that the paper compares (Appendix D.4, Table 8), and two that came after it.
+"""Position embeddings: the kinds that the paper compares (Appendix D.4, Table 8), and two later ones.
 
 | kind | what it is | where it acts |
 |---|---|---|
-| none | tokens are a set | - |
-| learned | a vector for each place in the sequence | added to tokens |
+| none | no positions: tokens are a set | - |
+| learned | a vector for each token | added to tokens |
 | learned-2d | a vector of D / 2 for each column and one for each row, concatenated | added to tokens |
 | sincos-2d | sines and cosines of column and row, fixed (2205.01580) | added to patch tokens |
 | relative-bias | a number for each head and offset between two patches (2103.14030) | added to attention's logits |
-| rotary-2d | queries and keys are turned by angles that grow with row and column (2403.13298) | on patch tokens |
+| rotary-2d | rotation of queries and keys by angles that grow with row and column (2403.13298) | on patch tokens |
 
-The paper's relative variant multiplies queries with an embedding of the offset as a second key. The bias kept here is
-the same without the query: at 14 x 14 patches its table has 729 numbers a head, where the keys would cost a product of
-every query with 729 vectors, 3.7 times attention's own.
+The paper's relative variant multiplies queries by an embedding of the offset, as a second key. "relative-bias" is the
+same without the query: for 14 x 14 patches, it has a table of 729 numbers per head, and the paper's variant would
+multiply every query by 729 vectors, which costs 3.7 times as much as attention itself.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class SinCos(PositionEmbedding):
 
 
 class _Added(Positions):
-    """Positions that are added to [class token, registers, patches]: to the first `covered` of them and to patches."""
+    """Positions that are added to the first `covered` tokens before the patches, and to the patches."""
 
     def __init__(self, prefix: int, covered: int, where: Where) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Added(Positions):
 
 
 class LearnedPositions(_Added):
-    """A learned vector for each token: `E_pos` of equation 1 ("1-D", paper section 3.1 and Table 8)."""
+    """A learned vector for each token: `E_pos` of equation 1 ("1-D" in the paper's Table 8)."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class LearnedPositions2d(_Added):
 
 
 class SinCosPositions(_Added):
-    """Fixed sines and cosines, added to patches alone. They exist for every grid, so nothing is ever resized."""
+    """Fixed sines and cosines, added to patches only. They are computed for every grid, so nothing is resized."""
 
     def __init__(self, width: int, *, prefix: int = 0, where: Where = "stem") -> None:
         super().__init__(prefix, 0, where)
@@ -201,7 +201,7 @@ class SinCosPositions(_Added):
 
 
 def sincos_2d(grid: tuple[int, int], width: int, *, device: torch.device | None = None) -> Float[Tensor, "n width"]:
-    """[sin x, cos x, sin y, cos y] of column and row, each times 10000^(-i / (width / 4 - 1)) (big_vision)."""
+    """Return [sin x, cos x, sin y, cos y] of column and row times 10000^(-i / (width / 4 - 1)) (big_vision)."""
     quarter = width // 4
     frequencies = 10_000.0 ** (-torch.arange(quarter, device=device) / max(quarter - 1, 1))
     y, x = (place[:, None] * frequencies for place in patch_places(grid, device))

@@ -27,9 +27,10 @@ __all__ = [
 ]
 
 Where = Literal["stem", "every-layer", "shared"]
-"""Once before the first block; before every block, each with its own; before every block, the same one (Table 8)."""
+"""Before the first block only; before every block, each with positions of its own; or before every block, all with the
+same positions (Table 8)."""
 Covered = Literal["all", "class", "patches"]
-"""Which tokens have learned positions: all; the class token and patches, but no register; patches alone."""
+"""Tokens that have learned positions: all, class token and patches but no register, or patches only."""
 PositionResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias"]
 
 RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias
@@ -80,10 +81,10 @@ class PositionEmbedding:
 
 
 class Positions(nn.Module):
-    """No positions, and what every kind can do: change tokens before a layer, or guide its attention.
+    """The module of a position kind. It changes tokens before a block or the block's attention; the base does neither.
 
-    Where patches are dropped, `kept` says which patches of the grid each image's tokens are: `kept[image, i]` is the
-    place, in row-major order, of the i-th token after the prefix.
+    If only some patches are kept, `kept[image, i]` is the place in the grid, in row-major order, of the i-th token
+    after the prefix.
     """
 
     def forward(
@@ -93,13 +94,13 @@ class Positions(nn.Module):
         layer: int = 0,
         kept: Int64[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b n width"]:
-        """Tokens as block number `layer` is to see them. Layer 0 is the stem: equation 1."""
+        """Return tokens with the positions that are added before block `layer`. Layer 0 is the stem (equation 1)."""
         return tokens
 
     def for_attention(
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
     ) -> Sequence[AttentionPositions | None]:
-        """What each block's attention is told."""
+        """Return the positions that act inside the attention of each block."""
         return [None] * depth
 
     def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ class Positions(nn.Module):
 def resize_grid(
     embedding: Float[Tensor, "l n width"], old: tuple[int, int], new: tuple[int, int], how: PositionResize
 ) -> Float[Tensor, "l m width"]:
-    """A grid of vectors in row-major order, stretched from `old` (rows, columns) to `new`. Equals change nothing."""
+    """Resize a grid of vectors in row-major order from `old` (rows, columns) to `new`. Equal sizes change nothing."""
     if old == new:
         return embedding
     layers, _, width = embedding.shape
@@ -126,6 +127,6 @@ def resize_grid(
 
 
 def patch_places(grid: tuple[int, int], device: torch.device | None) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Row and column of every patch, in row-major order."""
+    """Return row and column of every patch, in row-major order."""
     rows = torch.arange(grid[0], dtype=torch.float32, device=device).repeat_interleave(grid[1])
     return rows, torch.arange(grid[1], dtype=torch.float32, device=device).repeat(grid[0])

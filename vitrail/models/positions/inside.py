@@ -50,12 +50,12 @@ class Rotary(PositionEmbedding):
         config, found = self.config, []
         if config.heads >= 1 and config.width % config.heads == 0 and (config.width // config.heads) % 4:
             found.append(
-                f"positions='rotary-2d' turns pairs of channels in two directions: width / heads = "
+                f"positions='rotary-2d' rotates channels in pairs for two directions: width / heads = "
                 f"{config.width // config.heads} is not divisible by 4"
             )
         found += _not_at_the_stem(self)
         if config.positions_at == "shared":
-            found.append("positions='rotary-2d' have nothing to share: positions_at can only be 'every-layer'")
+            found.append("positions='rotary-2d' has no weights to share: positions_at must be 'every-layer'")
         return found
 
     def build(self) -> Positions:
@@ -71,7 +71,7 @@ def _not_at_the_stem(embedding: PositionEmbedding) -> list[str]:
     config = embedding.config
     if config.positions_at != "stem":
         return []
-    return [f"positions={config.positions!r} act inside attention: positions_at='stem' is not for them"]
+    return [f"positions={config.positions!r} acts inside attention, so positions_at='stem' does not fit"]
 
 
 class RelativeBias(Positions):
@@ -92,7 +92,7 @@ class RelativeBias(Positions):
     def for_attention(
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
     ) -> Sequence[AttentionPositions | None]:
-        """A bias a layer, or the same for all. For another grid, the table of offsets is resized."""
+        """Return one bias for each layer, or the same for all. For another grid, the table of offsets is resized."""
         table = self._table(self.bias, grid)
         offsets = _offsets(grid, device)
         if kept is not None:
@@ -117,9 +117,9 @@ class RelativeBias(Positions):
 
 
 class RotaryPositions(Positions):
-    """Turns queries and keys: half of a head's pairs of channels by the row, half by the column ("axial").
+    """Rotates queries and keys: half of a head's pairs of channels by the row, half by the column ("axial").
 
-    Frequencies are 100^(-i / (d / 4)). What attention then sees of two patches' places is their offset alone.
+    Frequencies are 100^(-i / (d / 4)). The product of a query and a key depends only on the offset of their patches.
     """
 
     def __init__(self, head_width: int, *, prefix: int) -> None:
@@ -142,7 +142,7 @@ class RotaryPositions(Positions):
 
 
 def _offsets(grid: tuple[int, int], device: torch.device) -> Tensor:
-    """For each pair of patches, the index of its offset in a table of (2 rows - 1) x (2 columns - 1)."""
+    """Return the index of each pair's offset in a table of (2 rows - 1) x (2 columns - 1)."""
     rows, columns = (place.long() for place in patch_places(grid, device))
     down = rows[:, None] - rows[None] + grid[0] - 1
     across = columns[:, None] - columns[None] + grid[1] - 1
