@@ -115,6 +115,7 @@ class Google:
             "pool": only("cls", "gap", "map") if self.big_vision else only("cls", "gap"),
             "positions": only("learned", "sincos-2d") if self.big_vision else only("learned"),
             "class_token": only(config.pool == "cls"), "final_norm": only("tokens"), "layer_scale": only(0.0),
+            "attention": only("full"),
             "qk_norm": only(False), "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True),
             "activation": only("gelu-tanh", "gelu"), "norm_eps": own(1e-6), "position_resize": own("linear-corners"),
         }  # fmt: skip

@@ -228,7 +228,8 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
         "final_norm": only("tokens"), "positions": only("learned"), "positions_at": only("stem"),
         "positions_cover": KEPT, "position_resize": own(family.position_resize),
         "activation": only("gelu", "gelu-tanh", *(("swiglu",) if family.is_dinov2 else ())),
-        "layer_scale": KEPT, "qk_norm": only(False), "qkv_bias": KEPT, "dense_bias": only(True),
+        "layer_scale": KEPT,
+        "attention": only("full"), "qk_norm": only(False), "qkv_bias": KEPT, "dense_bias": only(True),
         "patch_bias": only(True), "norm_eps": KEPT,
     }  # fmt: skip
     lost = carried(f"huggingface (model_type {family.model_type}: {family.why})", config, table)

@@ -53,7 +53,8 @@ ROOT: Table = {
 VIT: Table = {
     **SHAPE, "root": nested(ROOT), "pool": only(*POOLS), "class_token": KEPT, "registers": KEPT, "head_hidden": only(0),
     "final_norm": KEPT, "positions": only("learned", "none"), "positions_at": only("stem"), "positions_cover": KEPT,
-    "activation": only("gelu", "gelu-tanh", "swiglu"), "layer_scale": KEPT, "qk_norm": KEPT, "qkv_bias": KEPT,
+    "activation": only("gelu", "gelu-tanh", "swiglu"), "layer_scale": KEPT,
+    "attention": only("full"), "qk_norm": KEPT, "qkv_bias": KEPT,
     "dense_bias": KEPT, "patch_bias": KEPT, "norm_eps": own(1e-6),
 }  # fmt: skip
 PREPROCESS: Table = dict.fromkeys(

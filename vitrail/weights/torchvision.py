@@ -31,6 +31,7 @@ CARRIED: Table = {
     **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "root": only(None), "pool": only("cls"),
     "class_token": only(True), "registers": only(0), "final_norm": only("tokens"), "positions": only("learned"),
     "positions_at": only("stem"), "activation": only("gelu", "gelu-tanh"), "layer_scale": only(0.0),
+    "attention": only("full"),
     "qk_norm": only(False), "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True),
     "norm_eps": own(1e-6), "position_resize": own("bicubic-corners"),
 }  # fmt: skip
