@@ -116,7 +116,7 @@ def test_what_is_not_the_image_networks_is_left_out(
     tensors |= {"params/txt/Embed_0/embedding": np.zeros((9, 8), np.float32), "params/t": np.zeros(1, np.float32)}
     bundle = load(write_file(tensors, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
     assert reference.difference(bundle) < 1e-5
-    assert "2 tensors that are not the image network's were left out" in bundle.notes
+    assert "2 tensors do not belong to the image network and were skipped" in bundle.notes
 
 
 def test_each_has_its_preprocessing(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:

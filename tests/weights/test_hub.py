@@ -144,10 +144,10 @@ def test_shards_come_with_their_index(hub: Hub, whole: str) -> None:
         ),
         (b'{"weight_map": {"a": "../b.safetensors"}}', "points outside its folder: '../b.safetensors'"),
         (b'{"weight_map": {"a": 3}}', "points outside its folder: 3"),
-        (b'{"weight_map": {"a": ["b"]}}', "does not say which file holds each tensor"),
-        (b'{"weight_map": []}', "does not say which file holds each tensor"),
-        (b"[]", "does not say which file holds each tensor"),
-        (b"{", "does not say which file holds each tensor"),
+        (b'{"weight_map": {"a": ["b"]}}', "does not name the file of each tensor"),
+        (b'{"weight_map": []}', "does not name the file of each tensor"),
+        (b"[]", "does not name the file of each tensor"),
+        (b"{", "does not name the file of each tensor"),
     ],
 )
 def test_a_bad_index(hub: Hub, index: bytes, expected: str) -> None:
@@ -210,7 +210,7 @@ def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.Monkey
     assert "nor in the cache" in message("org/name@v2")
 
     (folder / "b.safetensors").unlink()
-    assert "not whole in the cache" in message("org/name") and "lacks b.safetensors" in message("org/name")
+    assert "incomplete in the cache" in message("org/name") and "lacks b.safetensors" in message("org/name")
     (folder / "model.safetensors.index.json").unlink()
     (folder / "a.safetensors").unlink()
     assert "has no weights" in message("org/name") and expected in message("org/name")
@@ -328,7 +328,7 @@ def test_a_repository_without_weights(hub: Hub) -> None:
 
 def test_a_repository_with_several_weights(hub: Hub) -> None:
     hub.add("org/name", {"B_16.npz": b"", "L_16.npz": b"", "b.pth": b""})
-    assert "has several weights, B_16.npz, L_16.npz: download the one" in message("org/name")
+    assert "has several files of weights, B_16.npz, L_16.npz: download one" in message("org/name")
     assert hub.fetched() == []
 
 

@@ -141,7 +141,7 @@ def test_config_of_a_vit(tmp_path: Path) -> None:
     )  # fmt: skip
     assert bundle.preprocess == Preprocess(image_size=(32, 48), resize="squash")
     assert bundle.classes == tuple("0123456")
-    assert bundle.notes == ("the file has no class names: they are numbers",)
+    assert bundle.notes == ("the file has no class names, so the classes are numbered",)
 
 
 def test_config_of_a_dinov2(tmp_path: Path) -> None:
@@ -228,14 +228,14 @@ def test_a_pooler_is_left_out_where_there_is_a_classifier(tmp_path: Path) -> Non
     tensors |= {"vit.pooler.dense.weight": torch.randn(64, 64), "vit.pooler.dense.bias": torch.randn(64)}
     bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
-    assert "the pooler was left out: with a classifier, the library does not use it" in bundle.notes
+    assert "the pooler was skipped: the library does not use it in a model with a classifier" in bundle.notes
 
 
 def test_parts_for_masked_patches_are_left_out(tmp_path: Path) -> None:
     tensors, *_ = reference("hf_vit")
     tensors |= {"vit.embeddings.mask_token": torch.ones(1, 1, 64), "decoder.0.weight": torch.ones(192, 64, 1, 1)}
     bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
-    assert "the decoder of masked patches was left out" in bundle.notes
+    assert "the decoder of masked patches was skipped" in bundle.notes
 
 
 def test_class_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_class_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     del names["3"]
     bundle = load(edit(folder, id2label=names), device="cpu")
     assert bundle.classes == tuple("0123456")
-    assert "id2label in config.json does not number 7 classes from 0: it was left out" in bundle.notes
+    assert "id2label in config.json does not number 7 classes from 0, so it was ignored" in bundle.notes
 
 
 def test_a_file_by_itself(tmp_path: Path) -> None:
@@ -257,10 +257,10 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
     assert bundle.notes[:2] == (
         "there is no config.json: model_type='dinov2', layer_norm_eps=1e-06 and the exact GELU are assumed",
-        "there is no preprocessor_config.json: what is usual is assumed (short side to 256, cut to 224, bicubic, "
-        "ImageNet's mean and deviation)",
+        "there is no preprocessor_config.json: the usual is assumed (short side to 256, crop of 224, bicubic, "
+        "ImageNet's mean and standard deviation)",
     )
-    with pytest.raises(BundleError, match=r"does not say how many heads .* give heads="):
+    with pytest.raises(BundleError, match=r"does not contain the number of attention heads, .* give heads="):
         load(file, device="cpu")
 
 
@@ -270,7 +270,7 @@ def test_a_file_by_itself_of_images_that_are_not_square(tmp_path: Path) -> None:
     bundle = load(file, device="cpu", heads=4, image_size=(32, 48))
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
     assert bundle.preprocess == Preprocess(image_size=(32, 48), resize="squash")
-    with pytest.raises(BundleError, match=r"24 patches, which is no square: give image_size="):
+    with pytest.raises(BundleError, match=r"24 patches, which do not form a square: give image_size="):
         load(file, device="cpu", heads=4)
 
 
@@ -290,19 +290,21 @@ def test_the_size_of_positions_is_kept_and_that_of_images_is_noted(tmp_path: Pat
         mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
     )  # fmt: skip
     assert bundle.notes[0] == (
-        "preprocessor_config.json makes images of (224, 224), and the positions are for (32, 32), which are made "
-        "instead: image_size=(224, 224) gives the former"
+        "preprocessor_config.json makes images of (224, 224), but the positions are for (32, 32), so images of "
+        "(32, 32) are used; image_size=(224, 224) resizes the positions"
     )
     resized = load(folder, device="cpu", image_size=(224, 224))
     assert resized.network.config.image_size == (224, 224)
     assert resized.preprocess == replace(bundle.preprocess, image_size=(224, 224))
-    assert not any("gives the former" in note for note in resized.notes)
+    assert not any("resizes the positions" in note for note in resized.notes)
 
 
 def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
     bundle = load(reference_folder(tmp_path / "vit", "hf_vit", image_size=[35, 48]), device="cpu")
     assert bundle.network.config.image_size == (32, 48)
-    assert "patches do not divide the image size (35, 48): it became (32, 48), which they cover" in bundle.notes
+    assert (
+        "patches do not divide the image size (35, 48): it became (32, 48), the part that patches cover" in bundle.notes
+    )
 
 
 def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
@@ -323,7 +325,7 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         ({"rescale_factor": 0}, None, "rescale_factor=0 is not a number above 0"),
         ({"resample": 0}, {"interpolation": "nearest"}, ""),
         ({"resample": 3}, {"interpolation": "bicubic"}, ""),
-        ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which is not here: bicubic was taken"),
+        ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which does not exist here: bicubic is used"),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
         ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),
         ({"do_normalize": False}, {"mean": (0.0,), "std": (1.0,)}, ""),
@@ -334,16 +336,16 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         ({"size": 32, "crop_size": 24}, {"resize": "crop", "crop_share": 0.75}, "makes images of (24, 24)"),
         ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
         ({"crop_size": 224, "do_center_crop": False}, {}, ""),
-        ({"do_resize": False}, {}, "does not scale images: here they are squashed"),
+        ({"do_resize": False}, {}, "does not resize images: here they are squashed"),
         (
             {"size": {"shortest_edge": 40}},
             {"resize": "crop"},
-            "scales the short side to 40 and cuts nothing: here the centre is cut out",
+            "scales the short side to 40 without cropping: here the centre is cropped",
         ),
         (
             {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 48}},
             {"resize": "crop", "crop_share": 0.8},
-            "cuts a rectangle of images scaled by their short side: here they are scaled to cover it",
+            "crops a rectangle from images scaled by their short side: here they are scaled to cover it",
         ),
         (
             {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
@@ -354,12 +356,12 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         (
             {"size": {"height": 64, "width": 64}, "crop_size": {"height": 32, "width": 48}},
             {"resize": "crop", "crop_share": 0.5},
-            "squashes images to (64, 64) and cuts (32, 48) of them: here they keep their proportions",
+            "squashes images to (64, 64) and crops (32, 48): here they keep their proportions",
         ),
         (
             {"size": {"shortest_edge": 16}, "crop_size": {"height": 32, "width": 32}},
             {"resize": "crop"},
-            "cuts (32, 32) out of images of (16, 16), with a black border: here there is none",
+            "crops (32, 32) from images of (16, 16), with a black border: here there is no border",
         ),
     ],
 )
@@ -385,8 +387,8 @@ def test_preprocessing_that_is_not_there(tmp_path: Path) -> None:
     bundle = load(folder, device="cpu")
     assert bundle.preprocess == Preprocess(image_size=(32, 48))
     assert bundle.notes[0] == (
-        "there is no preprocessor_config.json: what is usual is assumed (squashed, bilinear, 0.5 for mean and "
-        "deviation)"
+        "there is no preprocessor_config.json: the usual is assumed (squashed, bilinear, 0.5 for mean and "
+        "standard deviation)"
     )
 
 
@@ -413,7 +415,7 @@ def test_preprocessing_that_cannot_be_written(tmp_path: Path, make_bundle: Make)
     bundle = make_bundle(**DINOV2)
     bundle.preprocess = Preprocess(image_size=(28, 28), resize="pad", antialias=False)
     assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == [
-        "resize='pad' (written as squashing)", "antialias=False",
+        "resize='pad' (written as 'squash')", "antialias=False",
     ]  # fmt: skip
     bundle.preprocess = Preprocess(image_size=(28, 28), scaled_decode=True)
     assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["scaled_decode=True"]
@@ -490,7 +492,7 @@ def test_the_meaning_of_outputs_is_a_problem_type(
         ({"image_size": (20, 20), "patch_size": (5, 5)}, ["position_resize='linear-corners' (its code has 'bicubic')"]),
         (
             {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "num_classes": 0},
-            ["that there is no pooler (ViTModel adds one of random weights: use the class token, not pooler_output)"],
+            ["the absence of a pooler (ViTModel adds one with random weights: use the class token, not pooler_output)"],
         ),
         (
             {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "channels": 1},
@@ -531,7 +533,7 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path, make
     bundle = make_bundle(**{**REGISTERS, "pool": "cls"})
     images = pictures(bundle.network.config)
     lost = HUGGINGFACE.write(bundle, tmp_path / "model")
-    assert lost == ("pool='cls' (the head sees the mean of the patches too, and multiplies it by zero)",)
+    assert lost == ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)
     read = load(tmp_path / "model", device="cpu")
     torch.testing.assert_close(read.network(images), bundle.network.eval()(images), atol=1e-5, rtol=0)
 
@@ -555,13 +557,13 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path, make
         ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
         ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
         ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
-        ({**DINOV2, "image_size": (28, 14)}, r"resizes positions of square images: image_size=\(28, 14\)"),
-        ({**DINOV2, "patch_size": (7, 14)}, r"resizes positions of square images: patch_size=\(7, 14\)"),
+        ({**DINOV2, "image_size": (28, 14)}, r"takes square patches and images: image_size=\(28, 14\)"),
+        ({**DINOV2, "patch_size": (7, 14)}, r"takes square patches and images: patch_size=\(7, 14\)"),
         (
             {**DINOV2, "mlp_width": 20},
-            r"mlp_width = mlp_ratio \* width, for a whole mlp_ratio: mlp_width=20 and width=12 have none",
+            r"mlp_width = mlp_ratio \* width, with a whole number mlp_ratio; no mlp_ratio gives mlp_width=20 for",
         ),
-        ({**SWIGLU, "mlp_width": 20}, r"mlp_width = two thirds of mlp_ratio \* width, rounded up to eights"),
+        ({**SWIGLU, "mlp_width": 20}, r"mlp_width = two thirds of mlp_ratio \* width, rounded up to a multiple of 8"),
     ],
 )
 def test_what_has_no_place_is_refused(tmp_path: Path, make_bundle: Make, fields: dict[str, Any], message: str) -> None:
@@ -618,7 +620,7 @@ def test_a_config_that_does_not_fit(tmp_path: Path, fields: dict[str, Any], mess
 def test_heads_that_are_at_odds(tmp_path: Path) -> None:
     folder = reference_folder(tmp_path / "vit", "hf_vit")
     assert load(folder, device="cpu", heads=4).network.config == load(folder, device="cpu").network.config
-    with pytest.raises(BundleError, match=r"heads=8 is not what config\.json says: num_attention_heads=4"):
+    with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
         load(folder, device="cpu", heads=8)
 
 
@@ -626,8 +628,14 @@ def test_heads_that_are_at_odds(tmp_path: Path) -> None:
     ("lost", "message"),
     [
         ("vit.embeddings.cls_token", "missing: embeddings.cls_token"),
-        ("vit.embeddings.position_embeddings", "says its sizes by embeddings.position_embeddings, .* which is missing"),
-        ("vit.encoder.layer.0.intermediate.dense.bias", "encoder.layer.0.intermediate.dense.bias, .* which is missing"),
+        (
+            "vit.embeddings.position_embeddings",
+            "embeddings.position_embeddings must have 3 dimensions, which give the sizes; it is missing",
+        ),
+        (
+            "vit.encoder.layer.0.intermediate.dense.bias",
+            "encoder.layer.0.intermediate.dense.bias must have .* it is missing",
+        ),
         ("classifier.weight", "missing: classifier.weight"),
     ],
 )
@@ -641,7 +649,7 @@ def test_tensors_that_are_not_there(tmp_path: Path, lost: str, message: str) -> 
 def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
     tensors, *_ = reference("hf_vit_hub")
     tensors["vit.embeddings.position_embeddings"] = torch.zeros(25, 64)
-    with pytest.raises(BundleError, match=r"of 3 dimensions, which has the shape \(25, 64\)"):
+    with pytest.raises(BundleError, match=r"must have 3 dimensions, which give the sizes; it has the shape \(25, 64\)"):
         load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
 
 
@@ -650,7 +658,7 @@ def test_other_models_of_the_library(tmp_path: Path) -> None:
     other = {name.replace("vit.", "beit.").replace("before", "1"): tensor for name, tensor in tensors.items()}
     folder = make_folder(tmp_path / "beit", other, None)
     assert HUGGINGFACE.recognises(Checkpoint(open_tensors(folder / "model.safetensors")))
-    with pytest.raises(BundleError, match=r"none that tell ViT or DINOv2: put its config\.json beside it"):
+    with pytest.raises(BundleError, match=r"not those of ViT or DINOv2: put its config\.json beside it"):
         load(folder, device="cpu")
 
 

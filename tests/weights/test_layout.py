@@ -163,7 +163,7 @@ def test_a_square_needs_no_hint(side: int) -> None:
 @pytest.mark.parametrize("places", [-1, 0, 2, 24, 99])
 def test_other_grids_need_one(places: int) -> None:
     with pytest.raises(
-        BundleError, match=rf"x\.npz has positions for {places} patches, which is no square: give image"
+        BundleError, match=rf"x\.npz has positions for {places} patches, which do not form a square: give image"
     ):
         file_grid(places, (4, 4), Hints(image_size=(4, 52)), PATH)
 
@@ -177,7 +177,7 @@ def test_heads_of_published_sizes() -> None:
         assert heads_of(*variant[:3], Hints(), PATH) == variant.heads
     assert heads_of(1536, 40, 4096, Hints(), PATH) == 24  # DINOv2's giant
     assert heads_of(768, 12, 3072, Hints(heads=6), PATH) == 6
-    with pytest.raises(BundleError, match=r"\(width 768, depth 11, MLP 3072\) is not a published one: give heads="):
+    with pytest.raises(BundleError, match=r"\(width 768, depth 11, MLP 3072\) is not that of a published model: give"):
         heads_of(768, 11, 3072, Hints(), PATH)
 
 

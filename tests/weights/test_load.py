@@ -343,9 +343,9 @@ def test_what_is_not_carried_is_said(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"activation": "gelu-tanh"}, "the tanh approximation of GELU (its code computes the exact one unless told)"),
-        ({"pool": "gap", "class_token": True}, "pool='gap' (such tensors are taken for 'cls')"),
-        ({"final_norm": "pooled"}, "pool='cls' (such tensors are taken for 'gap')"),
+        ({"activation": "gelu-tanh"}, "the tanh approximation of GELU (its code computes the exact one by default)"),
+        ({"pool": "gap", "class_token": True}, "pool='gap' (such tensors are read as 'cls')"),
+        ({"final_norm": "pooled"}, "pool='cls' (such tensors are read as 'gap')"),
         ({"heads": 4}, "heads=4"),
         ({"image_size": (12, 8)}, "image_size=(12, 8)"),
     ],
@@ -380,7 +380,7 @@ REFUSED = [
     ("timm", {"positions_at": "shared"}, "positions_at='shared' (only 'stem')"),
     ("torchvision", {"pool": "gap"}, "pool='gap' (only 'cls')"),
     ("torchvision", {"registers": 1}, "registers=1 (only 0)"),
-    ("torchvision", {"patch_size": (4, 3)}, "torchvision takes square patches and images; these are (4, 3)"),
+    ("torchvision", {"patch_size": (4, 3)}, "square patches and images; this model has patches of (4, 3)"),
     ("bit", {}, "a Vision Transformer cannot be written as bit: choose google, big-vision, timm, "),
     ("bit-torch", {}, "a Vision Transformer cannot be written as bit-torch"),
 ]  # fmt: skip
@@ -433,7 +433,10 @@ def test_heads_of_published_sizes_are_known_and_of_others_asked_for(
     golden: Callable[..., Any], write_file: Write, tmp_path: Path
 ) -> None:
     path = write_file(golden("torchvision_vit").tensors, tmp_path / "x.pth")
-    message = r"x\.pth does not say how many heads .*\(width 64, depth 2, MLP 128\) is not a published one: give heads="
+    message = (
+        r"x\.pth does not contain the number of attention heads, .*\(width 64, depth 2, MLP 128\) is not that of a "
+        r"published model: give heads="
+    )
     with pytest.raises(BundleError, match=message):
         load(path, device="cpu")
 
@@ -453,14 +456,14 @@ def test_heads_that_contradict_the_file(
     golden: Callable[..., Any], write_file: Write, bundle: Bundle, tmp_path: Path
 ) -> None:
     path = write_file(golden("google_vit_gap").tensors, tmp_path / "x.npz")
-    with pytest.raises(BundleError, match=r"heads=2 is not what \S+x\.npz says: it has 4"):
+    with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+x\.npz, which has 4"):
         load(path, device="cpu", heads=2, image_size=(32, 48))
     bit = write_file(golden("bit_torch_small").tensors, tmp_path / "x.pth")
-    with pytest.raises(BundleError, match=r"heads=2 is not what \S+x\.pth says: it has no attention"):
+    with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+x\.pth, which has no attention"):
         load(bit, device="cpu", heads=2)
     ours = bundle.save(tmp_path / "ours")
     assert load(ours, device="cpu", heads=3).network.config == bundle.network.config
-    with pytest.raises(BundleError, match=r"heads=2 is not what \S+ours says: it has 3"):
+    with pytest.raises(BundleError, match=r"heads=2 does not agree with \S+ours, which has 3"):
         load(ours, device="cpu", heads=2)
 
 
@@ -477,9 +480,9 @@ def test_a_grid_that_is_no_square_needs_its_size(
     layout, suffix = GOLDEN[name]
     path = write_file(golden(name).tensors, tmp_path / f"x{suffix}")
     given: dict[str, Any] = {"heads": 4} if layout == "timm" else {}
-    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that it was made for"):
+    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that the model was made for"):
         load(path, device="cpu", **given)
-    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that it was made for"):
+    with pytest.raises(BundleError, match=r"give image_size=\(height, width\), the size that the model was made for"):
         load(path, device="cpu", image_size=(48, 64 if name != "google_hybrid" else 96), **given)
 
 
@@ -507,7 +510,7 @@ def test_an_assumed_image_size_is_said(
     name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
 ) -> None:
     path = write_file(golden(name).tensors, tmp_path / f"x{GOLDEN[name][1]}")
-    note = "the file does not say its image size: (224, 224) is assumed"
+    note = "the file does not contain its image size: (224, 224) is assumed"
     assert note in load(path, device="cpu").notes
     assert note not in load(path, device="cpu", image_size=(64, 32)).notes
 
@@ -581,8 +584,8 @@ def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
 def test_an_unknown_layout_shows_some_names(write_file: Write, tmp_path: Path) -> None:
     path = write_file({f"layer{number}.w": torch.zeros(1) for number in range(5)}, tmp_path / "x.safetensors")
     message = (
-        r"x\.safetensors has a layout that is not known: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
-        r"\.\.\.; known are vitrail, google, big-vision, bit, bit-torch, huggingface, torchvision, timm"
+        r"x\.safetensors has an unknown layout: its tensors are called layer0\.w, layer1\.w, layer2\.w, "
+        r"\.\.\.; known layouts are vitrail, google, big-vision, bit, bit-torch, huggingface, torchvision, timm"
     )
     with pytest.raises(BundleError, match=message):
         load(path, device="cpu")
@@ -631,7 +634,7 @@ def test_a_folder_without_weights_and_one_with_several(write_file: Write, tmp_pa
         load(tmp_path, device="cpu")
     write_file({"w": torch.zeros(1)}, tmp_path / "b.npz")
     write_file({"w": torch.zeros(1)}, tmp_path / "a.pth")
-    with pytest.raises(BundleError, match=r"has several weights, a\.pth, b\.npz: name one of them"):
+    with pytest.raises(BundleError, match=r"has several files of weights, a\.pth, b\.npz: give the path of one"):
         load(tmp_path, device="cpu")
 
 
@@ -652,9 +655,9 @@ def test_weights_in_a_folder(name: str, golden: Callable[..., Any], write_file: 
         ("[]", r"config\.json must be an object of named fields, not list"),
         ("{", r"config\.json is damaged: "),
         ("", r"config\.json is damaged: "),
-        ('{"model_args": 3}', r"says its sizes in another way than timm does"),
-        ('{"model_args": {"img_size": "large"}}', r"says its sizes in another way than timm does"),
-        ('{"model_args": {"img_size": [1, 2, 3]}}', r"says its sizes in another way than timm does"),
+        ('{"model_args": 3}', r"does not have the shapes of a timm model"),
+        ('{"model_args": {"img_size": "large"}}', r"does not have the shapes of a timm model"),
+        ('{"model_args": {"img_size": [1, 2, 3]}}', r"does not have the shapes of a timm model"),
         (
             '{"model_args": {"act_layer": "relu", "num_heads": 4}}',
             r"act_layer='relu' is not one of 'gelu', 'gelu_tanh'",
@@ -672,7 +675,7 @@ def test_a_config_that_cannot_be_used(
 
 def test_a_file_of_text(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
-    with pytest.raises(BundleError, match=r"x\.safetensors is damaged, cut short or not what its suffix says"):
+    with pytest.raises(BundleError, match=r"x\.safetensors is damaged, cut short or of another format than its suffix"):
         load(tmp_path / "x.safetensors", device="cpu")
 
 

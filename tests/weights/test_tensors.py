@@ -148,7 +148,7 @@ def test_files_of_old_pytorch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [torch.zeros(3), {}, [torch.zeros(2)], {"epoch": 1}, {"a": torch.tensor(1)}])
 def test_a_pytorch_file_without_named_weights(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
-    message = r"x\.pt holds no tensors by name, neither at its top nor under state_dict, model, model_state, "
+    message = r"x\.pt holds no named tensors, neither at its top level nor under state_dict, model, model_state, "
     with pytest.raises(BundleError, match=message):
         open_tensors(tmp_path / "x.pt")
 
@@ -183,7 +183,7 @@ def test_pickled_objects_in_an_npz_are_not_loaded(tmp_path: Path) -> None:
             return exec, (f"open({str(marker)!r}, 'w').close()",)
 
     np.savez(tmp_path / "x.npz", w=np.zeros(2), evil=np.array([Evil()], dtype=object))
-    message = r"^\S+x\.npz: evil is a pickled object, which is not loaded, because it could run code$"
+    message = r"^\S+x\.npz: evil is a pickled object; it is not loaded, because unpickling could run code$"
     with pytest.raises(BundleError, match=message):
         open_tensors(tmp_path / "x.npz")
     assert not marker.exists()
@@ -276,7 +276,7 @@ def test_what_is_no_such_file(path: Path, content: bytes) -> None:
 
 def test_a_file_without_tensors(path: Path, write_file: Write) -> None:
     write_file({}, path)
-    with pytest.raises(BundleError, match="holds no tensors"):
+    with pytest.raises(BundleError, match=r"holds no (named )?tensors"):
         open_tensors(path)
 
 
@@ -302,7 +302,7 @@ def test_damage_inside_an_npz_is_seen_when_it_is_read(tmp_path: Path) -> None:
 def test_an_npz_with_something_else_in_it(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(BundleError, match=r"x\.npz is damaged, cut short or not what its suffix says"):
+    with pytest.raises(BundleError, match=r"x\.npz is damaged, cut short or of another format than its suffix"):
         open_tensors(tmp_path / "x.npz")
 
 

@@ -71,7 +71,7 @@ def test_the_size_of_the_file_goes_before_the_one_that_is_asked_for(folder: Call
 def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, folder: Callable[..., Path]) -> None:
     bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
     assert bundle.preprocess.crop_share == share
-    assert ("a crop share of 1.1 cannot be: 1 is taken" in bundle.notes) == noted
+    assert ("crop_pct=1.1 is not in (0, 1]: 1 is used" in bundle.notes) == noted
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, fold
             {"resize": "pad", "pad_value": (124, 116, 104), "mean": (0.485, 0.456, 0.406)}, "",
         ),
         ({"interpolation": "box"}, {"interpolation": "area"}, ""),
-        ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' is not here"),
+        ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' does not exist here"),
     ],
 )  # fmt: skip
 def test_geometry(
@@ -106,7 +106,7 @@ def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_pat
     bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48]}), device="cpu")
     bundle.preprocess = replace(bundle.preprocess, resize="pad", antialias=False)
     assert TIMM.write(bundle, tmp_path / "out")[-2:] == (
-        "pad_value=(255,) (its code takes the mean's (128,))",
+        "pad_value=(255,) (its code uses the mean, (128,))",
         "antialias=False",
     )
     bundle.preprocess = replace(bundle.preprocess, resize="crop", antialias=True, scaled_decode=True)
@@ -127,7 +127,10 @@ def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int, random
 @pytest.mark.parametrize("names", [["a", "b"], "abcdefg", None])
 def test_class_names_that_do_not_fit_are_numbers(names: Any, folder: Callable[..., Path]) -> None:
     bundle = load(folder(label_names=names), device="cpu")
-    assert bundle.classes == tuple("0123456") and "the file has no class names: they are numbers" in bundle.notes
+    assert (
+        bundle.classes == tuple("0123456")
+        and "the file has no class names, so the classes are numbered" in bundle.notes
+    )
 
 
 def test_activations(folder: Callable[..., Path]) -> None:
@@ -150,7 +153,7 @@ def test_published_sizes_need_no_heads(random_bundle: Callable[..., Bundle], tmp
     assert isinstance(loaded, ViTConfig) and loaded.heads == 3
     folder = tmp_path / "folder"
     TIMM.write(random_bundle(config), folder)
-    with pytest.raises(BundleError, match=r"heads=4 is not what \S+ says: it has 3"):
+    with pytest.raises(BundleError, match=r"heads=4 does not agree with \S+, which has 3"):
         load(folder, device="cpu", heads=4)
 
 
@@ -202,7 +205,7 @@ def test_dinov2_by_its_own_names(
     loaded = load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=3)
     assert_same(bundle, loaded)
     assert loaded.classes == ()
-    assert "mask_token, which only pre-training uses, was left out" in loaded.notes
+    assert "mask_token, which only pre-training uses, was skipped" in loaded.notes
     preprocess = loaded.preprocess
     assert (preprocess.resize, preprocess.crop_share, preprocess.interpolation) == ("crop", 0.875, "bicubic")
     assert preprocess.mean == (0.485, 0.456, 0.406) and preprocess.std == (0.229, 0.224, 0.225)
@@ -262,7 +265,7 @@ def test_a_square_tells_which_tokens_have_positions(
     bundle = load(path, device="cpu", heads=4)
     config = bundle.network.config
     assert isinstance(config, ViTConfig) and (config.grid, config.positions_cover) == (grid, cover)
-    note = f"positions are taken for {grid[0]} x {grid[1]} patches and no other token"
+    note = f"positions are assumed to be those of {grid[0]} x {grid[1]} patches alone"
     assert (note in bundle.notes) == (cover == "patches")
 
 
@@ -270,7 +273,7 @@ def test_where_two_squares_are_possible_the_size_decides(
     golden: Callable[..., Any], write_file: Write, tmp_path: Path
 ) -> None:
     path = write_file(with_positions(golden, 5, 3), tmp_path / "x.pth")  # 2 x 2 and a class token, or 1 and 4 tokens
-    message = r"has 5 positions, and how many are the patches', in how many rows, is not plain: give image_size="
+    message = r"has 5 positions, which fit several grids or none: give image_size="
     with pytest.raises(BundleError, match=message):
         load(path, device="cpu", heads=4)
     for size, cover in (((16, 16), "class"), ((8, 8), "all"), ((8, 32), "class"), ((8, 40), "patches")):

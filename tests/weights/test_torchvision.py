@@ -73,7 +73,7 @@ def test_names_and_shapes_as_the_library_writes_them(
 
 def test_only_squares_are_written(random_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
     config = ViTConfig(image_size=(12, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=20, num_classes=2)
-    with pytest.raises(BundleError, match=r"takes square patches and images; these are \(4, 4\) and \(12, 8\)"):
+    with pytest.raises(BundleError, match=r"this model has patches of \(4, 4\) and images of \(12, 8\)"):
         TORCHVISION.write(random_bundle(config), tmp_path / "x.pth")
     with pytest.raises(BundleError, match=r"'\.npz' is not \.pth or \.pt or \.bin"):
         square = ViTConfig(image_size=(8, 8), patch_size=(4, 4), width=12, depth=1, heads=3, mlp_width=20)

@@ -1,4 +1,4 @@
-"""Files of Big Transfer: its npz from TensorFlow, and the state of its PyTorch code."""
+"""Files of Big Transfer: the npz of its TensorFlow code, and the state dict of its PyTorch code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARRIED: Table = {
 
 
 class Bit:
-    """Either of the two: the npz counts units as `unit01` too, but names the parts of one by letters."""
+    """The layout of either file. Both number units as `unit01`; the npz names the parts of a unit by letters."""
 
     folder_files: tuple[str, ...] = ()
 
@@ -44,13 +44,13 @@ class Bit:
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
         tensors = checkpoint.tensors
         config = self._config(tensors, hints)
-        notes = () if hints.image_size else (f"the file does not say its image size: {config.image_size} is assumed",)
+        assumed = f"the file does not contain its image size: {config.image_size} is assumed"
         return Description(
             tensors=tensors,
             config=config,
             preprocess=default_preprocess(config),
             pairs=tuple(self.pairs(config)),
-            notes=notes,
+            notes=() if hints.image_size else (assumed,),
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class Bit:
         return tuple(lost)
 
     def pairs(self, config: ResNetConfig) -> Iterator[Pair]:
-        """All tensors of a config."""
+        """Return the pairs of all tensors of a config."""
         yield self._convolution("stem", "resnet/root_block" if self.npz else "root.conv")
         for stage, depth in enumerate(config.depths):
             for unit in range(depth):
@@ -101,7 +101,7 @@ class Bit:
 
     def _config(self, tensors: TensorFile, hints: Hints) -> ResNetConfig:
         block, separator = ("resnet/block", "/") if self.npz else ("body.block", ".")
-        stages = depth_of(tensors, block) - 1  # counted from one
+        stages = depth_of(tensors, block) - 1  # units and stages are numbered from one
         depths = tuple(depth_of(tensors, f"{block}{stage + 1}{separator}unit") - 1 for stage in range(stages))
         if self.npz:
             _, _, channels, width = tensors.shapes["resnet/root_block/standardized_conv2d/kernel"]

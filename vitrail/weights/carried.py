@@ -45,11 +45,17 @@ Table = Mapping[str, Rule]
 
 KEPT = Rule()
 
+
+def only(*values: Any) -> Rule:
+    """Return the rule of a field of which the layout keeps these values and no others."""
+    return Rule(only=values)
+
+
 SHAPE: Table = {
     "image_size": KEPT, "patch_size": KEPT, "channels": KEPT, "width": KEPT, "depth": KEPT, "heads": KEPT,
-    "mlp_width": KEPT, "num_classes": KEPT,
+    "mlp_width": KEPT, "num_classes": KEPT, "attention": only("full"),
 }  # fmt: skip
-"""Rules of the fields of a Vision Transformer that the shapes of its tensors tell, or a note of the layout."""
+"""Rules that all layouts share: the sizes of a Vision Transformer, and the attention that every library computes."""
 
 WITHOUT_EFFECT = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std")
 """Fields that only training and initialisation use, so that a file need not carry them."""
@@ -59,11 +65,6 @@ EFFECTIVE = {"class_token": "has_class_token", "positions_at": "where"}
 
 LAYOUTS_OF = {"ViT": "google, big-vision, timm, huggingface or torchvision", "BiT": "bit, bit-torch or timm"}
 TITLES = {"ViT": "a Vision Transformer", "BiT": "a BiT ResNet"}
-
-
-def only(*values: Any) -> Rule:
-    """Return the rule of a field of which the layout keeps these values and no others."""
-    return Rule(only=values)
 
 
 def own(value: Any) -> Rule:

@@ -1,8 +1,9 @@
-"""Files of the original code: vision_transformer's and big_vision's npz.
+"""Files of the original code: the npz of vision_transformer and of big_vision.
 
-Both are flax parameters, flattened with slashes: dense kernels are (in, out), convolutions (h, w, in, out), attention's
-are cut by head. big_vision adds the class token after the positions, may pool by attention, and may stack all blocks
-along a first axis ("scanned"). Older files number the parts of a block from 0 to 3.
+Both hold flax parameters, whose names are paths with slashes. Dense kernels have the shape (in, out), convolutions
+(h, w, in, out), and attention kernels have an axis for the heads. big_vision adds the class token after the positions,
+may pool by attention, and may stack all blocks along a first axis ("scanned"). Older files number the parts of a block
+from 0 to 3.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from vitrail.weights.tensors import TensorFile, save_tensors
 __all__ = ["BIG_VISION", "GOOGLE", "Google"]
 
 PREFIXES = ("params/img/", "opt/target/img/", "opt/target/", "params/")
-"""Where the image network's parameters may lie. What else such a file has, an optimiser's state or a text network,
-is not its."""
+"""Prefixes of the image network's parameters. A file may also hold an optimiser's state or a text network, which are
+ignored."""
 OLD_PARTS = {
     "MultiHeadDotProductAttention_1/": "MultiHeadDotProductAttention_0/",
     "LayerNorm_2/": "LayerNorm_1/",
@@ -68,7 +69,7 @@ ROOT: Table = {
 
 
 class Google:
-    """The layout of either: they share all but the place of positions, pooling, and preprocessing."""
+    """The layout of either file. They differ in the place of positions, in pooling and in preprocessing."""
 
     folder_files: tuple[str, ...] = ()
 
@@ -85,9 +86,9 @@ class Google:
         config = self._config(tensors, hints)
         notes = []
         if others := len(checkpoint.tensors.shapes) - len(_image_network(checkpoint.tensors).shapes):
-            notes.append(f"{others} tensors that are not the image network's were left out")
+            notes.append(f"{others} tensors do not belong to the image network and were skipped")
         if config.positions == "sincos-2d" and hints.image_size is None:
-            notes.append(f"the file does not say its image size: {config.image_size} is assumed")
+            notes.append(f"the file does not contain its image size: {config.image_size} is assumed")
         fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.875} if self.big_vision else {"resize": "squash"}
         return Description(
             tensors=tensors,
@@ -121,7 +122,7 @@ class Google:
         }  # fmt: skip
 
     def pairs(self, config: ViTConfig) -> Iterator[Pair]:
-        """All tensors of a config."""
+        """Return the pairs of all tensors of a config."""
         if config.root:
             yield from _root_pairs(config.root)
         channels = config.root.out_channels if config.root else config.channels
@@ -180,7 +181,7 @@ class Google:
 
 
 def _covered(places: int, cells: tuple[int, int], hints: Hints) -> Covered:
-    """Whether big_vision's positions are of patches alone, or as in its older files one more is the class token's."""
+    """Return the tokens that big_vision's positions cover: the patches, or in older files the class token as well."""
     if hints.image_size is not None:
         height, width = (side // patch for side, patch in zip(hints.image_size, cells, strict=True))
         if height * width in (places, places - 1):
@@ -190,11 +191,11 @@ def _covered(places: int, cells: tuple[int, int], hints: Hints) -> Covered:
 
 
 def plain_names(tensors: TensorFile) -> TensorFile:
-    """The tensors by the names of newer files: without prefix, parts numbered by kind, blocks apart."""
+    """Return the tensors under the names of newer files: no prefix, parts numbered by kind, one tensor per block."""
     tensors = _image_network(tensors).renamed(lambda name: _new_name(name) if "encoderblock" in name else name)
-    if "probe" in tensors:  # before attention pooling had a name of its own, its parts lay at the top
+    if "probe" in tensors:  # in older files the parts of attention pooling are at the top level
         tensors = tensors.renamed(lambda name: f"MAPHead_0/{name}" if name.startswith(POOL_PARTS) else name)
-    # Before 2022 big_vision's positions lay in the encoder.
+    # Before 2022, big_vision stored positions inside the encoder.
     return _unscanned(tensors.renamed(lambda name: BV_POSITIONS if name == f"Transformer/{BV_POSITIONS}" else name))
 
 
@@ -211,7 +212,7 @@ def _new_name(name: str) -> str:
 
 
 def _unscanned(tensors: TensorFile) -> TensorFile:
-    """Blocks that are stacked along a first axis, as blocks of their own."""
+    """Return stacked blocks as one set of tensors per block."""
     stacked = "Transformer/encoderblock/"
     sources: dict[str, tuple[str, int | None]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -250,7 +251,7 @@ def _dense(ours: str, theirs: str) -> Iterator[Pair]:
 
 
 def _norm(ours: str, theirs: str) -> Iterator[Pair]:
-    """Older files keep a group norm's numbers as (1, 1, 1, channels)."""
+    """Return the pairs of a norm. Older files store a group norm's weights as (1, 1, 1, channels)."""
     yield Pair(f"{ours}.weight", (f"{theirs}/scale",), _flat)
     yield Pair(f"{ours}.bias", (f"{theirs}/bias",), _flat)
 
@@ -262,7 +263,7 @@ def _convolution(ours: str, theirs: str) -> Pair:
 
 
 def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Iterator[Pair]:
-    """Queries, keys and values: (width, heads, channels) each, joined to ours of (3 width, width)."""
+    """Return the pairs of queries, keys and values: each (width, heads, channels) there, (3 width, width) here."""
     yield Pair(
         f"{ours}.weight",
         tuple(f"{name}/kernel" for name in theirs),
@@ -273,7 +274,7 @@ def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Iterator[Pair]
 
 
 def _joined(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
-    """Attention's output: (heads, channels, width)."""
+    """Return the pairs of attention's output, which is (heads, channels, width) in the file."""
     yield Pair(
         f"{ours}.weight",
         (f"{theirs}/kernel",),
@@ -316,7 +317,7 @@ def _root_pairs(root: RootConfig) -> Iterator[Pair]:
             for number in (1, 2, 3):
                 yield _convolution(f"{ours}.conv{number}", f"{theirs}/conv{number}")
                 yield from _norm(f"{ours}.norm{number}", f"{theirs}/gn{number}")
-            if unit == 0:  # a stage begins with a stride or with more channels
+            if unit == 0:  # the first unit of a stage has a stride or more channels
                 yield _convolution(f"{ours}.shortcut", f"{theirs}/conv_proj")
                 yield from _norm(f"{ours}.shortcut_norm", f"{theirs}/gn_proj")
 
@@ -330,7 +331,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _from_patch(kernel: Tensor) -> Tensor:
-    """(h, w, in, out) to (out, in h w)."""
+    """Convert (h, w, in, out) to (out, in h w)."""
     return kernel.permute(3, 2, 0, 1).flatten(1)
 
 

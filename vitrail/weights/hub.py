@@ -1,4 +1,4 @@
-"""Models by their names on the hub: what a model needs is fetched into the client's cache, and found there offline."""
+"""Models on the hub: the files that a model needs are downloaded to the client's cache, and found there offline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["download", "looks_like_hub_name"]
 PREFIXES = ("hf:", "hf-hub:")
 DESCRIPTIONS = ("config.json", "preprocessor_config.json")
 PREFERRED = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""One repository may hold the same weights several times; the first of these is taken."""
+"""Files of weights, in order of preference. A repository may hold the same weights in several formats."""
 
 
 def looks_like_hub_name(path: str | Path) -> bool:
-    """Whether this is "org/name" or "org/name@revision" rather than a path. What exists here is always a path.
+    """Return True for "org/name" and "org/name@revision", unless this path exists.
 
-    "hf:" or "hf-hub:" in front says that a name is meant, also where "org/name" exists here or ends as a file would.
+    The prefix "hf:" or "hf-hub:" marks a name even if "org/name" exists as a path or ends with the suffix of a file.
     """
     text = str(path)
     if os.path.lexists(text):
@@ -36,13 +36,13 @@ def looks_like_hub_name(path: str | Path) -> bool:
 
 
 def download(name: str) -> Path:
-    """The folder in the cache with the model of this name, fetched unless it is there already.
+    """Return the folder in the cache with the model of this name, and download what is not there yet.
 
-    Only what a model needs is fetched: our own `model.json` and weights, or else another library's descriptions and
-    one set of weights, safetensors where there are any. Without a network, what an earlier call fetched is used.
+    Only needed files are downloaded: our own `model.json` and weights, or another library's descriptions and one set of
+    weights, preferably safetensors. Without a network, the files of an earlier call are used.
 
-    Raises `BundleError` where there is no such repository or revision, access is refused, it holds no weights, or the
-    hub cannot be reached and the cache does not hold all of the model; `SaveError` where the cache cannot be written.
+    Raise `BundleError` if the repository or revision does not exist, access is refused, there are no weights, or the
+    hub cannot be reached and the cache is incomplete. Raise `SaveError` if the cache cannot be written.
     """
     model = _parsed(name)
     found = listing(model)
@@ -56,7 +56,7 @@ def download(name: str) -> Path:
     path = get(weights)
     for shard in _shards(path):
         if shard not in names:
-            raise BundleError(f"model {name!r} is incomplete: {weights} names {shard}, which the repository lacks")
+            raise BundleError(f"model {name!r} is incomplete: {weights} names {shard}, which is not in the repository")
         get(shard)
     keep_branch(model, commit, (*descriptions, weights)[0])
     return path.parent
@@ -71,7 +71,7 @@ def _parsed(name: str) -> Repository:
 
 
 def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
-    """Of a repository's files, the descriptions that a model needs, and its weights or the index of their shards."""
+    """Return the descriptions among a repository's files, and the file of weights or the index of its parts."""
     names = sorted(name for name in names if "/" not in name)
     if DESCRIPTION in names and WEIGHTS in names:
         return [DESCRIPTION], WEIGHTS
@@ -83,8 +83,8 @@ def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
         weights = [name for name in names if name.endswith(suffix)]
         if len(weights) > 1:
             raise BundleError(
-                f"model {model.given!r} has several weights, {', '.join(weights)}: download the one that is meant, and "
-                "load it by its path"
+                f"model {model.given!r} has several files of weights, {', '.join(weights)}: download one of them, "
+                "and load it by its path"
             )
         if weights:
             return descriptions, weights[0]
@@ -94,13 +94,13 @@ def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
 
 
 def _shards(path: Path) -> list[str]:
-    """The files beside an index that hold the weights; none where the file holds them itself."""
+    """Return the files of weights that an index names; none for a file that holds the weights itself."""
     if not path.name.endswith(".index.json"):
         return []
     try:
         shards = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BundleError(f"{path} is damaged: it does not say which file holds each tensor ({error})") from None
+        raise BundleError(f"{path} is damaged: it does not name the file of each tensor ({error})") from None
     for shard in shards:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise BundleError(f"{path} points outside its folder: {shard!r}")
@@ -108,13 +108,13 @@ def _shards(path: Path) -> list[str]:
 
 
 def _cached(model: Repository, why: str) -> Path:
-    """The folder as an earlier download left it."""
+    """Return the folder of an earlier download. Raise `BundleError` unless it holds all files of the model."""
     folder = cached_folder(model, why)
     try:
         _, weights = _choose(model, (file.name for file in folder.iterdir() if file.is_file()))
         missing = [shard for shard in _shards(folder / weights) if not (folder / shard).is_file()]
     except BundleError as error:
-        raise BundleError(f"model {model.given!r} is not whole in the cache, and {why}: {error}") from None
+        raise BundleError(f"model {model.given!r} is incomplete in the cache, and {why}: {error}") from None
     if missing:
-        raise BundleError(f"model {model.given!r} is not whole in the cache, and {why}: {folder} lacks {missing[0]}")
+        raise BundleError(f"model {model.given!r} is incomplete in the cache, and {why}: {folder} lacks {missing[0]}")
     return folder

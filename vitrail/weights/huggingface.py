@@ -1,8 +1,8 @@
 """Folders of Hugging Face's transformers: ViT, DINOv2, and DINOv2 with registers.
 
-A folder has `config.json`, weights and `preprocessor_config.json`. Files on the hub name tensors as the first releases
-did, newer releases name some of them anew, and a model without a head leaves out the prefix: all are read as
-the hub's names without prefix, and written as on the hub.
+A folder has `config.json`, weights and `preprocessor_config.json`. Files on the hub have the tensor names of the first
+releases. Newer releases changed some names, and models without a head have no prefix. Reading converts all names to the
+hub's names without prefix; writing uses the hub's names.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ HUB_NAMES = {
     r"\.attention\.o_proj\.": ".attention.output.dense.",
     r"\.mlp\.down_proj\.": ".mlp.weights_out.",
 }
-"""By the names of newer releases. ViT's MLP got those that DINOv2's always had: `_hub_name` tells them apart."""
+"""Patterns of names in newer releases, with the hub's names. In newer releases ViT's MLP has the names of DINOv2's MLP,
+so `_hub_name` needs to know the family."""
 
 
 class HuggingFace:
-    """ViT for a plain network with a class token, DINOv2 for one with LayerScale, with registers where it has some."""
+    """Networks with a class token are written as ViT; with LayerScale as DINOv2, which can have registers."""
 
     name = "huggingface"
     folder_files: tuple[str, ...] = ("model.safetensors", "config.json", "preprocessor_config.json")
@@ -93,8 +94,9 @@ class HuggingFace:
         classes = classes_of(settings, config.num_classes, notes)
         if images.size not in (None, config.image_size) and hints.image_size is None:
             notes.append(
-                f"preprocessor_config.json makes images of {images.size}, and the positions are for "
-                f"{config.image_size}, which are made instead: image_size={images.size} gives the former"
+                f"preprocessor_config.json makes images of {images.size}, but the positions are for "
+                f"{config.image_size}, so images of {config.image_size} are used; image_size={images.size} resizes the "
+                f"positions"
             )
         return Description(
             tensors=tensors,
@@ -130,7 +132,10 @@ class HuggingFace:
 
 
 def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
-    """All tensors of a config, by the hub's names without prefix; newer releases keep SwiGLU's gate apart."""
+    """Return the pairs of all tensors of a config, by the hub's names without prefix.
+
+    With `gate_apart` SwiGLU's gate is a tensor of its own, as in newer releases.
+    """
     yield patch_pair(PATCHES, config.patch_size, config.channels)
     yield Pair("patches.projection.bias", (f"{PATCHES}.bias",))
     yield Pair("prefix.cls", ("embeddings.cls_token",))
@@ -174,7 +179,7 @@ def _both(ours: str, *theirs: str, bias: bool = True) -> Iterator[Pair]:
 
 
 def _family(tensors: TensorFile, settings: Settings) -> Family:
-    """By the config's word; without it, by the names of tensors that only one family has."""
+    """Return the family that the config names, or else the only family with such tensor names."""
     model_type = settings.get("model_type", str, None)
     if model_type is not None:
         if model_type not in FAMILIES:
@@ -187,13 +192,13 @@ def _family(tensors: TensorFile, settings: Settings) -> Family:
     if ".layernorm_before.weight" in names and "embeddings.cls_token" in names:
         return VIT
     raise BundleError(
-        f"{tensors.path} has tensors named as Hugging Face names them, and none that tell ViT or DINOv2: put its "
-        f"config.json beside it and give the folder"
+        f"{tensors.path} has the tensor names of Hugging Face, but not those of ViT or DINOv2: put its config.json "
+        f"beside it and give the folder"
     )
 
 
 def _hub_name(name: str, family: Family) -> str:
-    """A tensor's name as in files on the hub, without prefix."""
+    """Return a tensor's name in files on the hub, without prefix."""
     name = name.removeprefix(family.prefix)
     for new, old in HUB_NAMES.items():
         name = re.sub(new, old, name)
@@ -203,14 +208,14 @@ def _hub_name(name: str, family: Family) -> str:
 
 
 def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
-    """Tensors that classification has no use for, and notes of those that someone might miss."""
+    """Return the tensors that classification does not use, and notes about the important ones."""
     ignored = [name for name in tensors.shapes if name == MASK or name.startswith(DECODER)]
     notes = []
     if any(name.startswith(DECODER) for name in ignored):
-        notes.append("the decoder of masked patches was left out")
+        notes.append("the decoder of masked patches was skipped")
     if "classifier.weight" in tensors and "pooler.dense.weight" in tensors:
         ignored += ["pooler.dense.weight", "pooler.dense.bias"]
-        notes.append("the pooler was left out: with a classifier, the library does not use it")
+        notes.append("the pooler was skipped: the library does not use it in a model with a classifier")
     return tuple(ignored), notes
 
 
@@ -239,24 +244,27 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
 
 
 def _check_dinov2(config: ViTConfig) -> None:
-    """What its code computes from other fields, and so cannot have otherwise."""
+    """Raise `BundleError` for values that the library's code computes from other fields, and so cannot have."""
     for name, (down, across) in (("patch_size", config.patch_size), ("image_size", config.image_size)):
         if down != across:
-            raise BundleError(f"Hugging Face's DINOv2 resizes positions of square images: {name}={(down, across)}")
+            raise BundleError(f"Hugging Face's DINOv2 takes square patches and images: {name}={(down, across)}")
     if mlp_ratio(config) is None:
         rule = "mlp_ratio * width"
         if config.activation == "swiglu":
-            rule = f"two thirds of {rule}, rounded up to eights"
+            rule = f"two thirds of {rule}, rounded up to a multiple of 8"
         raise BundleError(
-            f"Hugging Face's DINOv2 has mlp_width = {rule}, for a whole mlp_ratio: mlp_width={config.mlp_width} and "
-            f"width={config.width} have none"
+            f"Hugging Face's DINOv2 has mlp_width = {rule}, with a whole number mlp_ratio; no mlp_ratio gives "
+            f"mlp_width={config.mlp_width} for width={config.width}"
         )
 
 
 def _conformed(
     state: dict[str, Tensor], config: ViTConfig, family: Family
 ) -> tuple[dict[str, Tensor], ViTConfig, tuple[str, ...]]:
-    """The same function with positions for class token and patches, and a head that sees what the library's sees."""
+    """Return weights and config of the same function in the library's form, and what that changes.
+
+    Positions cover the class token and the patches. DINOv2's head reads the class token and the mean of the patches.
+    """
     lost: tuple[str, ...] = ()
     positions, cls = state["positions.embedding"], state["prefix.cls"]
     if config.positions_cover == "patches":
@@ -268,16 +276,16 @@ def _conformed(
     if family.is_dinov2 and config.num_classes and config.pool == "cls":
         state["head.weight"] = torch.cat([state["head.weight"], torch.zeros_like(state["head.weight"])], dim=1)
         config = replace(config, pool="cls+gap")
-        lost = ("pool='cls' (the head sees the mean of the patches too, and multiplies it by zero)",)
+        lost = ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)
     return state, config, lost
 
 
 def _lost(config: ViTConfig, family: Family) -> Iterator[str]:
-    """What does not change the model's own answers, and is otherwise there."""
+    """Yield what differs in the library's code without changing predictions for images of the model's size."""
     if config.grid[0] != config.grid[1]:
         yield f"images of other sizes than {config.image_size} (its code resizes positions of square grids only)"
     if not family.is_dinov2 and not config.num_classes and not config.head_hidden:
-        yield "that there is no pooler (ViTModel adds one of random weights: use the class token, not pooler_output)"
+        yield "the absence of a pooler (ViTModel adds one with random weights: use the class token, not pooler_output)"
 
 
 HUGGINGFACE = HuggingFace()

@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face's transformers, with the shapes of the tensors beside it, to our config and back."""
+"""Conversion between our config and `config.json` of Hugging Face's transformers with the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ OUTPUTS: dict[str, OutputKind] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One of the library's models: how it is called, and what its class takes for granted."""
+    """One of the library's models: its names, and the values that are fixed in its class."""
 
     model_type: str
     class_name: str
     norm_eps: float
     position_resize: PositionResize
     why: str
-    """What makes a network be written as one of it."""
+    """Properties of the networks that are written as this model, for messages."""
 
     @property
     def prefix(self) -> str:
@@ -72,7 +72,7 @@ FAMILIES = {family.model_type: family for family in (VIT, DINOV2, DINOV2_REGISTE
 
 @dataclass(frozen=True)
 class Settings:
-    """`config.json`, whose fields are checked when they are asked for."""
+    """Content of `config.json`. The type of a field is checked when it is read."""
 
     weights: Path
     content: Mapping[str, Any]
@@ -110,7 +110,7 @@ def config_of(tensors: TensorFile, settings: Settings, family: Family, hints: Hi
         raise BundleError(f"{settings.path}: pooler_act={act!r} is not 'tanh'")
     heads = settings.get("num_attention_heads", int, None)
     if heads is not None and hints.heads not in (None, heads):
-        raise BundleError(f"heads={hints.heads} is not what config.json says: num_attention_heads={heads}")
+        raise BundleError(f"heads={hints.heads} does not agree with config.json, which has num_attention_heads={heads}")
     return ViTConfig(
         image_size=_image_size(tensors, settings, (patch[0], patch[1]), hints, notes),
         patch_size=(patch[0], patch[1]),
@@ -148,7 +148,7 @@ def _mlp(tensors: TensorFile, settings: Settings, family: Family) -> tuple[Activ
 def _image_size(
     tensors: TensorFile, settings: Settings, patch: tuple[int, int], hints: Hints, notes: list[str]
 ) -> tuple[int, int]:
-    """What the positions are made for: the config's size, or else a square or the hinted one."""
+    """Return the image size that the positions are made for: the config's, or else the hinted one or a square."""
     places = _shape(tensors, POSITIONS, 3)[1] - 1
     size = settings.image_size()
     if size is None:
@@ -162,7 +162,7 @@ def _image_size(
         )
     whole = grid[0] * patch[0], grid[1] * patch[1]
     if whole != size:
-        notes.append(f"patches do not divide the image size {size}: it became {whole}, which they cover")
+        notes.append(f"patches do not divide the image size {size}: it became {whole}, the part that patches cover")
     return whole
 
 
@@ -170,7 +170,7 @@ def _shape(tensors: TensorFile, name: str, dimensions: int) -> tuple[int, ...]:
     shape = tensors.shapes.get(name)
     if shape is None or len(shape) != dimensions:
         found = "is missing" if shape is None else f"has the shape {shape}"
-        raise BundleError(f"{tensors.path} says its sizes by {name}, of {dimensions} dimensions, which {found}")
+        raise BundleError(f"{tensors.path}: {name} must have {dimensions} dimensions, which give the sizes; it {found}")
     return shape
 
 
@@ -179,13 +179,13 @@ def classes_of(settings: Settings, num_classes: int, notes: list[str]) -> tuple[
     if not num_classes or not names:
         return None if num_classes else ()
     if set(names) != set(map(str, range(num_classes))):
-        notes.append(f"id2label in config.json does not number {num_classes} classes from 0: it was left out")
+        notes.append(f"id2label in config.json does not number {num_classes} classes from 0, so it was ignored")
         return None
     return tuple(str(names[str(number)]) for number in range(num_classes))
 
 
 def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, Any]:
-    """`config.json`, complete enough that the library's `from_pretrained` finds class, shapes and arithmetic."""
+    """Return the content of `config.json`, with all fields that the library's `from_pretrained` needs."""
     act = "gelu_pytorch_tanh" if config.activation == "gelu-tanh" else "gelu"
     content: dict[str, Any] = {
         "architectures": [family.class_name + ("ForImageClassification" if config.num_classes else "Model")],
@@ -225,7 +225,7 @@ def _one_or_two(size: tuple[int, int]) -> int | list[int]:
 
 
 def mlp_ratio(config: ViTConfig) -> int | None:
-    """The `mlp_ratio` of which the library makes this MLP, which must be a whole number."""
+    """Return the whole number `mlp_ratio` with which the library makes this MLP, or None if there is none."""
     for ratio in range(1, 2 * config.mlp_width // config.width + 2):
         hidden = ratio * config.width
         if config.activation == "swiglu":

@@ -1,7 +1,8 @@
-"""`preprocessor_config.json` of Hugging Face's transformers, to our preprocessing and back.
+"""Conversion between our preprocessing and `preprocessor_config.json` of Hugging Face's transformers.
 
-Two things stay apart, and no field says them: where an odd number of pixels is cut away, its code rounds the window's
-begin down and ours to the even pixel; and its faster code scales tensors, which differs from Pillow by a level.
+Two differences remain, which no field describes. If an odd number of pixels is cropped, the library rounds the start of
+the window down, and we round it to the even pixel. The library's faster code resizes tensors, which differs from Pillow
+by one level.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vitrail.weights.carried import KEPT, Table
 __all__ = ["PREPROCESS", "ReadPreprocess", "preprocess_of", "preprocessor_config"]
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
-"""Pillow's numbers."""
+"""Numbers of Pillow's filters."""
 
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
 IMAGENET: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -37,17 +38,17 @@ PREPROCESS: Table = dict.fromkeys(
 
 @dataclass(frozen=True)
 class ReadPreprocess:
-    """Preprocessing for the size that the network was made for."""
+    """Preprocessing for the network's image size, read from a file."""
 
     preprocess: Preprocess
     size: tuple[int, int] | None
-    """Height and width of the images that the file makes; None where it does not say."""
+    """Height and width of the images that the file describes, or None."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Geometry:
-    """How images get their size."""
+    """Resizing and cropping."""
 
     resize: Resize
     crop_share: float = 1.0
@@ -56,15 +57,15 @@ class _Geometry:
 
 
 def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool) -> ReadPreprocess:
-    """What `content` says, for the network's own image size, and a note for each thing that has no place here.
+    """Return the preprocessing in `content` for the network's image size, with a note for each part that differs here.
 
-    Fields that it leaves out are the family's. Raises `BundleError` for a field that makes no sense.
+    Missing fields take the defaults of the model family. Raise `BundleError` for an invalid field.
     """
     content = {name: value for name, value in content.items() if value is not None}
     notes = []
     if not content:
-        how = "short side to 256, cut to 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
-        notes.append(f"there is no preprocessor_config.json: what is usual is assumed ({how} mean and deviation)")
+        how = "short side to 256, crop of 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
+        notes.append(f"there is no preprocessor_config.json: the usual is assumed ({how} mean and standard deviation)")
     filled = {
         "resample": 3 if dinov2 else 2,
         **(IMAGENET if dinov2 and config.channels == 3 else HALF),
@@ -77,7 +78,7 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool
     interpolation = RESAMPLE.get(filled["resample"]) if isinstance(filled["resample"], int) else None
     if interpolation is None:
         notes.append(
-            f"preprocessor_config.json has resample={filled['resample']!r}, which is not here: bicubic was taken"
+            f"preprocessor_config.json has resample={filled['resample']!r}, which does not exist here: bicubic is used"
         )
     mean, std = _tones(filled)
     preprocess = Preprocess(
@@ -96,15 +97,15 @@ def _geometry(content: Mapping[str, Any]) -> _Geometry:
     size, crop = content.get("size"), content.get("crop_size")
     made = _sides(crop, "crop_size") if crop is not None and content.get("do_center_crop", True) else None
     if not content.get("do_resize", True):
-        return _Geometry("squash", size=made, note="does not scale images: here they are squashed to the size")
-    if isinstance(size, int) and made is not None:  # an old way to write the short side
+        return _Geometry("squash", size=made, note="does not resize images: here they are squashed to the image size")
+    if isinstance(size, int) and made is not None:  # older files write the short side like this
         size = {"shortest_edge": size}
     if isinstance(size, dict) and set(size) == {"shortest_edge"}:
         edge = _whole(size["shortest_edge"], "size")
         if made is None:
-            note = f"scales the short side to {edge} and cuts nothing: here the centre is cut out"
+            note = f"scales the short side to {edge} without cropping: here the centre is cropped"
             return _Geometry("crop", size=(edge, edge), note=note)
-        note = "cuts a rectangle of images scaled by their short side: here they are scaled to cover it"
+        note = "crops a rectangle from images scaled by their short side: here they are scaled to cover it"
         return _crop(made, (edge, edge), note if made[0] != made[1] else "")
     scaled = None if size is None else _sides(size, "size")
     if made is None or made == scaled or scaled is None:
@@ -112,13 +113,13 @@ def _geometry(content: Mapping[str, Any]) -> _Geometry:
     share = made[0] / scaled[0]
     if share <= 1 and all(scaled_side(part, share) == whole for part, whole in zip(made, scaled, strict=True)):
         return _Geometry("squash", share, made)
-    return _crop(made, scaled, f"squashes images to {scaled} and cuts {made} of them: here they keep their proportions")
+    return _crop(made, scaled, f"squashes images to {scaled} and crops {made}: here they keep their proportions")
 
 
 def _crop(made: tuple[int, int], scaled: tuple[int, int], note: str) -> _Geometry:
     share = min(part / whole for part, whole in zip(made, scaled, strict=True))
     if share > 1:
-        note = f"cuts {made} out of images of {scaled}, with a black border: here there is none"
+        note = f"crops {made} from images of {scaled}, with a black border: here there is no border"
     return _Geometry("crop", min(share, 1.0), made, note)
 
 
@@ -138,7 +139,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _tones(content: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation in units of [0, 1], whatever the file's numbers are in."""
+    """Return mean and standard deviation for pixels in [0, 1], converted from the file's units."""
     mean, std = (_numbers(content[name], name) for name in ("image_mean", "image_std"))
     if not content.get("do_normalize", True):
         mean, std = (0.0,), (1.0,)
@@ -159,7 +160,7 @@ def _numbers(value: Any, name: str) -> tuple[float, ...]:
 
 
 def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The file's content, and what it cannot say."""
+    """Return the content of the file, and what it does not carry."""
     height, width = preprocess.image_size
     size: dict[str, int] = {"height": height, "width": width}
     content: dict[str, Any] = {
@@ -175,7 +176,7 @@ def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[s
         content |= {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size}
         content["size"] = dict(zip(size, edges, strict=True))
     if preprocess.resize == "pad":
-        lost.append("resize='pad' (written as squashing)")
+        lost.append("resize='pad' (written as 'squash')")
     elif preprocess.resize == "crop":
         edge = min(edges)
         content["size"] = {"shortest_edge": edge}

@@ -1,7 +1,7 @@
-"""What all layouts share: pairs of our tensors and theirs, what a file says of its model, and how the two are joined.
+"""The contract of a layout, and the parts that all layouts share.
 
-A layout is a list of pairs for each config. One list serves both ways, so what is read can be written and the other
-way round; `Layout` is what each of the modules beside this one offers.
+A layout is a list of pairs for each config: the name of one of our tensors, and the names of the library's tensors with
+the same numbers. The same list serves reading and writing. Each module of a library offers a `Layout`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pair:
-    """One of our tensors, and the one or more of theirs that are the same numbers."""
+    """One of our tensors, and the library's tensor or tensors with the same numbers."""
 
     ours: str
     theirs: tuple[str, ...]
-    """Several are joined along our first axis, as queries, keys and values are."""
+    """Names in the file. Several tensors are joined along our first axis, as queries, keys and values are."""
     to_ours: Callable[[Tensor], Tensor] = _same
-    """From each of theirs to (its part of) ours."""
+    """Conversion of each of their tensors to ours, or to its part of ours."""
     to_theirs: Callable[[Tensor], Tensor] = _same
-    """The way back."""
+    """Conversion back to their tensor."""
 
     def read(self, parts: Sequence[Tensor]) -> Tensor:
         made = [self.to_ours(part) for part in parts]
@@ -70,12 +70,12 @@ class Pair:
 
 
 PRODUCER = "vitrail"
-"""Stands in every `config.json` that we write, so that a later command recognises its own output."""
+"""Value of "producer" in every `config.json` that we write, by which a later command recognises its own output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """What the caller says of a file that cannot say it itself."""
+    """Facts about a model that its file does not contain, given by the caller."""
 
     heads: int | None = None
     image_size: tuple[int, int] | None = None
@@ -83,60 +83,60 @@ class Hints:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file of weights, with the JSON files beside it that belong to it."""
+    """A file of weights with the JSON files that lie beside it."""
 
     tensors: TensorFile
     config: Mapping[str, Any] = field(default_factory=dict)
-    """`config.json`, where there is one."""
+    """Content of `config.json`; empty without the file."""
     preprocessor: Mapping[str, Any] = field(default_factory=dict)
-    """`preprocessor_config.json`, likewise."""
+    """Content of `preprocessor_config.json`; empty without the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a checkpoint is, in our words."""
+    """A checkpoint in our terms: config, preprocessing, classes, and the pairs of tensors."""
 
     tensors: TensorFile
-    """The file's tensors, by the names that the pairs have."""
+    """Tensors of the file, by the names that the pairs use."""
     config: AnyConfig
     preprocess: Preprocess
     pairs: tuple[Pair, ...]
     classes: tuple[str, ...] | None = None
-    """None: the file has no names, so they are numbers."""
+    """Names of the outputs. None if the file has no names; numbers are used then."""
     output: OutputKind = "softmax"
     """Meaning of the outputs."""
     ignored: tuple[str, ...] = ()
-    """Their tensors that have no place here, like a mask token."""
+    """Tensors of the file that our network does not have, such as a mask token."""
     notes: tuple[str, ...] = ()
-    """What was assumed, and what was left out."""
+    """Assumptions, and tensors that were skipped."""
 
 
 @runtime_checkable
 class Layout(Protocol):
-    """A library's names, shapes and habits."""
+    """A library's names, shapes and defaults."""
 
     name: str
     folder_files: tuple[str, ...]
-    """Files of the folder that it writes; empty if it writes a single file."""
+    """Files of the folder that this layout writes; empty if it writes a single file."""
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Whether the file is of this layout, by its tensors' names and its config."""
+        """Return True if the tensors' names and the config are those of this layout."""
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
-        """What the file is. Raises `BundleError` that says what to give where it cannot be told."""
+        """Return the description of a file. Raise `BundleError` that asks for the hint that is missing."""
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        """Writes the file or folder that the library would have written; returns what it could not carry."""
+        """Write the file or folder that the library would have written. Return what the file does not carry."""
 
 
 def assemble(description: Description) -> AnyNetwork:
-    """The network with the file's weights.
+    """Return the network with the file's weights.
 
-    Raises `BundleError` that lists every missing, unexpected and misshaped tensor with both shapes, before anything is
+    Raise `BundleError` that lists every missing, unexpected and misshaped tensor with both shapes, before any tensor is
     read.
     """
     tensors = description.tensors
-    with torch.device("meta"):  # weights are not drawn only to be replaced
+    with torch.device("meta"):  # the weights come from the file, so drawing some would waste time
         network = build(description.config)
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     problems, known = [], set(description.ignored)
@@ -158,7 +158,7 @@ def assemble(description: Description) -> AnyNetwork:
 
 
 def theirs_of(state: Mapping[str, Tensor], pairs: Iterable[Pair]) -> dict[str, Tensor]:
-    """Their tensors, made of ours."""
+    """Return the library's tensors, converted from ours."""
     state = dict(state)
     theirs: dict[str, Tensor] = {}
     for pair in pairs:
@@ -168,7 +168,7 @@ def theirs_of(state: Mapping[str, Tensor], pairs: Iterable[Pair]) -> dict[str, T
 
 
 def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
-    """The patch projection as PyTorch libraries have it: a convolution whose stride is its kernel."""
+    """Return the pair of the patch projection, which PyTorch libraries store as a convolution."""
     return Pair(
         "patches.projection.weight",
         (f"{theirs}.weight",),
@@ -180,8 +180,10 @@ def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
 def moved_positions(
     state: Mapping[str, Tensor], config: ViTConfig, covered: Covered
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """The same function with learned positions for other tokens before the patches: what a token loses is added to
-    the token itself, and what it gets is zero."""
+    """Return weights and config of the same function with learned positions for other tokens before the patches.
+
+    The position that a token loses is added to the token itself. The position that a token gains is zero.
+    """
     state, moved = dict(state), replace(config, positions_cover=covered)
     have, want = config.covered, moved.covered
     if config.positions != "learned" or have == want:
@@ -200,7 +202,7 @@ def moved_positions(
 
 
 def depth_of(tensors: TensorFile, prefix: str) -> int:
-    """How many blocks there are: one more than the largest number after `prefix`."""
+    """Return the number of blocks: one more than the largest number after `prefix`."""
     numbers = {
         int(rest.split("/")[0].split(".")[0])
         for name in tensors.shapes
@@ -212,9 +214,10 @@ def depth_of(tensors: TensorFile, prefix: str) -> int:
 
 
 def file_grid(places: int, cells: tuple[int, int], hints: Hints, path: Path, stride: int = 1) -> tuple[int, int]:
-    """The grid of a position embedding of so many patches: the hinted image's where it has as many, else a square.
+    """Return the grid of a position embedding for this number of patches.
 
-    `cells` is the patch, `stride` the pixels of one of its cells. Raises `BundleError` where neither fits.
+    It is the grid of the hinted image size if that has as many patches, else a square. `cells` is the patch size, and
+    `stride` the pixels of one of its cells. Raise `BundleError` if neither fits.
     """
     if hints.image_size is not None:
         height, width = (math.ceil(side / stride) // patch for side, patch in zip(hints.image_size, cells, strict=True))
@@ -223,33 +226,34 @@ def file_grid(places: int, cells: tuple[int, int], hints: Hints, path: Path, str
     side = math.isqrt(max(places, 0))
     if places < 1 or side * side != places:
         raise BundleError(
-            f"{path} has positions for {places} patches, which is no square: give image_size=(height, width), the size "
-            f"that it was made for (vitrail convert --image-size)"
+            f"{path} has positions for {places} patches, which do not form a square: give image_size=(height, width), "
+            f"the size that the model was made for (vitrail convert --image-size)"
         )
     return side, side
 
 
 def heads_of(width: int, depth: int, mlp_width: int, hints: Hints, path: Path) -> int:
-    """Attention heads, which no state dict says: the hint, or those of the one published size of this shape."""
+    """Return the number of attention heads, which no state dict contains: the hint, or the number that the published
+    model of this shape has."""
     if hints.heads is not None:
         return hints.heads
     sizes = (*VARIANTS.values(), DINOV2_GIANT)
     found = {size.heads for size in sizes if size[:3] == (width, depth, mlp_width)}
     if len(found) != 1:
         raise BundleError(
-            f"{path} does not say how many heads its attention has, and its shape (width {width}, depth {depth}, MLP "
-            f"{mlp_width}) is not a published one: give heads=... (vitrail convert --heads)"
+            f"{path} does not contain the number of attention heads, and its shape (width {width}, depth {depth}, MLP "
+            f"{mlp_width}) is not that of a published model: give heads=... (vitrail convert --heads)"
         )
     return found.pop()
 
 
 def default_preprocess(config: AnyConfig, **fields: Any) -> Preprocess:
-    """Preprocessing for a network's own size and channels."""
+    """Return the preprocessing for a network's image size and channels, with other fields as given."""
     return Preprocess(**{"image_size": config.image_size, "channels": config.channels, **fields})
 
 
 def _shape(pair: Pair, tensors: TensorFile) -> tuple[int, ...] | None:
-    """The shape that ours will have, without reading anything; None where theirs cannot become ours."""
+    """Return the shape of our tensor without reading theirs, or None if theirs cannot be converted."""
     try:
         return tuple(pair.read([torch.empty(tensors.shapes[name], device="meta") for name in pair.theirs]).shape)
     except (RuntimeError, IndexError):
@@ -257,7 +261,7 @@ def _shape(pair: Pair, tensors: TensorFile) -> tuple[int, ...] | None:
 
 
 def _assign(network: torch.nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts a tensor in a parameter's place without copying it: a mapped file stays mapped."""
+    """Replace a parameter by a tensor without copying it, so that a mapped file stays mapped."""
     module_name, _, own = name.rpartition(".")
     module = network.get_submodule(module_name)
     setattr(module, own, torch.nn.Parameter(tensor.contiguous(), requires_grad=True))

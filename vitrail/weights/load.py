@@ -1,4 +1,4 @@
-"""Any model on disk or on the hub, recognised by itself: `vitrail.load`, and the way to other layouts."""
+"""Loading of any model on disk or on the hub, whose layout is recognised, and conversion to other layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["LAYOUTS", "StartingModel", "convert", "load", "open_checkpoint", "re
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
 }
-"""Everyone else's, in the order in which a file is tried."""
+"""Layouts of other libraries, in the order in which a file is tried."""
 
 
 def load(
@@ -44,15 +44,16 @@ def load(
     classes: Sequence[str] | None = None,
     drop_head_hidden: bool = False,
 ) -> Bundle:
-    """A model: a folder that `Bundle.save` wrote, a run's folder, another library's file or folder, or a hub name.
+    """Load a model: a folder that `Bundle.save` wrote, a run's folder, another library's file or folder, or a hub name.
 
-    - `layout` (a name of `LAYOUTS`) is found out unless given; `heads` and `image_size` say what a file may not.
-    - `image_size` of another grid than the file's resizes its positions.
-    - `num_classes`, or `classes`, of another number than the file's replaces its head by a new one of zeros;
-      `drop_head_hidden` removes a hidden layer before it.
+    - `layout` (a name in `LAYOUTS`) is recognised by default. `heads` and `image_size` are needed if the file does not
+      contain them.
+    - If `image_size` has another grid than the file, positions are resized.
+    - If `num_classes` or the length of `classes` differs from the file's, a new head of zeros replaces the old head.
+      `drop_head_hidden` removes the hidden layer before the head.
 
-    What was assumed, resized or replaced is in the bundle's `notes`. Raises `BundleError` for what is missing,
-    damaged, or does not fit, and `SaveError` where a download cannot be kept.
+    The bundle's `notes` name everything that was assumed, resized or replaced. Raise `BundleError` for a model that is
+    missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.
     """
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
     source = download(str(path)) if looks_like_hub_name(path) else Path(path)
@@ -139,7 +140,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
     if layout is None:
         some = ", ".join(list(checkpoint.tensors.shapes)[:3])
         raise BundleError(
-            f"{checkpoint.tensors.path} has a layout that is not known: its tensors are called {some}, ...; known are "
+            f"{checkpoint.tensors.path} has an unknown layout: its tensors are called {some}, ...; known layouts are "
             f"vitrail, {', '.join(LAYOUTS)}"
         )
     description = _described(checkpoint, layout, hints)
@@ -150,7 +151,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
     if classes is None:
         classes = tuple(map(str, range(network.config.num_classes)))
         if classes:
-            notes = (*notes, "the file has no class names: they are numbers")
+            notes = (*notes, "the file has no class names, so the classes are numbered")
     return Bundle(
         network,
         classes,
@@ -168,21 +169,23 @@ def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Descript
     except BundleError:
         raise
     except KeyError as error:
-        raise BundleError(f"{path} lacks {error.args[0]}, by which {layout.name} says its sizes") from None
+        raise BundleError(
+            f"{path} lacks the tensor {error.args[0]}, whose shape gives the sizes of a {layout.name} model"
+        ) from None
     except ConfigError as error:
         raise BundleError(f"{path}: {error}") from None
     except (ValueError, TypeError, IndexError, AttributeError) as error:
-        raise BundleError(f"{path} says its sizes in another way than {layout.name} does: {error}") from None
+        raise BundleError(f"{path} does not have the shapes of a {layout.name} model: {error}") from None
 
 
 def _check_heads(path: Path, config: AnyConfig, hints: Hints) -> None:
     found = config.heads if config.architecture == "ViT" else None
     if hints.heads not in (None, found):
-        raise BundleError(f"heads={hints.heads} is not what {path} says: it has {found or 'no attention'}")
+        raise BundleError(f"heads={hints.heads} does not agree with {path}, which has {found or 'no attention'}")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A file, or a folder with one beside its `config.json`. Raises `BundleError`."""
+    """Open a file of weights, or a folder that holds one beside its `config.json`. Raise `BundleError`."""
     if not path.exists():
         raise BundleError(f"model {str(path)!r} does not exist: there is no such file or folder")
     if path.is_file():
@@ -208,7 +211,9 @@ def _weights_file(folder: Path) -> Path:
         return found[0]
     if not found:
         raise BundleError(f"{folder} is not a model: it has no model.json and no weights ({', '.join(SUFFIXES)})")
-    raise BundleError(f"{folder} has several weights, {', '.join(file.name for file in found)}: name one of them")
+    raise BundleError(
+        f"{folder} has several files of weights, {', '.join(file.name for file in found)}: give the path of one of them"
+    )
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
-"""Files of named tensors, whoever wrote them: shapes at once, values one at a time, and never any code.
+"""Reading and writing of files of named tensors: npz, safetensors, PyTorch, and the index of several files.
 
-safetensors and PyTorch files are mapped: a tensor costs memory when it is used. An npz is read tensor by tensor.
-Files are written whole or not at all, so a model can take the place of the file that it is mapped from.
+Opening a file reads the shapes of all tensors. Their values are read one at a time, and no code from a file ever runs.
+safetensors and PyTorch files are mapped, so a tensor takes memory when it is used. A file is written completely or not
+at all, so a model can replace the file that it is mapped from.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ __all__ = ["SUFFIXES", "TensorFile", "open_tensors", "save_tensors"]
 SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
 
 WRAPPERS = ("state_dict", "model", "model_state", "teacher", "network")
-"""Where training scripts keep the weights inside a checkpoint."""
+"""Keys under which training scripts store the weights in a checkpoint."""
 
 
 class TensorFile:
-    """Tensors by name. `shapes` says what there is; `read` returns one, or a row of it, in float32."""
+    """Tensors by name. `shapes` holds the shape of each; `read` returns one, or a row of it, in float32."""
 
     def __init__(
         self, path: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int | None], Tensor]
@@ -47,7 +48,7 @@ class TensorFile:
         return name in self.shapes
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """One tensor, or what it has at `row` of its first axis. Raises `BundleError` where the file is damaged."""
+        """Return one tensor, or its `row` along the first axis. Raise `BundleError` if the file is damaged."""
         try:
             tensor = self._read(name, row)
         except BundleError:
@@ -57,16 +58,16 @@ class TensorFile:
         return tensor if tensor.dtype == torch.float32 else tensor.float()
 
     def renamed(self, rename: Callable[[str], str]) -> TensorFile:
-        """The same tensors by other names."""
+        """Return the same tensors under other names."""
         names = {rename(name): name for name in self.shapes}
         shapes = {new: self.shapes[old] for new, old in names.items()}
         return TensorFile(self.path, shapes, lambda name, row: self.read(names[name], row))
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Opens an npz, a safetensors file, a PyTorch file, or the index of several (`*.index.json`).
+    """Open an npz, a safetensors file, a PyTorch file, or the index of several files (`*.index.json`).
 
-    Raises `BundleError` for a file that does not exist, is empty, cut short or damaged, or holds anything but tensors.
+    Raise `BundleError` for a file that does not exist, is empty, cut short or damaged, or holds anything but tensors.
     """
     if not path.is_file():
         raise BundleError(f"weights {str(path)!r} do not exist: there is no such file")
@@ -79,17 +80,19 @@ def open_tensors(path: Path) -> TensorFile:
         file = OPENERS[kind](path)
     except BundleError:
         raise
-    except Exception as error:  # what a parser raises on bytes that are not its own is anyone's guess
-        raise BundleError(f"{path} is damaged, cut short or not what its suffix says: {_line(error)}") from None
+    except Exception as error:  # parsers raise any exception on bytes of another format
+        raise BundleError(
+            f"{path} is damaged, cut short or of another format than its suffix: {_line(error)}"
+        ) from None
     if not file.shapes:
         raise BundleError(f"{path} holds no tensors")
     return file
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str, ...]) -> None:
-    """Writes a file of the kind that its suffix says, whole or not at all.
+    """Write a file in the format of its suffix, completely or not at all.
 
-    Raises `BundleError` for a suffix that is not one of `suffixes`, `SaveError` for a file that cannot be written.
+    Raise `BundleError` for a suffix that is not one of `suffixes`, and `SaveError` if the file cannot be written.
     """
     if path.suffix not in suffixes:
         raise BundleError(f"cannot write {str(path)!r}: {path.suffix or 'no suffix'!r} is not {' or '.join(suffixes)}")
@@ -108,7 +111,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str,
                 with partial.open("wb") as file:
                     torch.save({name: _alone(tensor) for name, tensor in tensors.items()}, file)
             partial.replace(path)
-        except (SafetensorError, RuntimeError) as error:  # which is how these libraries report a full disk
+        except (SafetensorError, RuntimeError) as error:  # these libraries report a full disk with these exceptions
             raise OSError(None, str(error)) from error
         finally:
             if not partial.is_dir():
@@ -123,7 +126,9 @@ def _open_npz(path: Path) -> TensorFile:
         with archive.open(entry) as file:
             shapes[name], _, kinds[name] = _header(file)
         if kinds[name].hasobject:
-            raise BundleError(f"{path}: {name} is a pickled object, which is not loaded, because it could run code")
+            raise BundleError(
+                f"{path}: {name} is a pickled object; it is not loaded, because unpickling could run code"
+            )
 
     def read(name: str, row: int | None) -> Tensor:
         with archive.open(f"{name}.npy") as file:
@@ -132,18 +137,18 @@ def _open_npz(path: Path) -> TensorFile:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(np.asarray(array, dtype=np.float32, order="C"))
 
-    # bfloat16 is no type of numpy's: it keeps jax's as two bytes without a meaning
+    # numpy has no bfloat16: files that jax wrote hold two bytes per value, of the kind V2.
     return TensorFile(path, {n: s for n, s in shapes.items() if kinds[n].kind == "f" or kinds[n] == "V2"}, read)
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether columns come first, and type."""
+    """Return the shape, True for column-major order, and the type."""
     version = np.lib.format.read_magic(file)
     return (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
 
 
 def _read_row(file: Any, row: int) -> np.ndarray:
-    """One row of an array: the others need no memory."""
+    """Return one row of an array without reading the others."""
     shape, columns_first, kind = _header(file)
     if columns_first:
         file.seek(0)
@@ -182,7 +187,7 @@ def _open_torch(path: Path) -> TensorFile:
 
 
 def _open_index(path: Path) -> TensorFile:
-    """Shards: a JSON file says which of the files beside it holds each tensor."""
+    """Open the files of weights that an index names. The index maps each tensor to the file that holds it."""
     weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     for shard in set(weight_map.values()):
         if Path(shard).name != shard:
@@ -204,7 +209,7 @@ OPENERS: dict[str, Callable[[Path], TensorFile]] = {
 
 
 def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
-    """The floating-point tensors of a state dict, or of the one inside a training script's checkpoint."""
+    """Return the floating-point tensors of a state dict, or of the state dict in a training script's checkpoint."""
     for wrapper in WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
@@ -212,7 +217,7 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
     if isinstance(content, dict):
         tensors = {str(n): t for n, t in content.items() if isinstance(t, Tensor) and t.is_floating_point()}
     if not tensors:
-        raise BundleError(f"{path} holds no tensors by name, neither at its top nor under {', '.join(WRAPPERS)}")
+        raise BundleError(f"{path} holds no named tensors, neither at its top level nor under {', '.join(WRAPPERS)}")
     return tensors
 
 
@@ -224,7 +229,7 @@ def _without_common_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Without the rest of what it is a part of, which `torch.save` would write as well."""
+    """Return the tensor in a storage of its own, because `torch.save` writes the whole storage of a view."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -1,6 +1,6 @@
-"""Files of timm, and of DINO and DINOv2, whose tensors have the same names: bare, or in a hub folder with config.json.
+"""Files of timm, DINO and DINOv2, whose tensors have the same names: bare files, and hub folders with config.json.
 
-Covers Vision Transformers with all their options, hybrids (with timm's own epsilons), and BiT ResNets.
+The layout covers Vision Transformers with all their options, hybrids (with timm's own epsilons), and BiT ResNets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vitrail.weights.layout import (
     theirs_of,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
-from vitrail.weights.timm_config import POOLS, classes_of, preprocess_of, size_of, untold_preprocess, written_config
+from vitrail.weights.timm_config import POOLS, classes_of, lost_preprocess, preprocess_of, size_of, written_config
 
 __all__ = ["TIMM", "Timm"]
 
@@ -60,14 +60,14 @@ VIT: Table = {
 PREPROCESS: Table = dict.fromkeys(
     (
         "image_size", "channels", "resize", "crop_share", "interpolation", "mean", "std",
-        "pad_value", "antialias", "scaled_decode",  # of these `untold_preprocess` says what is lost
+        "pad_value", "antialias", "scaled_decode",  # of these `lost_preprocess` says what is lost
     ),
     KEPT,
 )  # fmt: skip
 
 
 class Timm:
-    """`recognises` is the last to be asked: its names are the plainest."""
+    """The layout of timm. It is tried last, because other libraries use some of its names as well."""
 
     name = "timm"
     folder_files: tuple[str, ...] = ("model.safetensors", "config.json")
@@ -87,9 +87,12 @@ class Timm:
         preprocess, notes = preprocess_of(config, stated, dinov2="mask_token" in tensors)
         ignored = tuple(name for name in ("mask_token",) if name in tensors)
         if config.architecture == "ViT" and config.has_class_token and config.positions_cover == "patches":
-            notes = (*notes, f"positions are taken for {config.grid[0]} x {config.grid[1]} patches and no other token")
+            notes = (
+                *notes,
+                f"positions are assumed to be those of {config.grid[0]} x {config.grid[1]} patches alone",
+            )
         if ignored:
-            notes = (*notes, "mask_token, which only pre-training uses, was left out")
+            notes = (*notes, "mask_token, which only pre-training uses, was skipped")
         return Description(
             tensors=tensors,
             config=config,
@@ -101,28 +104,29 @@ class Timm:
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        """A folder as on the hub; a path that ends in .safetensors becomes the bare file."""
+        """Write a folder as on the hub, or a bare file if the path ends in .safetensors."""
         config, state = bundle.network.config, bundle.network.state_dict()
         lost = carried(self.name, config, _carried(config))
         if config.architecture == "ViT" and config.registers and config.positions_cover == "class":
-            state, config = moved_positions(state, config, "patches")  # it has them for all of these tokens or for none
+            # timm has positions for all tokens before the patches or for none of them.
+            state, config = moved_positions(state, config, "patches")
         theirs = theirs_of(state, pairs(config))
         if config.architecture == "ViT" and config.root and not config.root.depths:
             theirs = {name.replace(f"{BACKBONE}stem.", BACKBONE): tensor for name, tensor in theirs.items()}
         if path.suffix == ".safetensors":
             bare = bare_loss(self.name, bundle)
             save_tensors(theirs, path, (".safetensors",))
-            return (*lost, *bare, *_untold(config))
+            return (*lost, *bare, *_bare_loss_of_config(config))
         lost += output_loss(self.name, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
         lost += carried(self.name, bundle.preprocess, PREPROCESS)
         with replacing_folder("the model", path, self.folder_files) as partial:
             save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
             write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
-        return (*lost, *untold_preprocess(bundle.preprocess))
+        return (*lost, *lost_preprocess(bundle.preprocess))
 
 
 def pairs(config: AnyConfig) -> Iterator[Pair]:
-    """All tensors of a config."""
+    """Return the pairs of all tensors of a config."""
     if config.architecture == "BiT":
         yield from _bit_pairs(config)
         return
@@ -204,8 +208,8 @@ def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
 
 
 def _plain_name(name: str) -> str:
-    """DINOv2's own code calls registers and SwiGLU's layers otherwise, and may cut blocks into chunks; a root without
-    stages is its stem, which then has no name."""
+    """Return timm's name of a tensor. DINOv2's own code has other names for registers and the layers of SwiGLU, and may
+    group blocks into chunks. A root without stages is only its stem, which then has no name."""
     name = re.sub(rf"^{re.escape(BACKBONE)}(conv|norm)\.", rf"{BACKBONE}stem.\1.", name)
     name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
     name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
@@ -299,10 +303,10 @@ def _grid(
     path: Path,
     stride: int,
 ) -> tuple[tuple[int, int], Covered]:
-    """The grid of a position embedding, and which tokens before the patches it has places for.
+    """Return the grid of a position embedding, and the tokens before the patches that it covers.
 
-    timm gives them to all such tokens, to none ("no_embed_class"), DINOv2 to the class token alone. Whatever makes the
-    grid of the first of the sizes that can be is taken; without one, whatever makes a square.
+    In timm it covers all these tokens or none ("no_embed_class"), in DINOv2 the class token alone. The first of `sizes`
+    whose grid fits one of these decides; if none fits, the grid is the only possible square.
     """
     choices: dict[int, Covered] = {}
     counts: tuple[tuple[Covered, int], ...] = (("class", int(has_cls)), ("patches", 0), ("all", has_cls + registers))
@@ -315,8 +319,8 @@ def _grid(
     squares = [count for count in choices if count > 0 and math.isqrt(count) ** 2 == count]
     if len(squares) != 1:
         raise BundleError(
-            f"{path} has {places} positions, and how many are the patches', in how many rows, is not plain: give "
-            f"image_size=(height, width), the size that it was made for (vitrail convert --image-size)"
+            f"{path} has {places} positions, which fit several grids or none: give image_size=(height, width), the "
+            f"size that the model was made for (vitrail convert --image-size)"
         )
     side = math.isqrt(squares[0])
     return (side, side), choices[squares[0]]
@@ -334,16 +338,16 @@ def _carried(config: AnyConfig) -> Table:
     return {**VIT, "position_resize": resize}
 
 
-def _untold(config: AnyConfig) -> Iterator[str]:
-    """What the folder's config.json says, and the bare tensors do not."""
+def _bare_loss_of_config(config: AnyConfig) -> Iterator[str]:
+    """Yield what the folder's config.json contains and bare tensors do not."""
     if config.architecture == "BiT":
         return
     yield f"heads={config.heads}"
     if config.activation == "gelu-tanh":
-        yield "the tanh approximation of GELU (its code computes the exact one unless told)"
+        yield "the tanh approximation of GELU (its code computes the exact one by default)"
     guessed = "cls" if config.has_class_token and config.final_norm == "tokens" else "gap"
     if config.pool not in ("map", guessed):
-        yield f"pool={config.pool!r} (such tensors are taken for {guessed!r})"
+        yield f"pool={config.pool!r} (such tensors are read as {guessed!r})"
 
 
 TIMM = Timm()

@@ -1,4 +1,4 @@
-"""Files of torchvision's Vision Transformers: vit_b_16 and its kin."""
+"""Files of torchvision's Vision Transformers: vit_b_16 and the other sizes."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
 END_TO_END = (384, 512, 518)
-"""Sizes of the files that were fine-tuned from SWAG's (2201.08371) as a whole; images are scaled to just that, bicubic.
+"""Image sizes of the models fine-tuned end to end from SWAG (2201.08371), which scale images to this size, bicubic.
 
-Those of 224 with a linear head on SWAG's features are scaled likewise, but nothing in a file tells them apart.
+The models of size 224 with a linear head on SWAG's features are scaled in the same way, but nothing in their files
+distinguishes them from other models.
 """
 
 
 class Torchvision:
-    """A class token, learned positions, exact GELU, and optionally a hidden layer before the head."""
+    """Networks with a class token, learned positions, exact GELU, and optionally a hidden layer before the head."""
 
     name = "torchvision"
     folder_files: tuple[str, ...] = ()
@@ -57,7 +58,7 @@ class Torchvision:
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
         tensors = checkpoint.tensors
-        # Files from before 0.12 number the layers of an MLP by its place in a list.
+        # Files from before torchvision 0.12 call the layers of an MLP linear_1 and linear_2.
         tensors = tensors.renamed(lambda n: n.replace(".mlp.linear_1.", ".mlp.0.").replace(".mlp.linear_2.", ".mlp.3."))
         shapes = tensors.shapes
         width, channels, down, across = shapes["conv_proj.weight"]
@@ -81,7 +82,12 @@ class Torchvision:
         geometry: dict[str, Any] = {"crop_share": 0.875}
         if config.image_size in [(side, side) for side in END_TO_END]:
             geometry = {"crop_share": 1.0, "interpolation": "bicubic"}
-        elif (width, cells, config.image_size) == (1024, (16, 16), (224, 224)):  # the one file that was measured so
+        elif (width, cells, config.image_size) == (
+            1024,
+            (16, 16),
+            (224, 224),
+        ):
+            # The published ViT-L/16 was evaluated in this way.
             geometry = {"crop_share": 224 / 242}
         return Description(
             tensors=tensors,
@@ -97,7 +103,8 @@ class Torchvision:
         lost = [*bare_loss(self.name, bundle), f"heads={config.heads}", *carried(self.name, config, CARRIED)]
         if config.patch_size[0] != config.patch_size[1] or config.image_size[0] != config.image_size[1]:
             raise BundleError(
-                f"torchvision takes square patches and images; these are {config.patch_size} and {config.image_size}"
+                f"torchvision takes square patches and images; this model has patches of "
+                f"{config.patch_size} and images of {config.image_size}"
             )
         state, config = moved_positions(bundle.network.state_dict(), config, "class")
         save_tensors(theirs_of(state, pairs(config)), path, (".pth", ".pt", ".bin"))
@@ -107,7 +114,7 @@ class Torchvision:
 
 
 def pairs(config: ViTConfig) -> Iterator[Pair]:
-    """All tensors of a config."""
+    """Return the pairs of all tensors of a config."""
     yield patch_pair("conv_proj", config.patch_size, config.channels)
     yield Pair("patches.projection.bias", ("conv_proj.bias",))
     yield Pair("prefix.cls", ("class_token",))
