@@ -104,7 +104,7 @@ def test_the_hidden_layer_can_be_left_out(tmp_path: Path) -> None:
         (["{ours}", "{out}.npz", "--to", "bit"], "a Vision Transformer cannot be written as bit"),
         (["{ours}", "{out}", "--to", "timm", "--layout", "tmm"], "--layout: 'tmm' does not exist; nearest: timm"),
         (["{ours}-no", "{out}", "--to", "timm"], "ours-no' does not exist"),
-        (["{ours}", "{out}", "--to", "timm", "--heads", "4"], "--heads: 4 is not what"),
+        (["{ours}", "{out}", "--to", "timm", "--heads", "4"], "--heads: 4 does not agree with"),
         (["{ours}", "{out}", "--to", "timm", "--image-size", "9", "8"], "is not a multiple of patch_size=(4, 4)"),
         (["{ours}", "{out}"], "--to is missing; usage: vitrail convert SRC DST --to LAYOUT"),
         (["{ours}", "--to", "timm"], "DST is missing"),
