@@ -206,7 +206,7 @@ def test_folders_of_imagenets_numbers_are_measured_with_a_note(
 ) -> None:
     model = make_model(tmp_path / "model", IMAGENET)
     code, out, errors = evaluate(model, numbered, "--split", "all", "--confusion", "--json")
-    assert code == 0 and "the data's classes are numbers, and were taken for ImageNet's" in errors
+    assert code == 0 and "the data's classes are numbers, which are taken as ImageNet's classes" in errors
     row = json.loads(out)["train"]
     assert row["images"] == 6 and {cell[0] for cell in row["confusion"]} == {"class 7", "class 998"}
 
@@ -230,10 +230,10 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
             (colours / split / old).rename(colours / split / new)
     (tmp_path / "names.txt").write_text("n01440764 tench, Tinca tinca\nn01443537 goldfish\nn01608432 kite\n")
     code, out, errors = evaluate(model, colours, "--class-names", str(tmp_path / "names.txt"), "--per-class", "--json")
-    assert code == 0 and "were found in a list of WordNet ids" in errors
+    assert code == 0 and "by a list of WordNet ids" in errors
     assert {one["name"] for one in json.loads(out)["test"]["per_class"]} == {"tench", "goldfish", "kite"}
     code, _, errors = evaluate(model, colours)
-    assert code == 2 and "are none of the model's" in errors
+    assert code == 2 and "do not match exactly one of the model's" in errors
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
         (("--by", "accuracy"), "this model has no head, so it tells no classes apart; fine-tune it, or measure its"),
         (
             ("--by", "fewshot", "--shots", "25"),
-            "25 shots need 25 training images of each class; fewer have: blue (9), green (9), red (9)",
+            "25 shots need 25 training images per class; these classes have fewer: blue (9), green (9), red (9)",
         ),
         (
             ("--by", "knn", "--split", "train"),

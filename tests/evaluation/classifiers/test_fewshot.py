@@ -188,7 +188,7 @@ def test_too_few_images_are_named_and_counted() -> None:
     settings: dict[str, Any] = {"num_classes": 4, "shots": (1, 5), "class_names": ("ash", "birch", "cedar", "oak")}
     with pytest.raises(DataError) as error:
         measured(features, labels, features, labels, **settings)
-    assert "5 shots need 5 training images of each class" in str(error.value)
+    assert "5 shots need 5 training images per class" in str(error.value)
     assert "birch (2), cedar (3), oak (0)." in str(error.value) and "ash" not in str(error.value)
     assert "--allow-fewer" in str(error.value)
     result = measured(features, labels, features, labels, **settings, allow_fewer=True)
@@ -204,7 +204,7 @@ def test_many_short_classes_are_counted() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shots": ()}, r"shots=\(\) must be numbers of images of each class, from 1"),
+        ({"shots": ()}, r"shots=\(\) must be numbers of images per class, from 1"),
         ({"shots": (5, 0)}, r"shots=\(5, 0\)"),
         ({"seeds": 0}, r"seeds=\(\) must be whole numbers from 0, at least one"),
         ({"seeds": (1, -1)}, r"seeds=\(1, -1\)"),

@@ -1,4 +1,4 @@
-"""Features and their labels as arrays: what must hold of them, reading them in parts, and judging scores."""
+"""Arrays of features and their truth: checks, statistics, and reading in parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 PART = 2**23
-"""Numbers that are read at once: 64 MB in float64."""
+"""Numbers in a part: 64 MB in float64."""
 
 
 def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Truth) -> None:
@@ -62,23 +62,23 @@ def check_same_kind(train: Truth, test: Truth) -> None:
 
 
 def parts(rows: int, width: int) -> Iterator[slice]:
-    """Slices of consecutive rows, of 64 MB in float64 at most."""
+    """Yield slices of consecutive rows, of at most 64 MB in float64."""
     step = max(1, PART // max(width, 1))
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))
 
 
 def tensor(features: Float[np.ndarray, "n d"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "n d"]:
-    """A copy, which a read-only map of a file needs to become a tensor."""
+    """Return a copy as a tensor. Features that are mapped from a file are read-only, which tensors cannot be."""
     return torch.from_numpy(np.array(features, copy=True)).to(dtype)
 
 
 def moments(
     features: Float[np.ndarray, "n d"], rows: Int64[np.ndarray, " m"]
 ) -> tuple[Float64[Tensor, " d"], Float64[Tensor, " d"]]:
-    """Mean and standard deviation (divided by n) of every column over some rows, in float64.
+    """Return mean and standard deviation (divided by n) of every column over some rows, in float64.
 
-    Raises `DataError` naming the first row that has a number which is not finite.
+    Raise `DataError` that names the first row with a number that is not finite.
     """
     width = features.shape[1]
     total, squares = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
@@ -93,7 +93,7 @@ def moments(
 
 
 def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) -> None:
-    """Raises `DataError` naming the first of these rows that has a number which is not finite."""
+    """Raise `DataError` that names the first of these rows with a number that is not finite."""
     finite = values.isfinite().all(dim=1)
     if not finite.all():
         row = rows[int(finite.int().argmin())]
@@ -101,9 +101,9 @@ def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) ->
 
 
 def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray, " n"]:
-    """Each row's place, from 0, among the rows of its label, in an order drawn by the seed.
+    """Return the position of each row, from 0, among the rows of its label, in an order drawn by the seed.
 
-    The order within a class depends on the seed, the label and the number of rows of that label alone.
+    The order within a class depends only on the seed, the label and the number of rows of that label.
     """
     ordinals = _places(labels, np.arange(len(labels)))
     order = np.argsort(keyed_uniform(seed, labels, ordinals, draws=1)[:, 0], kind="stable")
@@ -111,7 +111,7 @@ def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray,
 
 
 def _places(labels: Int64[np.ndarray, " n"], order: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """How many rows of the same label come before each row in an order."""
+    """Return the number of rows of the same label that come before each row in an order."""
     grouped = order[np.argsort(labels[order], kind="stable")]
     values, first = np.unique(labels[grouped], return_index=True)
     places = np.empty(len(labels), np.int64)

@@ -1,4 +1,4 @@
-"""Few-shot accuracy: least squares in closed form on the frozen features of a few images of each class."""
+"""Few-shot accuracy: least squares in closed form on the frozen features of a few images per class."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 CONSTANT = 100.0
-"""The feature that stands for the intercept. It is regularised too, so it is large."""
+"""The constant feature for the intercept. It is large because its weight is regularised too."""
 LOO_GRID = tuple(2.0**power for power in range(20, -11, -1))
-"""The strengths that "loo" chooses from, the strongest first."""
+"""The strengths that "loo" chooses from, strongest first."""
 NAMED = 10
-"""Classes that a message names before it only counts."""
+"""The largest number of classes that a message names."""
 
 Strength = float | Literal["loo"]
 
@@ -44,19 +44,19 @@ class FewShotRow:
 
     shots: int
     images: int
-    """To learn from: fewer than shots times classes where fewer were allowed."""
+    """Training images: fewer than shots times classes if some class has fewer."""
     accuracies: tuple[float, ...]
-    """One for each seed."""
+    """The accuracy for each seed."""
     l2: tuple[float, ...]
     """The strength of the regularisation for each seed."""
     mean: float
     std: float | None
-    """Over seeds, divided by one less than their number; None of a single seed."""
+    """Standard deviation over seeds, divided by one less than their number; None for a single seed."""
 
 
 @dataclass(frozen=True)
 class FewShotResult:
-    """What `few_shot` found."""
+    """The result of `few_shot`."""
 
     seeds: tuple[int, ...]
     rows: tuple[FewShotRow, ...]
@@ -75,16 +75,15 @@ def few_shot(
     class_names: Sequence[str] | None = None,
     of_rows: Int64[np.ndarray, " n"] | None = None,
 ) -> FewShotResult:
-    """Few-shot linear regression as in the paper's section 4.1 (arXiv 2010.11929), with the settings of big_vision's
-    evaluator: see `fit_least_squares`.
+    """Measure few-shot linear regression as in the paper's section 4.1 (arXiv 2010.11929), with the settings of
+    big_vision's evaluator (`fit_least_squares`).
 
-    `seeds` are seeds, or a number of them from 0. `l2` is the strength of the regularisation, or "loo" to choose it for
-    each draw from 2^-10 to 2^20. `of_rows`, rising, says which of the labels the features are of, where only those that
-    will be drawn (`draw_shots`) were computed.
+    `seeds` are seeds, or the number of seeds from 0. `l2` is the strength of the regularisation, or "loo" to choose it
+    for each draw from 2^-10 to 2^20. If only the features of images that will be drawn (`draw_shots`) were computed,
+    `of_rows` has their rows in `train_truth`, in rising order.
 
-    Raises `DataError` where a class has fewer images than shots (with `allow_fewer`, it gives those it has, be it
-    none), for labels out of range, widths that differ or numbers that are not finite, and `ConfigError` for settings
-    out of range.
+    Raise `DataError` if a class has fewer images than shots (with `allow_fewer`, all of its images are used), and for
+    unknown labels, different widths and features that are not finite; `ConfigError` for settings out of range.
     """
     shots = tuple(shots)
     seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
@@ -116,10 +115,10 @@ def few_shot(
 
 
 def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[np.ndarray, " drawn"]:
-    """Rows of `shots` images of each class, in rising order; all of a class that has fewer.
+    """Return the rows of `shots` images per class, in rising order; all rows of a class that has fewer.
 
-    More shots take what fewer take, and more. What is drawn of a class depends on the seed, the class's number and how
-    many images it has, and not on other classes.
+    The rows for fewer shots are among those for more shots. The rows of a class depend on the seed, the index of the
+    class and its number of images, but not on other classes.
     """
     return np.flatnonzero(class_ranks(labels, seed) < shots)
 
@@ -127,16 +126,15 @@ def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[
 def fit_least_squares(
     features: Float[np.ndarray, "n d"], labels: Int64[np.ndarray, " n"], *, num_classes: int, l2: Strength
 ) -> tuple[LinearMap, float]:
-    """The linear map of least squared error onto +1 for an image's class and -1 for the others, and the l2 it was
-    found with.
+    """Return the linear map with the least squared error onto +1 for the own class and -1 for others, and its l2.
 
     Features are standardised, (x - mean) / (std + 1e-5) over these rows, and get a constant feature of 100. The map w
     minimises ||X w - y||^2 + l2 ||w||^2. In float64, by the eigenvectors of the smaller of X^T X and X X^T.
 
-    With l2="loo", the strength is the one with the least squared error when each row is left out in turn (the strongest
-    of equal ones). The rows' statistics are taken as given, so that the errors follow in closed form: e_i = r_i /
-    (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error rather than accuracy, because
-    it also tells strengths apart where a class has one image, which left out is never recognised.
+    With l2="loo", the strength is the one with the least leave-one-out squared error, or the strongest of equal ones.
+    Mean and standard deviation are not recomputed without the row, so the errors have a closed form: e_i = r_i /
+    (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is used instead of accuracy
+    because leave-one-out accuracy is always 0 for a class with one image.
     """
     mean, std = moments(features, np.arange(len(features)))
     scale = std + 1e-5
@@ -192,23 +190,23 @@ class _Wide:
 
 
 def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> None:
-    """Raises `ConfigError` for settings out of range."""
+    """Raise `ConfigError` for settings out of range."""
     if not shots or min(shots) < 1:
-        raise ConfigError(f"shots={tuple(shots)} must be numbers of images of each class, from 1")
+        raise ConfigError(f"shots={tuple(shots)} must be numbers of images per class, from 1")
     if not seeds or min(seeds) < 0:
         raise ConfigError(f"seeds={tuple(seeds)} must be whole numbers from 0, at least one")
     if not (l2 == "loo" if isinstance(l2, str) else 0 < l2 < math.inf):
-        raise ConfigError(f"l2={l2!r} must be a number above 0, or 'loo' to choose it by leaving one out")
+        raise ConfigError(f"l2={l2!r} must be a number above 0, or 'loo' to choose it by leave-one-out error")
 
 
 def check_counts(counts: Int64[np.ndarray, " classes"], shots: int, names: Sequence[str] | None) -> None:
-    """Raises `DataError` naming the classes that have fewer images than shots."""
+    """Raise `DataError` that names the classes with fewer images than shots."""
     few = np.flatnonzero(counts < shots)
     if not len(few):
         return
     named = ", ".join(f"{names[index] if names else f'class {index}'} ({counts[index]})" for index in few[:NAMED])
     others = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
     raise DataError(
-        f"{shots} shots need {shots} training images of each class; fewer have: {named}{others}. "
-        "Give fewer shots, or --allow-fewer to learn from those that there are"
+        f"{shots} shots need {shots} training images per class; these classes have fewer: {named}{others}. "
+        "Choose fewer shots, or --allow-fewer to use all images of such classes"
     )

@@ -16,18 +16,18 @@ from vitrail.evaluation.truth import MultiLabels, SingleLabels
 __all__ = ["Fit", "LogisticRegression"]
 
 MEMORY = 10
-"""Steps that L-BFGS remembers."""
+"""Number of steps that L-BFGS keeps."""
 PART = 2**20
-"""Logits that are held at once: 4 MB. Of fewer, threads wait for each other more often, which is slow where other work
-shares the cores; more would not stay in the processor's cache."""
+"""Logits in memory at once: 4 MB. Smaller parts make threads wait for each other more often; larger ones exceed the
+processor's cache."""
 
 Vector = Float64[Tensor, "coordinates classes"]
-"""Weights, or a direction in their space; the last row is the intercepts'."""
+"""Weights, or a direction in their space. The last row has the intercepts."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a fit ended."""
+    """The result of a fit."""
 
     weight: Float64[Tensor, "d classes"]
     bias: Float64[Tensor, " classes"]
@@ -35,8 +35,8 @@ class Fit:
     """Mean cross-entropy in nats + penalty / 2 * sum of squared weights."""
     iterations: int
     gradient: float
-    """The largest absolute derivative of the objective: at most the tolerance, unless the number format or the limit of
-    iterations ended the fit before."""
+    """The largest absolute derivative of the objective. It is at most the tolerance, unless rounding or the limit of
+    iterations ended the fit earlier."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class _Value:
     objective: float
     gradient: Vector
     spread: Float64[Tensor, " classes"]
-    """The mean of p (1 - p) over rows: how curved the cross-entropy is in each class's logit."""
+    """The mean of p (1 - p) over rows: the curvature of the cross-entropy in the logit of each class."""
 
 
 class LogisticRegression:
     """Minimises mean cross-entropy + penalty / 2 * sum of squared weights, with free intercepts.
 
-    `truth` is labels (int64, one a row), for which the cross-entropy is of the softmax, or targets (0 or 1, a column a
-    class), for which it is of each class's yes-or-no question, summed over classes: one-versus-rest.
+    For single labels, the cross-entropy is that of the softmax. For several labels, it is summed over the yes-or-no
+    questions of the classes: one-versus-rest.
     scikit-learn's `LogisticRegression(C=1 / (penalty * n))` has the same minimum.
 
-    Features are to be centred, and of similar scale. Products run in their number format and on their device; what is
-    of the weights' size stays in float64 on the CPU.
+    Features should be centred and of similar scale. Products run in the features' number format and on their device.
+    Weights and gradients stay in float64 on the CPU.
 
-    L-BFGS (Liu and Nocedal 1989) begins each direction with an approximate inverse of the Hessian. Here it is the
-    inverse of spread * covariance + penalty, class by class, which is exact where p (1 - p) does not depend on the
-    features. On 45,000 x 768 features of 100 classes it took 13 iterations at most for each penalty of a warm-started
-    sweep, where the identity took up to 84.
+    L-BFGS (Liu and Nocedal 1989) starts each direction with an approximate inverse of the Hessian. Here it is the
+    inverse of spread * covariance + penalty for each class, which is exact if p (1 - p) does not depend on the
+    features. On 45,000 x 768 features of 100 classes it took at most 13 iterations for each penalty of a warm-started
+    sweep; the identity took up to 84.
     """
 
     def __init__(self, features: Float[Tensor, "n d"], truth: SingleLabels | MultiLabels) -> None:
@@ -74,8 +74,10 @@ class LogisticRegression:
     def fit(
         self, penalty: float, *, start: Fit | None = None, tolerance: float = 1e-5, max_iterations: int = 1000
     ) -> Fit:
-        """The minimum for a penalty above 0, sought from `start`, or from zero, until no derivative of the objective is
-        above the tolerance."""
+        """Return the minimum for a penalty above 0.
+
+        The search begins at `start`, or at zero, and ends when no derivative of the objective exceeds the tolerance.
+        """
         point = torch.zeros(self.features.shape[1] + 1, self.num_classes, dtype=torch.float64)
         if start is not None:
             point = torch.cat([start.weight, start.bias[None]])
@@ -85,7 +87,7 @@ class LogisticRegression:
         while value.gradient.abs().max() > tolerance and iterations < max_iterations:
             direction = -_inverse_product(value.gradient, history, self._preconditioner(value.spread, penalty))
             found = self._search(point, value, direction, penalty)
-            if found is None:  # as low as the number format lets it see
+            if found is None:  # rounding hides lower values
                 break
             next_point, next_value = found
             step, change = next_point - point, next_value.gradient - value.gradient
@@ -93,7 +95,7 @@ class LogisticRegression:
                 history = [*history[-(MEMORY - 1) :], (step, change, curvature)]
             point, value = next_point, next_value
             iterations += 1
-        if self.is_softmax:  # a constant added to all classes does not change softmax, and the penalty wants it to be 0
+        if self.is_softmax:  # softmax ignores a constant added to all classes; the penalty needs it 0
             point = point - point.mean(dim=1, keepdim=True)
         return Fit(point[:-1], point[-1], value.objective, iterations, float(value.gradient.abs().max()))
 
@@ -118,7 +120,7 @@ class LogisticRegression:
         return _Value(objective, total, spread.cpu().double() / count)
 
     def _preconditioner(self, spread: Float64[Tensor, " classes"], penalty: float) -> Callable[[Vector], Vector]:
-        spread = spread.clamp(min=1e-6)  # a class that is nowhere has none
+        spread = spread.clamp(min=1e-6)  # it is 0 for a class without samples
         curvature = self.variances[:, None] * spread + penalty
 
         def apply(vector: Vector) -> Vector:
@@ -128,7 +130,7 @@ class LogisticRegression:
         return apply
 
     def _search(self, point: Vector, value: _Value, direction: Vector, penalty: float) -> tuple[Vector, _Value] | None:
-        """A step along a direction that meets the weak Wolfe conditions, by halving and doubling, or None."""
+        """Return a step that meets the weak Wolfe conditions, by halving and doubling, or None."""
         slope = _dot(value.gradient, direction)
         noise = torch.finfo(self.features.dtype).eps * abs(value.objective)
         step, low, high = 1.0, 0.0, math.inf
@@ -148,7 +150,7 @@ class LogisticRegression:
 def _softmax(
     logits: Float[Tensor, "b classes"], labels: Shaped[Tensor, " b"]
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b classes"], Float[Tensor, "b classes"]]:
-    """Cross-entropy, probabilities, and the derivative of the cross-entropy by the logits."""
+    """Return cross-entropy, probabilities, and the derivative of the cross-entropy with respect to the logits."""
     logarithms = logits.log_softmax(dim=1)
     probabilities = logarithms.exp()
     residuals = probabilities.scatter_add(1, labels[:, None], -torch.ones_like(logits[:, :1]))
@@ -158,7 +160,7 @@ def _softmax(
 def _sigmoid(
     logits: Float[Tensor, "b classes"], targets: Shaped[Tensor, "b classes"]
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b classes"], Float[Tensor, "b classes"]]:
-    """The same of yes-or-no questions."""
+    """Return the same as `_softmax` for yes-or-no questions."""
     answers = targets.to(logits)
     losses = F.binary_cross_entropy_with_logits(logits, answers, reduction="none").sum(dim=1)
     probabilities = logits.sigmoid()
@@ -168,18 +170,18 @@ def _sigmoid(
 def _inverse_product(
     gradient: Vector, history: list[tuple[Vector, Vector, float]], precondition: Callable[[Vector], Vector]
 ) -> Vector:
-    """The inverse of the Hessian as the history shows it, times the gradient (the two loops of L-BFGS)."""
+    """Return the approximate inverse Hessian of the history, times the gradient (the two loops of L-BFGS)."""
     result = gradient.clone()
-    shares = []
+    factors = []
     for step, change, curvature in reversed(history):
-        shares.append(_dot(step, result) / curvature)
-        result -= shares[-1] * change
+        factors.append(_dot(step, result) / curvature)
+        result -= factors[-1] * change
     result = precondition(result)
     if history:
         _, change, curvature = history[-1]
         result *= curvature / _dot(change, precondition(change))
-    for (step, change, curvature), share in zip(history, reversed(shares), strict=True):
-        result += (share - _dot(change, result) / curvature) * step
+    for (step, change, curvature), factor in zip(history, reversed(factors), strict=True):
+        result += (factor - _dot(change, result) / curvature) * step
     return result
 
 

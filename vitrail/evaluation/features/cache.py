@@ -1,11 +1,12 @@
-"""Features on disk: an entry for each (data, weights, preprocessing, precision), filled by any number of processes.
+"""The cache of features: an entry for each (data, weights, preprocessing, precision), filled by one or more processes.
 
-An entry is a folder NAME with `features.npy` and `entry.json`; it is there whole or not at all. Until then it is
-NAME.partial, with a byte for each sample in `done`. Features reach the disk before these bytes do, so that a process
-that is killed loses its last seconds and nothing else.
+An entry is a folder NAME with `features.npy` and `entry.json`. It appears only when it is complete. Until then, the
+folder is NAME.partial and has a file `done` with a byte for each sample. Features are written to disk before these
+bytes, so a process that is killed loses only its last seconds of work.
 
-Processes agree by `flock` on NAME.lock, which the system ends with the process that holds it: nobody waits for the
-dead. A process that finds the lock taken waits, for whoever has it began earlier and computes the same.
+Processes coordinate by `flock` on NAME.lock. The system releases a lock when its process ends, so no process waits for
+one that has died. A process that finds the lock taken waits, because the other one started earlier and computes the
+same features.
 """
 
 from __future__ import annotations
@@ -47,27 +48,27 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Of entries, and of what `embed` computes: a new number leaves all earlier entries aside."""
+"""Version of entries and of the computation in `embed`. Entries of another version are ignored."""
 
 FEATURES = "features.npy"
 ABOUT = "entry.json"
 DONE = "done"
 THERE, UNDECODABLE = 1, 2
-"""What `done` says of a sample; 0 is to do."""
+"""Values of a sample in `done`; 0 means that it is not computed yet."""
 
 RECORD_SECONDS = 5.0
-"""Between two records of what is done: what a killed process loses at most."""
+"""Time between two updates of `done`: the most work that a killed process loses."""
 
 SAMPLED = 16
-"""Images that are hashed where a source cannot say what changes when one does."""
+"""Number of images that are hashed if a source has no `stamp_of` its samples."""
 
 CHUNK = 2**25
-"""Bytes of features that are copied at once."""
+"""Bytes of features that are copied at a time."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What features follow from: those of another identity are never used."""
+    """Everything that determines the features. Features of another identity are never used."""
 
     data: str
     weights: str
@@ -82,41 +83,41 @@ class _About:
 
     identity: Identity
     skipped: tuple[tuple[int, str], ...]
-    """Samples without a row, and why."""
+    """Samples without a row, and the reasons."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What an entry holds."""
+    """The content of an entry."""
 
     features: Float32[np.ndarray, "n d"]
-    """Mapped from the file, read-only."""
+    """Features, mapped from the file and read-only."""
     skipped: dict[int, str]
-    """Samples without a row, and why."""
+    """Samples without a row, and the reasons."""
 
 
 def default_cache() -> Path:
-    """Where features are kept unless another folder is named: `$VITRAIL_DATA`/features, or ~/.cache/vitrail/features.
+    """Return the default folder of the cache: `$VITRAIL_DATA`/features, or ~/.cache/vitrail/features.
 
-    It may not exist yet. What is deleted there is computed anew when it is needed.
+    It may not exist yet. Entries that are deleted are computed again when they are needed.
     """
     return cache_folder("features")
 
 
 def weights_fingerprint(network: nn.Module) -> str:
-    """A hash of the network's config and of its weights, in 3 % of the time that a batch of 32 images takes."""
+    """Return a hash of the network's config and weights. It takes 3 % of the time of a batch of 32 images."""
     kind = f"{type(network).__qualname__} {getattr(network, 'config', None)!r}"
     return hashlib.sha256(f"{kind}\n{weights_sha256(network)}".encode()).hexdigest()
 
 
 def data_fingerprint(source: Source) -> str:
-    """A hash of all keys and labels in order, and of what the source can say of its images without decoding them.
+    """Return a hash of all keys and targets in order, and of everything known about the images without decoding them.
 
-    Files are told apart by size and times, shards and Parquet files likewise, arrays by their pixels. Of a source that
-    cannot say (`stamp_of`), 16 images spread over it are read and hashed: a change to another goes unseen.
+    Files, shards and Parquet files are distinguished by size and times, arrays by their pixels. If a source provides
+    neither (`stamp_of`), 16 images spread over it are read and hashed; a change to another image is not detected.
     """
     digest = hashlib.sha256(fingerprint(source).encode())
-    if isinstance(getattr(source, "identity", None), str):  # all of it is in the fingerprint
+    if isinstance(getattr(source, "identity", None), str):  # the fingerprint includes it
         return digest.hexdigest()
     for index in range(len(source)):
         stamp = stamp_of(source, index)
@@ -134,7 +135,7 @@ def data_fingerprint(source: Source) -> str:
 
 
 def map_features(path: Path, shape: tuple[int, int]) -> Float32[np.ndarray, "n d"]:
-    """A file of features, mapped read-only. Raises `DataError` where it is not one of this shape, or is cut short."""
+    """Return a file of features, mapped and read-only. Raise `DataError` if it has another shape or is truncated."""
     try:
         features = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
@@ -146,7 +147,7 @@ def map_features(path: Path, shape: tuple[int, int]) -> Float32[np.ndarray, "n d
 
 @dataclass(frozen=True)
 class Entry:
-    """The place in a cache for the features of so many samples, `width` numbers each. Writing raises `SaveError`."""
+    """The entry of a cache for the features of `samples` samples, `width` numbers each. Writing raises `SaveError`."""
 
     cache: Path
     identity: Identity
@@ -155,7 +156,7 @@ class Entry:
 
     @property
     def folder(self) -> Path:
-        """Entries of the same data begin with the same name."""
+        """The folder of the entry. Names of entries of the same data begin alike."""
         values = json.dumps(to_plain(self.identity), sort_keys=True)
         return self.cache / f"{self._data}-{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
@@ -168,19 +169,19 @@ class Entry:
         return self.identity.data[:16]
 
     def read(self) -> Kept | None:
-        """What is there; None where nothing is. Raises `DataError` where it is damaged."""
+        """Return the content of the entry; None if there is no entry. Raise `DataError` if it is damaged."""
         return self._read(self.folder) if self.folder.exists() else None
 
     def whole(self) -> Kept | None:
-        """What is there whole; None where nothing is, or a damaged entry."""
+        """Return the content of the entry; None if there is no entry or it is damaged."""
         with contextlib.suppress(DataError):
             return self.read()
         return None
 
     def others(self) -> str | None:
-        """In which ways cached features of the same data differ from these; None where there are none.
+        """Return how other cached features of the same data differ: "other weights", "other preprocessing, precision".
 
-        Of several, those that differ least: "other weights", "other preprocessing, precision".
+        If there are several, it describes those that differ least. None if there are none.
         """
         found: list[list[str]] = []
         for path in self.cache.glob(f"{self._data}-*/{ABOUT}"):
@@ -196,7 +197,7 @@ class Entry:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:
-        """A lock that is not held yet; None where the disk has no locks."""
+        """Yield a lock that is not held yet; None if the disk has no locks."""
         with saving("features", self.folder):
             self.cache.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder.with_name(f"{self.folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -214,8 +215,10 @@ class Entry:
             os.close(lock)
 
     def adopt(self) -> Kept | None:
-        """What is there whole, even where its writer was killed before it got its name. For who holds the lock alone;
-        a damaged entry is removed."""
+        """Return the content of the entry, which may be complete but not renamed yet because its writer was killed.
+
+        Call it only with an exclusive lock. A damaged entry is removed. None if there is no complete entry.
+        """
         if (kept := self.whole()) is not None:
             return kept
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -226,8 +229,11 @@ class Entry:
         return None
 
     def finish(self, reason: Callable[[int], str]) -> Kept:
-        """Makes the entry of its partial folder, once all is done. For who holds the lock alone. `reason` says of a
-        sample why it could not be decoded. Raises `DataError` where the disk does not give back what was written."""
+        """Turn the partial folder into the entry, when all samples are done, and return its content.
+
+        Call it only with an exclusive lock. `reason` returns why a sample could not be decoded. Raise `DataError` if
+        the disk does not return what was written.
+        """
         with saving("features", self.folder):
             with contextlib.closing(Partial(self)) as partial:
                 done = partial.done()
@@ -237,7 +243,7 @@ class Entry:
             text = json.dumps(to_plain(_About(self.identity, skipped)), indent=2)
             _write_flushed(self.partial / ABOUT, lambda file: file.write(text.encode()))
             if skipped:
-                self._leave_out(done == THERE)
+                self._remove_rows(done == THERE)
             self._rename()
         kept = self.read()
         assert kept is not None, "it was just renamed"
@@ -250,8 +256,8 @@ class Entry:
         shape = (self.samples - len(about.skipped), self.width)
         return Kept(map_features(folder / FEATURES, shape), dict(about.skipped))
 
-    def _leave_out(self, kept: Bool[np.ndarray, " n"]) -> None:
-        """Replaces the file of features by one with those rows only."""
+    def _remove_rows(self, kept: Bool[np.ndarray, " n"]) -> None:
+        """Replace the file of features by one with only these rows."""
         features = map_features(self.partial / FEATURES, (self.samples, self.width))
         rows = np.flatnonzero(kept)
         step = max(1, CHUNK // (4 * self.width))
@@ -272,18 +278,18 @@ class Entry:
 
 
 class Lock:
-    """A lock on an entry, of this process until the end of `Entry.locked` or of the process."""
+    """A lock on an entry. It is released at the end of `Entry.locked` or of the process."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def share(self) -> None:
-        """With other processes that fill the entry."""
+        """Hold the lock together with other processes that fill the entry."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def alone(self, on_wait: Callable[[], None]) -> None:
-        """Once nobody else has it; `on_wait` is called where that takes a time."""
-        try:  # the system ends the shared lock first, so two that share it do not wait for each other
+        """Hold the lock exclusively, once no other process has it. `on_wait` is called if this has to wait."""
+        try:  # the system releases the shared lock first, so two processes that share it do not deadlock
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_wait()
@@ -293,8 +299,8 @@ class Lock:
 class Partial:
     """An entry that is being filled, by one process or by several at different rows. All methods raise `SaveError`.
 
-    Rows are written to the file, not to a mapping of it: a disk that is full is then an error, not the end of the
-    process.
+    Rows are written to the file and not to a mapping of it, because a full disk would kill a process that writes to a
+    mapping.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -309,21 +315,23 @@ class Partial:
             folder.mkdir(parents=True, exist_ok=True)
             self._features = os.open(folder / FEATURES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             if os.fstat(self._features).st_size != size:
-                # Another process may be here too: what it has written so far must stay.
+                # Another process may fill the same entry, so what it has written must stay.
                 (folder / DONE).unlink(missing_ok=True)
                 os.ftruncate(self._features, size)
                 _reserve(self._features, size)
-            _write_at(self._features, header, 0)  # each time: who made the file may have been killed before this
+            _write_at(
+                self._features, header, 0
+            )  # every time, because the process that made the file may have been killed before this
             self._done = os.open(folder / DONE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def done(self) -> UInt8[np.ndarray, " n"]:
-        """What is recorded of each sample: 0 is to do."""
+        """Return the recorded value of each sample; 0 means that it is not computed yet."""
         with saving("features", self._folder):
             read = os.pread(self._done, self._samples, 0)
         return np.frombuffer(read.ljust(self._samples, b"\0"), np.uint8)
 
     def write(self, first: int, values: Float32[np.ndarray, "b d"], valid: Bool[np.ndarray, " b"]) -> None:
-        """The features of successive samples from `first` on, and which of them could be decoded."""
+        """Write the features of successive samples from `first` on. `valid` marks the samples that could be decoded."""
         with saving("features", self._folder):
             _write_at(self._features, np.ascontiguousarray(values).tobytes(), self._start + first * self._row)
         self._pending.append((first, np.where(valid, THERE, UNDECODABLE).astype(np.uint8).tobytes()))
@@ -331,7 +339,7 @@ class Partial:
             self.record()
 
     def record(self) -> None:
-        """Brings what was written to the disk, then says that it is there."""
+        """Flush the features to disk, then record which samples are done."""
         with saving("features", self._folder):
             if self._pending:
                 os.fsync(self._features)
@@ -355,14 +363,14 @@ def _parse(path: Path) -> _About:
 
 
 def _header(rows: int, width: int) -> bytes:
-    """How an .npy file of float32 (rows, width) begins."""
+    """Return the header of an .npy file of float32 (rows, width)."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, width)})
     return file.getvalue()
 
 
 def _reserve(file: int, size: int) -> None:
-    """Has the disk set bytes aside, where it can: that it is too small is better known now than after hours."""
+    """Reserve bytes on the disk if it supports that, so that a disk that is too small is noticed before the work."""
     try:
         os.posix_fallocate(file, 0, size)
     except AttributeError:
@@ -374,7 +382,7 @@ def _reserve(file: int, size: int) -> None:
 
 def _write_at(file: int, data: bytes, place: int) -> None:
     view = memoryview(data)
-    while view:  # a write takes 2 GiB at most, and less where the disk is nearly full
+    while view:  # a write takes at most 2 GiB, and less if the disk is nearly full
         count = os.pwrite(file, view, place)
         view, place = view[count:], place + count
 

@@ -1,4 +1,4 @@
-"""Features in files of the user's: `.npy` with keys, which is read back mapped, and Parquet."""
+"""Files of features for users: `.npy` with keys, which can be loaded again, and Parquet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether probabilities mean what they say: cross-entropy, Brier score, calibration error, and one temperature.
+"""Calibration of probabilities: cross-entropy, Brier score, calibration error and temperature scaling.
 
 Sums run in float64 over blocks of rows, so that logits are never copied as a whole.
 """
@@ -30,26 +30,28 @@ __all__ = [
 ]
 
 BINS = 15
-"""Of equal width, as Guo et al. (1706.04599, section 2 and table 1) count them."""
+"""Number of bins of equal width, as in Guo et al. (1706.04599, section 2 and table 1)."""
 
 TEMPERATURES = (1e-3, 1e3)
-"""Where `fit_temperature` looks."""
+"""The range of `fit_temperature`."""
 
 BLOCK = 1 << 18
-"""Numbers in a block: 2 MB in float64, which stay in a cache."""
+"""Numbers in a block: 2 MB in float64, which fit in the processor's cache."""
 
 
 class PerSample(NamedTuple):
-    """What one pass over the logits tells of each sample."""
+    """Values of each sample from one pass over the logits."""
 
     predicted: Int64[np.ndarray, " n"]
     """The likeliest class."""
     confidence: Float64[np.ndarray, " n"]
     """The probability of the likeliest class."""
     cross_entropy: Float64[np.ndarray, " n"]
-    """In nats: minus the logarithm of the label's probability; with sigmoid, summed over all yes-or-no questions."""
+    """Cross-entropy in nats: minus the logarithm of the label's probability; with sigmoid outputs, summed over the
+    yes-or-no questions of all classes."""
     brier: Float64[np.ndarray, " n"]
-    """Squared distance of the probabilities from the truth, summed over classes (Brier 1950): 0 to 2 with softmax."""
+    """Brier score: squared difference between probabilities and truth, summed over classes (Brier 1950). It is 0 to 2
+    with softmax outputs."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class CalibrationBin:
     upper: float
     images: int
     accuracy: float | None
-    """The share that is right; None for an empty bin, as is `confidence`, the mean of what was claimed."""
+    """Fraction of correct samples; None for an empty bin."""
     confidence: float | None
+    """Mean confidence; None for an empty bin."""
 
 
 def per_sample(
@@ -71,9 +74,9 @@ def per_sample(
     scores: OutputKind = "softmax",
     temperature: float = 1.0,
 ) -> PerSample:
-    """Likeliest class, confidence and losses of each sample, whose probabilities are of logits / temperature.
+    """Return likeliest class, confidence and losses of each sample, with the probabilities of logits / temperature.
 
-    Raises `DataError` for labels that are not columns, `ConfigError` for a temperature that is not positive.
+    Raise `DataError` for labels that are not columns, `ConfigError` for a temperature that is not positive.
     """
     check_labels(labels, logits.shape[1])
     if not (0 < temperature < math.inf):
@@ -96,7 +99,7 @@ def per_sample(
 def binary_cross_entropy(
     logits: Float[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]
 ) -> Float64[np.ndarray, " n"]:
-    """Of images that can have several labels: in nats, summed over the classes' yes-or-no questions."""
+    """Return the cross-entropy of each image in nats, summed over the yes-or-no questions of the classes."""
     losses = np.empty(len(logits))
     for rows, block in _blocks(logits):
         losses[rows] = np.logaddexp(0, block).sum(axis=1) - (targets[rows] * block).sum(axis=1)
@@ -106,7 +109,7 @@ def binary_cross_entropy(
 def calibration_gaps(
     confidence: Float64[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], *, bins: int = BINS
 ) -> Float64[np.ndarray, "n bins"]:
-    """Right (1 or 0) minus confidence, each sample's in the column of its bin: what calibration errors are sums of."""
+    """Return correctness (1 or 0) minus confidence of each sample, in the column of its bin."""
     gaps = np.zeros((len(confidence), bins))
     gaps[np.arange(len(confidence)), _bin_of(confidence, bins)] = correct - confidence
     return gaps
@@ -115,14 +118,14 @@ def calibration_gaps(
 def expected_calibration_error(
     confidence: Float64[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], *, bins: int = BINS
 ) -> float:
-    """The mean over samples of |accuracy - confidence| of their bins (Guo et al. 1706.04599, equation 3), in [0, 1]."""
+    """Return the mean over samples of |accuracy - confidence| of their bins (Guo et al. 1706.04599, equation 3)."""
     return float(np.abs(calibration_gaps(confidence, correct, bins=bins).mean(axis=0)).sum())
 
 
 def calibration_bins(
     confidence: Float64[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], *, bins: int = BINS
 ) -> tuple[CalibrationBin, ...]:
-    """The bars of a reliability diagram, empty ones included."""
+    """Return the bars of a reliability diagram, including empty ones."""
     place = _bin_of(confidence, bins)
     counts, right, claimed = (
         np.bincount(place, weights, minlength=bins).tolist() for weights in (None, correct.astype(float), confidence)
@@ -136,12 +139,12 @@ def calibration_bins(
 def fit_temperature(
     logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], *, scores: OutputKind = "softmax"
 ) -> float:
-    """The temperature to divide logits by for which their mean cross-entropy is least (Guo et al. 1706.04599, 4.2).
+    """Return the temperature that minimises the cross-entropy of logits / temperature (Guo et al. 1706.04599, 4.2).
 
-    Fit it on held-out samples, and not on those that figures are then reported of. It changes no likeliest class. The
-    cross-entropy is convex in 1 / temperature, so there is one minimum; Newton's steps, kept inside a bracket that
-    shrinks, find it to a relative error below 1e-9. It is held in [0.001, 1000]: where every sample is right, ever
-    lower temperatures would be better, and where the logits mislead, ever higher ones.
+    Fit it on held-out samples, and report metrics of other samples. It changes no likeliest class. The cross-entropy is
+    convex in 1 / temperature, so there is one minimum. Newton steps inside a shrinking bracket find it to a relative
+    error below 1e-9. The result is limited to [0.001, 1000]: if every sample is correct, the minimum is at 0, and if
+    the logits mislead, it is at infinity.
     """
     check_labels(labels, logits.shape[1])
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
@@ -164,7 +167,7 @@ def fit_temperature(
 def _slope(
     logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], inverse: float, scores: OutputKind
 ) -> tuple[float, float]:
-    """First and second derivative of the mean cross-entropy by 1 / temperature."""
+    """Return the first and second derivative of the mean cross-entropy with respect to 1 / temperature."""
     slope = curvature = 0.0
     for rows, block in _blocks(logits):
         own = block[np.arange(len(block)), labels[rows]]
@@ -182,7 +185,7 @@ def _slope(
 def _probabilities(
     block: Float64[np.ndarray, "b classes"], scores: OutputKind
 ) -> tuple[Float64[np.ndarray, "b classes"], Float64[np.ndarray, " b"]]:
-    """Probabilities, and the cross-entropy but for the label's own logit."""
+    """Return probabilities, and the cross-entropy before the label's logit is subtracted."""
     if scores == "sigmoid":
         return np.exp(-np.logaddexp(0, -block)), np.logaddexp(0, block).sum(axis=1)
     top = block.max(axis=1, keepdims=True)

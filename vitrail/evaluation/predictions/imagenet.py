@@ -41,7 +41,7 @@ REAL_URL = "https://github.com/google-research/reassessed-imagenet/raw/master/re
 SYNSETS_URL = "https://storage.googleapis.com/download.tensorflow.org/data/imagenet_class_index.json"
 
 IDS_SHA256 = "385e0240499426c022b773be1ae4da780f057b89c9694c7f47199f62746b6edd"
-"""Of ImageNet's 1,000 WordNet ids in their order, joined by line feeds."""
+"""Hash of ImageNet's 1,000 WordNet ids in their order, joined by line feeds."""
 
 CLASSES = 1000
 VALIDATION_IMAGES = 50_000
@@ -52,7 +52,7 @@ LINE = re.compile(r"(n[0-9]{8})(?:[\s:,]+(.*))?")
 
 @dataclass(frozen=True)
 class Synset:
-    """A class by its WordNet id, and its names, the usual one first."""
+    """A class: its WordNet id and its names, the usual name first."""
 
     id: str
     names: tuple[str, ...]
@@ -60,18 +60,15 @@ class Synset:
 
 @dataclass(frozen=True)
 class ClassMap:
-    """Which output of a head each class of a data set is."""
+    """The output of a head for each class of a data set."""
 
     columns: tuple[int, ...]
     note: str
-    """How they were matched, in a sentence for the user."""
+    """How classes were matched, in a sentence for the user."""
 
 
 class MappedSource:
-    """A source whose labels are a model's outputs, and whose classes are the model's.
-
-    What reads `open_data(..., classes=the model's)` reads it as well.
-    """
+    """A source with the classes of a model: its labels are indices of the model's outputs."""
 
     def __init__(self, source: Source, class_map: ClassMap, classes: tuple[str, ...]) -> None:
         self.source = source
@@ -101,32 +98,32 @@ class MappedSource:
 def map_classes(
     head_classes: Sequence[str], data_classes: Sequence[str], *, mapping: str | Path | None = None
 ) -> ClassMap:
-    """The output of a head for each class of the data, by the first of these rules that matches all of them:
+    """Return the output of a head for each class of the data, by the first of these rules that matches all classes:
 
     1. equal names: some or all, in any order;
-    2. the WordNet ids in both names, as "n01440764" and "n01440764 tench";
-    3. numbers, as ImageNet-V2's folders "0" to "999", for a head of ImageNet's 1,000 classes;
-    4. a list of ids and names (`read_synsets`) in the order of the head: the file `mapping`; or, for a head of 1,000
-       classes and data of WordNet ids, the public list, which is not needed where the data has all 1,000.
+    2. equal WordNet ids in the names, like "n01440764" and "n01440764 tench";
+    3. numbers, like the folders "0" to "999" of ImageNet-V2, for a head of ImageNet's 1,000 classes;
+    4. a list of ids and names (`read_synsets`) in the order of the head. This is the file `mapping`, or for a head of
+       1,000 classes and data of WordNet ids the public list, which is not needed if the data has all 1,000 classes.
 
-    Raises `DataError`, with the names, where no rule matches all; where two classes of the data would be one output;
-    and where the list is needed and cannot be had, or has not the head's classes.
+    Raise `DataError` with the names if no rule matches all classes, if two classes of the data have one output, and if
+    the list is needed but not available or does not have the head's classes.
     """
     if _plain(head_classes) == _plain(data_classes):
         return ClassMap(tuple(range(len(data_classes))), "the data has the model's classes, in their order")
     for what, key in (("names", str), ("WordNet ids", _id_in)):
         if columns := _by_key(head_classes, data_classes, key):
-            return _distinct(data_classes, columns, f"the data's classes have {what} of the model's")
+            return _distinct(data_classes, columns, f"the data's classes are matched with the model's by their {what}")
     if len(head_classes) == CLASSES and (numbers := _numbers(data_classes)):
         columns = imagenet_columns(head_classes)[numbers].tolist()
-        return _distinct(data_classes, columns, "the data's classes are numbers, and were taken for ImageNet's")
+        return _distinct(data_classes, columns, "the data's classes are numbers, which are taken as ImageNet's classes")
     ids = [_id_in(name) for name in data_classes]
     if mapping is None and (len(head_classes) != CLASSES or not all(ids)):
         raise _unmatched(data_classes, "the model's", head_classes)
     if mapping is None and _are_imagenet(ids):
         columns = imagenet_columns(head_classes)[np.argsort(np.argsort(ids))].tolist()
         return _distinct(
-            data_classes, columns, "the data's classes are ImageNet's, and the model's were taken for them"
+            data_classes, columns, "the data's classes are ImageNet's, and the model's outputs are taken as those"
         )
     synsets = read_synsets(mapping)
     places = _places(synsets, data_classes)
@@ -134,12 +131,14 @@ def map_classes(
         raise _unmatched(missing, "the list's", [synset.id for synset in synsets])
     order = _order(head_classes, synsets)
     columns = [order[place] for place in places if place is not None]
-    return _distinct(data_classes, columns, "the data's classes were found in a list of WordNet ids")
+    return _distinct(data_classes, columns, "the data's classes are matched with the model's by a list of WordNet ids")
 
 
 def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
-    """The output of a head for each of ImageNet's 1,000 classes: by the WordNet ids in the head's names; where it has
-    none, its outputs are taken to be in ImageNet's order. Raises `DataError` for other heads."""
+    """Return the output of a head for each of ImageNet's 1,000 classes, by the WordNet ids in the head's names.
+
+    Without ids, the outputs are assumed to be in ImageNet's order. Raise `DataError` for any other head.
+    """
     if len(head_classes) != CLASSES:
         raise DataError(f"the model has {len(head_classes):,} outputs; ImageNet's labels need one with its 1,000")
     ids = [_id_in(name) for name in head_classes]
@@ -151,40 +150,44 @@ def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
 
 
 def read_synsets(path: str | Path | None = None) -> tuple[Synset, ...]:
-    """Classes in their order, from a file; without one, ImageNet's, from the cache (`$VITRAIL_DATA`) or `SYNSETS_URL`.
+    """Return the classes in a file in their order. The default is ImageNet's, from the cache (`$VITRAIL_DATA`) or
+    `SYNSETS_URL`.
 
-    A line is an id and names ("n01440764 tench, Tinca tinca", as in LOC_synset_mapping.txt; names can be missing); a
-    JSON file has the form {"0": ["n01440764", "tench"], ...}. Raises `DataError`.
+    Each line has an id and names ("n01440764 tench, Tinca tinca", as in LOC_synset_mapping.txt); names are optional. A
+    JSON file has the form {"0": ["n01440764", "tench"], ...}. Raise `DataError`.
     """
     return _read("the list of ImageNet's WordNet ids", path, SYNSETS_URL, _parse_synsets)
 
 
 def read_real(path: str | Path | None = None) -> tuple[tuple[int, ...], ...]:
-    """The reassessed labels of ImageNet's 50,000 validation images, in the order of their names (Beyer et al.
-    2006.07159), from `real.json`; without a path, from the cache (`$VITRAIL_DATA`) or `REAL_URL`. Raises `DataError`.
+    """Return the reassessed labels of ImageNet's 50,000 validation images, in the order of their names (Beyer et al.
+    2006.07159).
+
+    `path` is a file real.json. The default is the cache (`$VITRAIL_DATA`) or `REAL_URL`. Raise `DataError`.
     """
     return _read("the ReaL labels", path, REAL_URL, _parse_real)
 
 
 @dataclass(frozen=True)
 class RealAccuracy:
-    """Accuracy by the reassessed labels."""
+    """Accuracy measured by the reassessed labels."""
 
     accuracy: Metric
     images: int
-    """That were measured."""
+    """Images that were measured."""
     without_label: int
-    """For which none of ImageNet's classes was found fitting; they are left out."""
+    """Images for which no class of ImageNet fits. They are skipped."""
 
 
 def real_accuracy(
     predictions: Predictions, real: Sequence[tuple[int, ...]], *, bootstrap: int = 1000, seed: int = 0
 ) -> RealAccuracy:
-    """How often the likeliest of a model's 1,000 classes is among an image's reassessed labels (2006.07159, section 4),
-    over the images that have any, with a 95 % interval.
+    """Return the accuracy by the reassessed labels (2006.07159, section 4), with a 95 % interval.
 
-    Images are told by their file names, like ILSVRC2012_val_00000001.JPEG. Raises `DataError` for others, for a head
-    that is not ImageNet's, and where no image has a label.
+    The likeliest class has to be one of the labels. Images without such a label are skipped.
+
+    Images are identified by their file names, like ILSVRC2012_val_00000001.JPEG. Raise `DataError` for other names, for
+    a head that is not ImageNet's, and if no image has a label.
     """
     columns = imagenet_columns(predictions.classes)
     hits = []
@@ -200,23 +203,23 @@ def real_accuracy(
             hits.append(likeliest in columns[list(labels)])
     if not hits:
         raise DataError(f"none of {len(predictions):,} images has a ReaL label, so there is nothing to measure")
-    figure = mean_interval(np.asarray(hits), resamples=bootstrap, seed=seed)
-    return RealAccuracy(figure, len(hits), len(predictions) - len(hits))
+    accuracy = mean_interval(np.asarray(hits), resamples=bootstrap, seed=seed)
+    return RealAccuracy(accuracy, len(hits), len(predictions) - len(hits))
 
 
 def _plain(names: Sequence[str]) -> list[str]:
-    """Without the numbers that tell the second of two classes of one name: "crane (517)"."""
+    """Return names without the numbers that distinguish classes of one name: "crane (517)"."""
     return [name.removesuffix(f" ({number})") for number, name in enumerate(names)]
 
 
 def _id_in(name: str) -> str:
-    """The WordNet id in a name; "" for none."""
+    """Return the WordNet id in a name; "" if there is none."""
     match = WORDNET.search(name)
     return match[0] if match else ""
 
 
 def _numbers(names: Sequence[str]) -> list[int]:
-    """Names that are all numbers of ImageNet's classes; else nothing."""
+    """Return names as numbers of ImageNet's classes; nothing unless all names are such numbers."""
     numbers = [int(name) if re.fullmatch("[0-9]{1,4}", name) else CLASSES for name in names]
     return numbers if max(numbers, default=0) < CLASSES else []
 
@@ -226,7 +229,7 @@ def _are_imagenet(ids: Sequence[str]) -> bool:
 
 
 def _by_key(head: Sequence[str], data: Sequence[str], key: Callable[[str], str]) -> list[int] | None:
-    """The output that has the key of each of the data's classes, where each is that of just one; else None."""
+    """Return the output with the key of each class of the data; None unless each key is that of one output."""
     columns: dict[str, list[int]] = {}
     for column, name in enumerate(head):
         columns.setdefault(key(name), []).append(column)
@@ -235,7 +238,7 @@ def _by_key(head: Sequence[str], data: Sequence[str], key: Callable[[str], str])
 
 
 def _places(synsets: Sequence[Synset], data: Sequence[str]) -> list[int | None]:
-    """Where in the list each class is, by its id or its usual name; None where nowhere, or in several places."""
+    """Return the place of each class in the list, by its id or usual name; None unless there is one."""
     usual: dict[str, list[int]] = {}
     for place, synset in enumerate(synsets):
         for key in {synset.id, *synset.names[:1]}:
@@ -245,7 +248,7 @@ def _places(synsets: Sequence[Synset], data: Sequence[str]) -> list[int | None]:
 
 
 def _order(head: Sequence[str], synsets: Sequence[Synset]) -> list[int]:
-    """The output that each class of the list is. Lists word some names in other ways, so half of them have to agree."""
+    """Return the output for each class of the list. Lists spell some names differently, so half have to agree."""
     if all(map(_id_in, head)) and (columns := _by_key(head, [synset.id for synset in synsets], _id_in)):
         return columns
     if len(head) != len(synsets):
@@ -254,12 +257,12 @@ def _order(head: Sequence[str], synsets: Sequence[Synset]) -> list[int]:
     is_named = list(head) != [str(number) for number in range(len(head))]
     if is_named and pairs and sum(mine == theirs for mine, theirs in pairs) < len(pairs) / 2:
         mine, theirs = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
-        raise DataError(f"the model's classes are not those of the list: {mine!r} stands where the list has {theirs!r}")
+        raise DataError(f"the model's classes are not those of the list: {mine!r} is where the list has {theirs!r}")
     return list(range(len(head)))
 
 
 def _usual(name: str) -> str:
-    """The first of several names: "great_white_shark" and "great white shark, white shark" are one."""
+    """Return the first name of several: "great_white_shark" and "great white shark, white shark" are equal."""
     return name.split(",")[0].replace("_", " ").strip()
 
 
@@ -268,8 +271,8 @@ def _distinct(data: Sequence[str], columns: Sequence[int], note: str) -> ClassMa
     for name, column in zip(data, columns, strict=True):
         if column in first:
             raise DataError(
-                f"classes {first[column]!r} and {name!r} of the data are both output {column} of the model; make them "
-                "one class"
+                f"classes {first[column]!r} and {name!r} of the data are both output {column} of the model; merge them "
+                "into one class"
             )
         first[column] = name
     return ClassMap(tuple(columns), note)
@@ -277,8 +280,8 @@ def _distinct(data: Sequence[str], columns: Sequence[int], note: str) -> ClassMa
 
 def _unmatched(missing: Sequence[str], whose: str, known: Sequence[str]) -> DataError:
     return DataError(
-        f"classes of the data, {_few(missing)}, are none of {whose}, or more than one of them: {_few(known)}; rename "
-        "them, name a file of WordNet ids and names in the order of the model's outputs, or fine-tune the model on them"
+        f"classes of the data, {_few(missing)}, do not match exactly one of {whose}: {_few(known)}; rename them, name "
+        "a file of WordNet ids and names in the order of the model's outputs, or fine-tune the model on the data"
     )
 
 
@@ -287,10 +290,10 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + rest
 
 
-def _read(what: str, given: str | Path | None, url: str, parse: Callable[[str, bytes], T]) -> T:
-    """From the file that is given, or else from the cache, into which it is fetched once it has been understood."""
-    path = Path(given).expanduser() if given else cache_folder("imagenet") / PurePosixPath(url).name
-    if given or path.exists():
+def _read(what: str, named: str | Path | None, url: str, parse: Callable[[str, bytes], T]) -> T:
+    """Return the parsed content of a file: the named one, or the cached one, which is downloaded if needed."""
+    path = Path(named).expanduser() if named else cache_folder("imagenet") / PurePosixPath(url).name
+    if named or path.exists():
         try:
             return parse(str(path), path.read_bytes())
         except OSError as error:
@@ -299,7 +302,7 @@ def _read(what: str, given: str | Path | None, url: str, parse: Callable[[str, b
         data = remote.read_all(url)
     except (OSError, DataError) as error:
         raise DataError(
-            f"{what} cannot be fetched ({error}); download {url} elsewhere, and name the file or put it at {path}"
+            f"{what} cannot be downloaded ({error}); download {url} elsewhere, and name the file or copy it to {path}"
         ) from error
     value = parse(url, data)
     with saving(what, path):

@@ -1,7 +1,7 @@
-"""Figures of logits and labels: top-k, confusion, figures of each class, and those of images with several labels.
+"""Metrics of logits and labels: top-k, the confusion matrix, metrics per class, and metrics of several labels.
 
-Everywhere the likeliest class is the first of those with the largest logit, as argmax has it. Labels are columns of the
-logits; a label that is not one raises `DataError`.
+The likeliest class is the first one with the largest logit. Labels are columns of the logits; any other label raises
+`DataError`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = [
 
 
 def check_labels(labels: Int64[np.ndarray, " n"], num_classes: int) -> None:
-    """Raises `DataError` unless all are in [0, num_classes)."""
+    """Raise `DataError` unless there are labels and all of them are in [0, num_classes)."""
     if not len(labels):
         raise DataError("there is no sample with a label, so there is nothing to measure")
     wrong = (labels < 0) | (labels >= num_classes)
     if wrong.any():
         raise DataError(
-            f"label {labels[wrong][0]} is not one of {num_classes} classes, numbered from 0; leave out samples without "
-            "a label"
+            f"label {labels[wrong][0]} is not one of {num_classes} classes, numbered from 0; select the samples "
+            "that have a label"
         )
 
 
 def top_k(logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], k: int) -> Bool[np.ndarray, " n"]:
-    """Whether each label is among the `k` classes of the largest logits; of equal ones the first count as larger."""
+    """Return True for each label among the `k` classes with the largest logits; of equal logits the first is larger."""
     check_labels(labels, logits.shape[1])
     own = np.take_along_axis(logits, labels[:, None], axis=1)
     earlier = np.arange(logits.shape[1]) < labels[:, None]
@@ -52,7 +52,7 @@ def top_k(logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"
 def confusion(
     labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int
 ) -> Int64[np.ndarray, "classes classes"]:
-    """How many samples of each true class (row) were taken for each class (column)."""
+    """Return the number of samples of each true class (row) that were predicted as each class (column)."""
     check_labels(labels, num_classes)
     cells = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
     return cells.reshape(num_classes, num_classes)
@@ -60,22 +60,22 @@ def confusion(
 
 @dataclass(frozen=True, eq=False)
 class ClassMetrics:
-    """Figures of each class, in [0, 1]; NaN where they would be 0 / 0."""
+    """Metrics of each class, in [0, 1]; NaN for 0 / 0."""
 
     images: Int64[np.ndarray, " classes"]
     """Samples of the class."""
     predicted: Int64[np.ndarray, " classes"]
-    """Samples that were taken for it."""
+    """Samples that were predicted as the class."""
     recall: Float64[np.ndarray, " classes"]
-    """The share of its samples that were taken for it: the accuracy within the class."""
+    """Fraction of the class's samples that were predicted as the class: the accuracy within the class."""
     precision: Float64[np.ndarray, " classes"]
-    """The share of what was taken for it that is of it."""
+    """Fraction of the samples predicted as the class that belong to it."""
     f1: Float64[np.ndarray, " classes"]
-    """The harmonic mean of the two: 2 right / (images + predicted)."""
+    """The harmonic mean of recall and precision: 2 correct / (images + predicted)."""
 
 
 def per_class(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> ClassMetrics:
-    """The figures of each class, where a sample has one label."""
+    """Return the metrics of each class for samples with one label each."""
     check_labels(labels, num_classes)
     counts = [np.bincount(some, minlength=num_classes) for some in (labels, predicted, labels[labels == predicted])]
     return _class_metrics(*counts)
@@ -84,22 +84,23 @@ def per_class(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"
 def per_class_of_targets(
     predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]
 ) -> ClassMetrics:
-    """The same where a sample can have several labels."""
+    """Return the metrics of each class for samples that can have several labels."""
     truth = targets > 0
     return _class_metrics(truth.sum(axis=0), predicted.sum(axis=0), (truth & predicted).sum(axis=0))
 
 
 def balanced_accuracy(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> float:
-    """The mean over the classes that have samples of the accuracy within each (Brodersen et al. 2010)."""
+    """Return the mean over the classes with samples of the accuracy within each class (Brodersen et al. 2010)."""
     return float(np.nanmean(per_class(labels, predicted, num_classes).recall))
 
 
 def average_precision(
     scores: Float[np.ndarray, "n classes"], truth: Bool[np.ndarray, "n classes"]
 ) -> Float64[np.ndarray, " classes"]:
-    """Of each class: the share of true samples among those ranked at least as high, averaged over the true ones.
+    """Return the average precision of each class; NaN for a class without a true sample.
 
-    Samples of equal score stand in their order. NaN for a class without a true sample.
+    It is the mean over the true samples of the fraction of true samples among those ranked at least as high. Samples of
+    equal score are ranked in their order.
     """
     result = np.full(scores.shape[1], np.nan)
     ranks = np.arange(1, len(scores) + 1)
@@ -117,18 +118,20 @@ def mean_average_precision(scores: Float[np.ndarray, "n classes"], truth: Bool[n
 def exact_match(
     predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]
 ) -> Bool[np.ndarray, " n"]:
-    """Whether a sample is taken for all of its classes and for no other."""
+    """Return True for each sample whose predicted classes are exactly its true classes."""
     return (predicted == (targets > 0)).all(axis=1)
 
 
 def f1_scores(predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]) -> tuple[float, float]:
-    """F1 of all decisions together (micro), and its mean over classes (macro), without those that are neither true nor
-    predicted of any sample. NaN where there is nothing to tell."""
-    figures = per_class_of_targets(predicted, targets)
-    total = int(figures.images.sum() + figures.predicted.sum())
+    """Return F1 of all decisions together (micro) and its mean over classes (macro).
+
+    Classes that are neither true nor predicted for any sample are skipped. NaN if no class is left.
+    """
+    metrics = per_class_of_targets(predicted, targets)
+    total = int(metrics.images.sum() + metrics.predicted.sum())
     micro = 2 * int((predicted & (targets > 0)).sum()) / total if total else np.nan
-    told = figures.f1[~np.isnan(figures.f1)]
-    return micro, float(told.mean()) if len(told) else np.nan
+    defined = metrics.f1[~np.isnan(metrics.f1)]
+    return micro, float(defined.mean()) if len(defined) else np.nan
 
 
 def _class_metrics(

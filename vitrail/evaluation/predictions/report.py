@@ -1,4 +1,4 @@
-"""All figures of a model's predictions on labelled images, as plain values to print, draw or write as JSON."""
+"""The report of predicted classes: all metrics on labelled images, as plain values to print, draw or write as JSON."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ __all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiL
 
 @dataclass(frozen=True)
 class ClassRow:
-    """The figures of one class; None where they would be 0 / 0."""
+    """The metrics of one class; None for 0 / 0."""
 
     index: int
     name: str
     images: int
     """Images of the class."""
     predicted: int
-    """Images that were taken for it."""
+    """Images that were predicted as the class."""
     accuracy: float | None
-    """The share of its images that were taken for it (its recall)."""
+    """Fraction of the class's images that were predicted as the class (its recall)."""
     precision: float | None
     f1: float | None
     average_precision: float | None = None
-    """Where images can have several labels."""
+    """None unless images can have several labels."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far to trust the probabilities of logits / temperature."""
+    """Calibration of the probabilities of logits / temperature."""
 
     temperature: float
     error: Metric
-    """The expected calibration error; of its interval, see `calibration_error_interval`."""
+    """The expected calibration error. `calibration_error_interval` explains its interval."""
     cross_entropy: Metric
     brier: Metric
     bins: tuple[CalibrationBin, ...]
@@ -70,62 +70,62 @@ class Calibration:
 
 @dataclass(frozen=True)
 class MultiLabel:
-    """Figures of images that can have several labels. A class is predicted where its probability is above 0.5."""
+    """Metrics of images that can have several labels. A class is predicted if its probability is above 0.5."""
 
     mean_average_precision: float | None
-    """None, like the two below, where no image has a label."""
+    """None if no image has a label, like micro and macro F1."""
     exact_match: Metric
-    """The share of images that are taken for all of their classes and for no other."""
+    """Fraction of images whose predicted classes are exactly their true classes."""
     micro_f1: float | None
     macro_f1: float | None
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """An image that was taken for something else."""
+    """An image that was classified wrongly."""
 
     index: int
-    """Its number in the source."""
+    """The image's number in the source."""
     key: str
     labels: tuple[str, ...]
     predicted: tuple[str, ...]
     probability: float
-    """Of the likeliest class."""
+    """Probability of the likeliest class."""
     loss: float
-    """Its cross-entropy, in nats."""
+    """Cross-entropy of the image, in nats."""
 
 
 @dataclass(frozen=True)
 class ClassificationReport:
-    """What `report` returns. `vitrail.plain.to_plain` turns it into JSON values. Shares are in [0, 1]."""
+    """The result of `report`. `vitrail.plain.to_plain` turns it into JSON values. Fractions are in [0, 1]."""
 
     images: int
-    """That were measured."""
+    """Images that were measured."""
     unlabelled: int
-    """That have no label, and were left out."""
+    """Images without a label, which were skipped."""
     skipped: tuple[Skipped, ...]
-    """That could not be decoded."""
+    """Images that could not be decoded."""
     num_classes: int
     accuracy: Metric
-    """How often the likeliest class is the label, or one of several."""
+    """Fraction of images whose likeliest class is the label, or one of several labels."""
     cross_entropy: Metric
-    """In nats: what training minimises, so with sigmoid it is summed over the classes' yes-or-no questions."""
+    """Cross-entropy in nats. With sigmoid outputs it is summed over the yes-or-no questions of the classes."""
     top5: Metric | None
-    """Where there are six classes or more."""
+    """Top-5 accuracy; None for fewer than six classes."""
     balanced_accuracy: Metric | None
-    """The mean of the accuracy within each class; like `calibration`, where an image has one label."""
+    """Mean of the accuracies within each class; None if images can have several labels, like `calibration`."""
     calibration: Calibration | None
     scaled: Calibration | None
-    """With the temperature that was given."""
+    """Calibration with the temperature that `report` was called with."""
     multi_label: MultiLabel | None
-    """Where an image can have several labels."""
+    """None unless images can have several labels."""
     per_class: tuple[ClassRow, ...]
-    """The classes that any image has or was taken for, in the order of the outputs."""
+    """The classes that any image has or was predicted as, in the order of the outputs."""
     confusion: tuple[tuple[int, int, int], ...]
-    """True class, likeliest class, images: the cells of the confusion matrix that are not 0, row by row. Empty where an
-    image can have several labels."""
+    """True class, likeliest class and images: the cells of the confusion matrix that are not 0, row by row. Empty if
+    images can have several labels."""
     worst: tuple[Mistake, ...]
-    """The mistakes of the largest loss, largest first."""
+    """The mistakes with the largest loss, largest first."""
 
 
 def report(
@@ -136,11 +136,11 @@ def report(
     temperature: float | None = None,
     worst: int = 20,
 ) -> ClassificationReport:
-    """All figures, with 95 % intervals from `bootstrap` resamples (0: none), which `seed` decides.
+    """Return all metrics of predicted classes, with 95 % intervals from `bootstrap` resamples that `seed` draws.
 
-    `temperature` says which calibration to state as well: one fitted on other images (`fit_temperature`). 50,000 images
-    of 1,000 classes take 2.9 s on one of two cores of an AMD EPYC 9004, 2026-11. Raises `DataError` where no image has
-    a label, `ConfigError` for a temperature that is not positive.
+    0 resamples give no intervals. With a `temperature`, which should be fitted on other images (`fit_temperature`), the
+    calibration with it is reported too. 50,000 images of 1,000 classes take 2.9 s on one of two cores of an AMD EPYC
+    9004, 2026-11. Raise `DataError` if no image has a label, `ConfigError` for a temperature that is not positive.
     """
     labelled = predictions.labelled()
     if not len(predictions):
@@ -230,8 +230,8 @@ def _several_labels(
         multi_label=MultiLabel(
             mean_average_precision=float(np.nanmean(precisions)) if targets.any() else None,
             exact_match=mean_interval(exact, **settings),
-            micro_f1=_told(micro),
-            macro_f1=_told(macro),
+            micro_f1=_defined(micro),
+            macro_f1=_defined(macro),
         ),
         per_class=_rows(predictions.classes, per_class_of_targets(predicted, targets), precisions),
         confusion=(),
@@ -262,29 +262,29 @@ def _calibration(
 
 
 def _rows(
-    classes: tuple[str, ...], figures: ClassMetrics, precisions: Float64[np.ndarray, " classes"] | None = None
+    classes: tuple[str, ...], metrics: ClassMetrics, precisions: Float64[np.ndarray, " classes"] | None = None
 ) -> tuple[ClassRow, ...]:
     return tuple(
         ClassRow(
             index=number,
             name=classes[number],
-            images=int(figures.images[number]),
-            predicted=int(figures.predicted[number]),
-            accuracy=_told(figures.recall[number]),
-            precision=_told(figures.precision[number]),
-            f1=_told(figures.f1[number]),
-            average_precision=None if precisions is None else _told(precisions[number]),
+            images=int(metrics.images[number]),
+            predicted=int(metrics.predicted[number]),
+            accuracy=_defined(metrics.recall[number]),
+            precision=_defined(metrics.precision[number]),
+            f1=_defined(metrics.f1[number]),
+            average_precision=None if precisions is None else _defined(precisions[number]),
         )
-        for number in np.flatnonzero(figures.images + figures.predicted).tolist()
+        for number in np.flatnonzero(metrics.images + metrics.predicted).tolist()
     )
 
 
 def _worst(wrong: Bool[np.ndarray, " n"], losses: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " worst"]:
-    """The rows of the largest losses among those that are wrong; equal ones in their order."""
+    """Return the rows with the largest losses among the wrong ones; equal ones in their order."""
     rows = np.flatnonzero(wrong)
     return rows[np.argsort(-losses[rows], kind="stable")[:count]]
 
 
-def _told(value: float) -> float | None:
-    """JSON has no NaN."""
+def _defined(value: float) -> float | None:
+    """Return None for NaN, which JSON does not have."""
     return None if math.isnan(value) else float(value)
