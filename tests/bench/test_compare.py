@@ -36,7 +36,7 @@ def test_ours_comes_first_and_those_that_cannot_are_named(tiny_work: Callable[..
     ]  # fmt: skip
     assert result.skipped == {
         "timm": "cannot be imported (OSError: built for another torch)",
-        "torchvision": "takes square images alone, not 28 x 21",
+        "torchvision": "supports only square images, not 28 x 21",
     }  # fmt: skip
     assert all(len(row.seconds) == 3 for row in result.rows)
     assert result.breakdown is not None and sum(result.breakdown.values()) == pytest.approx(1)

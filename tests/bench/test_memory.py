@@ -80,7 +80,7 @@ def test_a_process_needs_what_the_closed_form_says(
 
 @linux
 def test_what_fails_in_a_process_is_said_here(tiny_work: Callable[..., Workload]) -> None:
-    with pytest.raises(ConfigError, match="takes square images alone, not 28 x 21"):
+    with pytest.raises(ConfigError, match="supports only square images, not 28 x 21"):
         measure_memory(Entry("torchvision"), tiny_work())
 
 

@@ -62,10 +62,10 @@ def test_one_that_is_broken_says_how(
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
-        ("torchvision", {}, "takes square images alone, not 28 x 21"),
-        ("torchvision", {"variant": "ViT-Pico/7x14", **PLAIN}, "takes square patches alone, not 7 x 14"),
-        ("torchvision", {"channels": 1, **PLAIN}, "takes 3 channels alone, not 1"),
-        ("timm", {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24)}, "builds no hybrid"),
+        ("torchvision", {}, "supports only square images, not 28 x 21"),
+        ("torchvision", {"variant": "ViT-Pico/7x14", **PLAIN}, "supports only square patches, not 7 x 14"),
+        ("torchvision", {"channels": 1, **PLAIN}, "supports only 3 channels, not 1"),
+        ("timm", {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24)}, "cannot build this hybrid"),
         ("transformers", {"registers": 4}, "without registers=4"),
         ("vit-pytorch", {"pool": "gap"}, "without pool='gap'"),
     ],
@@ -82,7 +82,7 @@ def test_unknown_names_and_networks_without_a_counterpart(tiny_work: Callable[..
         check_peers(["tim"], tiny_work().config)
     with pytest.raises(ConfigError, match="a BiT ResNet has no counterpart"):
         check_peers(["timm"], tiny_work("BiT-R26x1").config)
-    with pytest.raises(ConfigError, match="num_classes=0 does not go with --against"):
+    with pytest.raises(ConfigError, match="num_classes=0 does not work with --against"):
         check_peers(["timm"], tiny_work(task="infer", num_classes=0).config)
     check_peers([], tiny_work("BiT-R26x1").config)
 

@@ -63,7 +63,7 @@ def test_images_that_are_made_have_no_decoding_to_compare_with() -> None:
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
     fractals = open_data("fractals:2:3:0:16", validation_share=0.0).train
-    with pytest.raises(ConfigError, match="batch_size=7 is more than the images, 6"):
+    with pytest.raises(ConfigError, match="batch_size=7 is more than the 6 images"):
         measure_reading({"f": fractals}, SMALL, images=9, batch_size=7, readers=Readers(0), repetitions=1, warmup=0)
 
 

@@ -40,12 +40,12 @@ def test_tokens_of_a_resnet(tiny_work: Callable[..., Workload]) -> None:
 @pytest.mark.parametrize(
     ("fields", "axis", "message"),
     [
-        ({"batch": 1}, "batch", "--scaling batch needs two values or more; ViT-Pico/7 here has 1 alone"),
-        ({"depth": 1}, "depth", "needs two values or more"),
+        ({"batch": 1}, "batch", "--scaling batch needs at least two values; ViT-Pico/7 has only 1 here"),
+        ({"depth": 1}, "depth", "needs at least two values"),
         (
             {"variant": "BiT-R26x1"},
             "width",
-            "--scaling width is for transformers; of BiT-R26x1, choose batch or tokens",
+            "--scaling width needs a transformer; for BiT-R26x1, choose batch or tokens",
         ),
     ],
 )

@@ -46,11 +46,11 @@ def test_as_plain_values(tiny_work: Callable[..., Workload]) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"batch": 0}, "batch_size=0 is less than 1"), ({"num_classes": 0}, "num_classes=0 leaves nothing to train on")],
+    [({"batch": 0}, "batch_size=0 is less than 1"), ({"num_classes": 0}, "num_classes=0 leaves nothing to train")],
 )
 def test_what_cannot_run_is_refused(tiny_work: Callable[..., Workload], fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_work(**fields)
-    with pytest.raises(ConfigError, match="precision='float8' is of training; choices of bench infer"):
+    with pytest.raises(ConfigError, match="precision='float8' is for training only; choices"):
         tiny_work(task="infer", float8=True)
     assert tiny_work(task="infer", num_classes=0).flops > 0

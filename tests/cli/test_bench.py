@@ -50,7 +50,7 @@ def test_json_of_training(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         ]  # fmt: skip
         assert len(row["seconds"]) == 2 and list(row["images_per_second"]) == ["median", "low", "high"]
     assert result["skipped"] == {
-        "timm": "is not installed", "torchvision": "takes square images alone, not 28 x 21",
+        "timm": "is not installed", "torchvision": "supports only square images, not 28 x 21",
     }  # fmt: skip
     assert "products" in result["breakdown"]
 
@@ -65,7 +65,7 @@ def test_tables_of_inference(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "ViT-Pico/7, inference: 4 images of 28 x 21 a step, 13 tokens each" in text and "1 threads" in text
     assert any(line.split()[:2] == ["vitrail", "float32"] and line.split()[-1] == "1.00x" for line in lines)
     assert any(line.startswith("products alone  float32") and " 100% " in line for line in lines)
-    assert "left out: torchvision: takes square images alone, not 28 x 21" in text
+    assert "left out: torchvision: supports only square images, not 28 x 21" in text
     assert any(line.startswith("vitrail") and line.split()[-1] == "MB" for line in lines)
     assert any(line.split()[:1] == ["normalisation"] for line in lines)
 
@@ -148,7 +148,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "ViT-Pico/7", "--width", "97"], "--width: 97"),
         (["train", "ViT-Pico/7", "--patch-dropout", "1"], "--patch-dropout: 1.0 is not in [0, 1)"),
         (["train", "BiT-R50x1", "--heads", "2"], "unknown field 'heads' of BiT-R50x1"),
-        (["train", "ViT-Pico/7", "--num-classes", "0"], "--num-classes: 0 leaves nothing to train on"),
+        (["train", "ViT-Pico/7", "--num-classes", "0"], "--num-classes: 0 leaves nothing to train"),
         (["train", "ViT-Pico/7", "--against", "timn"], "unknown library 'timn' in --against; nearest: timm"),
         (["train", "BiT-R50x1", "--against", "timm"], "a BiT ResNet has no counterpart"),
         (["load", "ViT-Pico/7", "--against", "timm"], "--against: bench load has no such measurement"),
@@ -159,7 +159,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
             ["train", "ViT-Pico/7", "--largest-batch", "--memory-limit", "lots"],
             "--memory-limit: 'lots' is not",
         ),
-        (["train", "ViT-Pico/7", "--batch-size", "1", "--scaling", "batch"], "needs two values or more"),
+        (["train", "ViT-Pico/7", "--batch-size", "1", "--scaling", "batch"], "needs at least two values"),
         (
             ["train", "ViT-Pico/7", "--compile", "graphs", "--device", "cpu"],
             "--compile: 'graphs' needs CUDA, and this",

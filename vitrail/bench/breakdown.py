@@ -1,4 +1,4 @@
-"""Where a step's time goes, by the names of its operations (torch.profiler)."""
+"""Breakdown of a step's time by category of operation, measured with torch.profiler."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ CATEGORIES = {
     r"mkldnn_reorder)|aten::.*_?reorder|mkldnn::_reorder|Memcpy|Memset",
     "optimizer": r"Optimizer\.|aten::_(fused|foreach)",
 }
-"""Kinds of work, and the operations of each as a pattern; the first that fits counts."""
+"""Categories of operations, each with a pattern for the operations' names. The first pattern that matches counts."""
 
 REST = "the rest"
 STEP = "vitrail.bench.step"
 
 
 def category_of(operation: str) -> str:
-    """The kind of work that an operation's name stands for."""
+    """Return the category of an operation."""
     return next((name for name, pattern in CATEGORIES.items() if re.match(pattern, operation)), REST)
 
 
 def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 3) -> dict[str, float]:
-    """The share of each category in the time of some steps, in [0, 1]; together they make 1.
+    """Return the fraction of each category in the time of some steps. The fractions add up to 1.
 
-    An operation counts without those it calls. On a CPU the rest includes Python between operations; on a GPU it is the
-    time of kernels that is shared out. The profiler itself costs some time, most of it where operations are small.
+    The time of an operation excludes the operations that it calls. On a CPU, the rest includes Python code between
+    operations. On a GPU, only the time of kernels counts. The profiler adds some time, mostly to small operations.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     step()
@@ -49,7 +49,7 @@ def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 
             torch.cuda.synchronize(device)
     seconds = dict.fromkeys([*CATEGORIES, REST], 0.0)
     for event in profiler.key_averages():
-        if device.type == "cuda":  # kernels have rows of their own, and would count twice
+        if device.type == "cuda":  # kernels have rows of their own, which would count twice
             on_cpu = event.device_type == torch.profiler.DeviceType.CPU
             seconds[category_of(event.key)] += event.self_device_time_total if on_cpu else 0.0
         else:
@@ -60,7 +60,7 @@ def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps from the reader what the profiler's own code writes to the standard error, in spite of its log level."""
+    """Hide what the profiler's own code writes to standard error regardless of its log level."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

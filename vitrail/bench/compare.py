@@ -1,4 +1,4 @@
-"""The main table: our network, the same products alone, and other libraries, each in a process of its own, in turns."""
+"""The main comparison: our network, its matrix products alone, and other libraries, timed in turns in processes."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ __all__ = ["ALONE", "Comparison", "Row", "compare"]
 
 @dataclass(frozen=True)
 class Row:
-    """One contender."""
+    """The measurements of one contender."""
 
     entry: Entry
     settings: str
-    """What it ran with, in the reader's words."""
+    """Description of the settings for the reader, such as "bf16 compiled"."""
     seconds: tuple[float, ...]
-    """Of each round's step."""
+    """Seconds of the step in each round."""
     images_per_second: Spread
     gflops: float
-    """Achieved in the median step: 1e9 FLOPs of the closed form in a second."""
+    """Billions of closed-form FLOPs per second in the median step."""
     share: float
-    """The time of the products alone, divided by this one's; the median of all rounds."""
+    """Time of the products alone divided by the time of this contender, as the median of all rounds."""
     ratio: float
-    """How many times as fast as this one our network is: compiled where another library is compiled, else not. The
-    median of all rounds."""
+    """Speed of our network relative to this contender, as the median of all rounds. A compiled library is compared with
+    our compiled network."""
     memory: int | None = None
-    """Bytes that a step needs at most, where that was measured; of compiled networks it is not."""
+    """Peak bytes of a step, or None if not measured. It is never measured for compiled networks."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, ours first and the products alone second."""
+    """The rows of all contenders: ours first, the products alone second."""
 
     rows: tuple[Row, ...]
     product_flops: int
-    """Of the products that were replayed; a fused attention kernel computes one of them twice."""
+    """FLOPs of the replayed products. A fused attention kernel computes one of its products twice."""
     large_gflops: float
-    """What one large square product in the workload's format achieves, as `Row.gflops`."""
+    """Billions of FLOPs per second of one large square product in the workload's format."""
     breakdown: dict[str, float] | None
-    """Where the time of our step goes, as shares."""
+    """Fraction of our step's time per category of operation, or None if not measured."""
     skipped: dict[str, str]
-    """Contenders that could not take part, and why."""
+    """Contenders that could not take part, with the reasons."""
 
 
 def compare(
@@ -69,9 +69,9 @@ def compare(
     profile: bool = True,
     memory: bool = False,
 ) -> Comparison:
-    """Times all contenders in interleaved rounds, one at a time. Raises `ConfigError` for peers that do not exist.
+    """Time all contenders one at a time in interleaved rounds. Raises `ConfigError` for unknown peers.
 
-    With `best` all libraries also take part compiled; with `compile` "on" or "graphs", ours does.
+    With `best`, all libraries also take part compiled. With `compile` "on" or "graphs", ours does.
     """
     check_peers(peers, workload.config)
     wanted = entries(workload, tuple(dict.fromkeys(peers)), best=best, compile=compile)
@@ -79,23 +79,23 @@ def compare(
         workers, skipped = _ready([wanted[0], ALONE, *wanted[1:]], workload, stack)
         timers = {entry: partial(worker.call, "seconds") for entry, worker in workers.items()}
         times = interleave(timers, repetitions=repetitions, warmup=warmup)
-        shares = workers[wanted[0]].call("breakdown") if profile else None
+        fractions = workers[wanted[0]].call("breakdown") if profile else None
         product_flops = workers[ALONE].call("flops")
         large_gflops = workers[ALONE].call("large_flops") / 1e9
     needed: dict[Entry, int] = {}
     if memory:
-        # a compiler needs far more memory than a step does, so a process that compiles says nothing of the step
+        # A compiler needs far more memory than a step, so the peak of a process that compiles is not that of the step.
         measured = [entry for entry in times if entry.settings not in COMPILED and entry != ALONE]
         needed = {entry: measure_memory(entry, workload) for entry in measured}
     rows = tuple(_row(entry, workload, times, needed.get(entry)) for entry in times)
-    return Comparison(rows, product_flops, large_gflops, shares, skipped)
+    return Comparison(rows, product_flops, large_gflops, fractions, skipped)
 
 
 ALONE = Entry(PRODUCTS)
 
 
 def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tuple[dict[Entry, Worker], dict[str, str]]:
-    """A process of each contender, after its first step, and those that did not come so far with the reason."""
+    """Return the processes of the contenders after their first step, and the failed contenders with the reasons."""
     found: dict[Entry, Worker] = {}
     skipped: dict[str, str] = {}
     for entry in wanted:
@@ -109,7 +109,7 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
         except Exception as error:
             if entry.settings not in COMPILED:
                 raise
-            # a compiler may be missing, or may not know this network: nothing of ours is wrong then
+            # The compiler may be missing or may not support this network, which is not an error of ours.
             skipped[entry.library + COMPILED[entry.settings]] = (str(error).splitlines() or [""])[0]
             continue
         stack.callback(worker.close)
@@ -122,7 +122,7 @@ def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memo
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
 
     def beside(other: Entry) -> float:
-        """Pairs of the same round saw the same machine."""
+        """Return the median ratio of times within rounds, because times of one round saw the same machine load."""
         return statistics.median(a / b for a, b in zip(times[other], seconds, strict=True))
 
     return Row(

@@ -1,4 +1,4 @@
-"""Who takes part: our network, its products alone, other libraries; each with its settings, as a step to be called."""
+"""The contenders of a comparison: our network, its products alone and other libraries, each as a step to be called."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ OURS = "vitrail"
 PRODUCTS = "products alone"
 
 Settings = Literal["matched", "default", "best", "graphs"]
-"""matched: the precision asked for, by autocast. default: as the library's users build it, float32. best: the precision
-asked for, and compiled: ours block by block, others as a whole. graphs: ours, compiled into CUDA graphs."""
+"""Settings of a contender. "matched": the workload's precision, by autocast. "default": the library's defaults, which
+use float32. "best": the workload's precision, compiled (ours block by block, others as a whole). "graphs": our network,
+compiled into CUDA graphs."""
 
 COMPILED = {"best": " compiled", "graphs": " graphs"}
-"""Settings that need a compiler, and what they are called beside the precision."""
+"""Settings that need a compiler, each with the text that follows the precision in tables."""
 
 LARGE = 8192
-"""Rows and columns of a product that keeps a GPU busy; on a CPU an eighth is enough."""
+"""Rows and columns of a product that keeps a GPU busy. On a CPU an eighth is enough."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Entry:
     settings: Settings = "matched"
 
     def describe(self, workload: Workload) -> str:
-        """In the reader's words: "bf16 compiled"."""
+        """Return a description of the settings for the reader, such as "bf16 compiled"."""
         precision = "float8" if workload.float8 and self.library == OURS else workload.precision
         return ("float32" if self.settings == "default" else precision) + COMPILED.get(self.settings, "")
 
@@ -58,7 +59,7 @@ def entries(
     best: bool = False,
     compile: Compiled = "off",  # noqa: A002
 ) -> list[Entry]:
-    """Ours first, then each peer in its settings; those that would be the same twice are listed once."""
+    """Return the contenders: ours first, then each peer in all its settings, without repetitions."""
     found = [Entry(OURS)]
     if best or compile == "on":
         found.append(Entry(OURS, "best"))
@@ -74,13 +75,13 @@ def entries(
 
 
 class Runner:
-    """What a contender's process does: it makes the contender, runs its first step, and times others on request."""
+    """A contender in its own process, which makes the contender, runs its first step, and times steps on request."""
 
     def __init__(self, entry: Entry, workload: Workload, threads: int) -> None:
         torch.set_num_threads(threads)
         is_products = entry.library == PRODUCTS
         if is_products or entry.library == OURS:
-            keep_freed_memory()  # as our commands do; others run as their users run them
+            keep_freed_memory()  # as our commands do, but not the users of other libraries
         self.device, self.precision = workload.device, workload.precision
         self.product_flops = 0
         if entry.library == PRODUCTS:
@@ -94,15 +95,15 @@ class Runner:
             self.step()
 
     def seconds(self) -> float:
-        """Of one step."""
+        """Return the seconds of one step."""
         return timed(self.step, waits_for(self.device))()
 
     def flops(self) -> int:
-        """Of the products that were recorded; where a fused kernel computes one twice, it counts twice."""
+        """Return the FLOPs of the recorded products. A product that a fused kernel computes twice counts twice."""
         return self.product_flops
 
     def large_flops(self) -> float:
-        """What one large product in the workload's format achieves in a second: the most that this machine does."""
+        """Return the FLOPs per second of one large product in the workload's format, the limit of this machine."""
         side = LARGE if self.device.type == "cuda" else LARGE // 8
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
         factor = torch.randn(side, side, device=self.device).to(dtype)
@@ -111,14 +112,14 @@ class Runner:
         return 2 * side**3 / min(timer() for _ in range(5))
 
     def breakdown(self) -> dict[str, float]:
-        """Where the time of a step goes, as shares."""
+        """Return the fraction of a step's time per category of operation."""
         return breakdown(self.step, self.device)
 
 
 def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
-    """One training step, or one batch of logits, of a network that is built on the workload's device.
+    """Return a function that runs one training step, or predicts one batch, with a new network on the device.
 
-    Raises `ConfigError` where a peer cannot be built.
+    Raises `ConfigError` if a peer cannot be built.
     """
     if entry.settings == "default":
         workload = replace(workload, precision="float32")
@@ -159,7 +160,7 @@ def _training_step(
     def step() -> None:
         with autocast(workload.precision, workload.device):
             logits = network(images)
-        loss: Any = F.cross_entropy(logits.float(), labels)  # whose backward torch leaves without types
+        loss: Any = F.cross_entropy(logits.float(), labels)  # torch does not type the backward method
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

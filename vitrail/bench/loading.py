@@ -1,4 +1,4 @@
-"""How long it takes until a model can be used: imports, loading, the first prediction, each beside what limits it."""
+"""Time until a model can be used: imports, loading and the first prediction, each beside its limit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from vitrail.weights.load import load
 __all__ = ["LOADS", "PROCESSES", "Loading", "measure_loading"]
 
 LOADS = ("vitrail.load", "safetensors.torch.load_file", "plain read")
-"""Ways to read the weights: ours, which also compares their SHA-256 and makes the network, and two limits."""
+"""Ways to read the weights: ours, which also verifies the SHA-256 and makes the network, and two limits."""
 
 PROCESSES = ("python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict")
-"""What fresh processes do; the last names one image."""
+"""Programs that fresh processes run. The last one predicts one image."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Loading:
     """Times in seconds, of every round."""
 
     file_bytes: int
-    """Of model.safetensors."""
+    """Size of model.safetensors."""
     first: dict[str, float]
-    """Of each of `LOADS`, once, after the system was asked to forget the file."""
+    """Time of each of `LOADS`, once, after the system was asked to drop the file from its cache."""
     loads: dict[str, list[float]]
-    """Of each of `LOADS`, with the file in the system's memory."""
+    """Times of each of `LOADS`, with the file in the system's cache."""
     processes: dict[str, list[float]]
-    """Of each of `PROCESSES`."""
+    """Times of each of `PROCESSES`."""
 
 
 def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int, warmup: int) -> Loading:
-    """Writes a bundle with random weights to a temporary folder and times its use. Raises `ConfigError`."""
+    """Write a bundle with random weights to a temporary folder and time its use. Raises `ConfigError`."""
     if not config.num_classes:
-        raise ConfigError("num_classes=0 leaves nothing to predict; give 1 or more")
+        raise ConfigError("num_classes=0 leaves nothing to predict; set 1 or more")
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         model, image = _write(config, Path(name))
         weights = model / "model.safetensors"
@@ -59,7 +59,7 @@ def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int
             weights.read_bytes,
         )
         reads = dict(zip(LOADS, ways, strict=True))
-        load(str(model), device=str(device))  # imports what is imported late
+        load(str(model), device=str(device))  # so that late imports do not count
         first = {}
         for way, read in reads.items():
             _forget(weights)
@@ -68,8 +68,8 @@ def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int
             first[way] = time.perf_counter() - begun
         predict = ["-m", "vitrail", "predict", str(model), str(image), "--device", str(device)]
         scripts = "", "import torch", "import vitrail", "from vitrail import load"
-        words = [*(["-c", script] for script in scripts), predict]
-        runs = {what: _process(line) for what, line in zip(PROCESSES, words, strict=True)}
+        commands = [*(["-c", script] for script in scripts), predict]
+        runs = {name: _process(command) for name, command in zip(PROCESSES, commands, strict=True)}
         return Loading(
             file_bytes=weights.stat().st_size,
             first=first,
@@ -83,7 +83,7 @@ def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int
 
 
 def _write(config: AnyConfig, folder: Path) -> tuple[Path, Path]:
-    """A bundle and an image file for it."""
+    """Write a bundle and an image file for it, and return their paths."""
     bundle = Bundle(
         network=build(config),
         classes=tuple(f"class {index}" for index in range(config.num_classes)),
@@ -95,19 +95,19 @@ def _write(config: AnyConfig, folder: Path) -> tuple[Path, Path]:
 
 
 def _forget(path: Path) -> None:
-    """Asks the system to drop a file from its memory, so that it is read from the disk; not every system does."""
+    """Ask the system to drop a file from its cache, so that it is read from the disk. Not every system complies."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _process(words: list[str]) -> Callable[[], object]:
-    """Runs this Python in a new process, with as many threads as here."""
+def _process(command: list[str]) -> Callable[[], object]:
+    """Return a function that runs this Python in a new process, with the same number of threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     def run() -> None:
-        finished = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+        finished = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
         if finished.returncode:
-            raise VitrailError(f"python {' '.join(words)} failed:\n{finished.stderr.strip()}")
+            raise VitrailError(f"python {' '.join(command)} failed:\n{finished.stderr.strip()}")
 
     return run

@@ -1,4 +1,4 @@
-"""Times in turns: round by round, so that a machine that slows down slows every contender alike."""
+"""Interleaved timing: contenders are timed round by round, so that a slower machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle and the ends of repeated measurements, in their unit."""
+    """The median and the range of repeated measurements, in the unit of the measurements."""
 
     median: float
     low: float
@@ -25,14 +25,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 def interleave(
     timers: Mapping[Key, Callable[[], float]], *, repetitions: int, warmup: int = 0
 ) -> dict[Key, list[float]]:
-    """Seconds of each step in each round; a round calls every timer once, in order. Rounds of warm-up do not count."""
+    """Return the seconds of each timer in each round. A round calls every timer once. Warm-up rounds do not count."""
     for _ in range(warmup):
         for timer in timers.values():
             timer()
@@ -44,7 +44,7 @@ def interleave(
 
 
 def timed(step: Callable[[], object], synchronise: Callable[[], object] = lambda: None) -> Callable[[], float]:
-    """A timer of a step. `synchronise` waits for a device that works on its own; it is called on both sides."""
+    """Return a timer of a step. `synchronise` waits for an asynchronous device, before and after the step."""
 
     def timer() -> float:
         synchronise()
@@ -57,7 +57,7 @@ def timed(step: Callable[[], object], synchronise: Callable[[], object] = lambda
 
 
 def waits_for(device: torch.device) -> Callable[[], object]:
-    """What returns when the device has done all it was told."""
+    """Return a function that returns when the device has finished all its work."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     if device.type == "mps":

@@ -1,4 +1,4 @@
-"""The memory of a step, measured in a process of its own; and the largest batch whose step fits."""
+"""The memory of a step, measured in a process of its own, and the largest batch that fits into memory."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from vitrail.models.cost.footprint import training_bytes
 __all__ = ["LargestBatch", "find_largest", "largest_batch", "measure_memory"]
 
 STEPS = 2
-"""The second step finds the optimiser's state in memory."""
+"""Number of measured steps. The optimizer's state is in memory from the second step on."""
 
 LARGEST = 2**20
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """What the paper's Figure 12 shows."""
+    """The largest batch that fits into memory, as in the paper's Figure 12."""
 
     batch: int
     """The largest batch whose training step fits; 0 if not even one image does."""
     predicted: int
-    """The same by closed form."""
+    """The largest batch that fits according to the closed form."""
     limit: int
     """Bytes that the process may hold."""
     left: int
-    """Of the limit, bytes that Python and torch leave to the step."""
+    """Bytes of the limit that remain for the step after Python and torch."""
 
 
 def measure_memory(entry: Entry, workload: Workload) -> int:
-    """Bytes that some steps need at most: network, optimiser, batch and activations, without Python and torch.
+    """Return the peak bytes of some steps: network, optimizer, batch and activations, without Python and torch.
 
-    Raises `ConfigError` where the operating system does not say, and `VitrailError` when the process fails.
+    Raises `ConfigError` if the operating system does not report memory, and `VitrailError` if the process fails.
     """
     if workload.device.type != "cuda":
         _status("VmRSS")
@@ -54,10 +54,10 @@ def measure_memory(entry: Entry, workload: Workload) -> int:
 
 
 def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
-    """Finds the largest batch whose training step fits into `limit` bytes; by default, into the memory that is free.
+    """Find the largest batch whose training step fits into `limit` bytes, by default the free memory.
 
-    Every trial is a process. On a CPU the limit is set on the process, so that it fails rather than the machine.
-    Raises `ConfigError` where the limit leaves nothing, or cannot be set.
+    Every trial runs in its own process. On a CPU the limit is set on the process, so that the process fails instead of
+    the machine. Raises `ConfigError` if the limit leaves no memory for a step or cannot be set.
     """
     limit = available_memory(workload.device) if limit is None else limit
     taken = 0 if workload.device.type == "cuda" else _in_process(_own_memory, workload, torch.get_num_threads())
@@ -78,7 +78,7 @@ def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
 
 
 def find_largest(fits: Callable[[int], bool]) -> int:
-    """By doubling, then bisection to within 3 %: what fits is never less than what is returned."""
+    """Return a batch that fits and is within 3 % of the largest one, found by doubling and then bisection."""
     low = 0
     while low < LARGEST and fits(max(1, 2 * low)):
         low = max(1, 2 * low)
@@ -90,7 +90,7 @@ def find_largest(fits: Callable[[int], bool]) -> int:
 
 
 def _in_process(work: Callable[..., int], *arguments: Any) -> int:
-    """What `work` returns in a new process. Raises what it raises, and `VitrailError` when the process dies."""
+    """Return the result of `work` in a new process. Raises its errors, and `VitrailError` if the process dies."""
     worker = Worker(partial, work, *arguments)
     try:
         return int(worker.call("__call__"))
@@ -99,7 +99,7 @@ def _in_process(work: Callable[..., int], *arguments: Any) -> int:
 
 
 def _peak(entry: Entry, workload: Workload, threads: int) -> int:
-    """Bytes above what the process held before the network was made."""
+    """Return the peak bytes of some steps above the bytes that the process held before."""
     _settle(entry, workload, threads)
     if workload.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -107,20 +107,20 @@ def _peak(entry: Entry, workload: Workload, threads: int) -> int:
         before = torch.cuda.memory_allocated(workload.device)
     else:
         with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
-            file.write("5")  # the peak so far is forgotten
+            file.write("5")  # reset the peak
         before = _status("VmRSS")
     _run(entry, workload, steps=STEPS)
     return peak_memory(workload.device) - before
 
 
 def _fits(workload: Workload, limit: int, threads: int) -> bool:
-    """Whether a step succeeds within the limit, which is set on this process."""
+    """Return True if a step succeeds within the limit, which is set on this process."""
     _settle(Entry(OURS), workload, threads)
     if workload.device.type == "cuda":
         total = torch.cuda.get_device_properties(workload.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), workload.device)
     else:
-        # The system limits addresses that may be written, of which a process reserves more than it holds.
+        # The system limits writable addresses, and a process reserves more of them than it uses.
         addresses = _status("VmData") + limit - _status("VmRSS")
         resource.setrlimit(resource.RLIMIT_DATA, (addresses, addresses))
     try:
@@ -135,25 +135,24 @@ def _fits(workload: Workload, limit: int, threads: int) -> bool:
 
 
 def _own_memory(workload: Workload, threads: int) -> int:
-    """Bytes of a process that is ready for its first step."""
+    """Return the bytes of a process that is ready for its first step."""
     _settle(Entry(OURS), workload, threads)
     return _status("VmRSS")
 
 
 def _settle(entry: Entry, workload: Workload, threads: int) -> None:
-    """Runs one step of one image and one block, for which libraries are imported and threads are started once."""
+    """Run one step with one image and one block, so that libraries are imported and threads are started."""
     torch.set_num_threads(threads)
     config = workload.config
     small = replace(config, depth=1) if config.architecture == "ViT" else config
     _run(entry, replace(workload, batch=1, config=small), steps=1)
     _hand_back()
     if entry.library == OURS:
-        keep_freed_memory()  # not before, or what this step freed would be missing from what the next ones take
+        keep_freed_memory()  # only now, else the memory of this step would be missing in the next measurement
 
 
 def _hand_back() -> None:
-    """Returns freed memory to the system. What stayed would be missing from what the next steps take: 260 MB of
-    BiT-R50x1."""
+    """Return freed memory to the system. Otherwise the next measurement misses it (260 MB for BiT-R50x1)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc
@@ -167,7 +166,7 @@ def _run(entry: Entry, workload: Workload, steps: int) -> None:
 
 
 def _status(field: str) -> int:
-    """Bytes of a line of /proc/self/status. Raises `ConfigError` where there is none."""
+    """Return the bytes in a line of /proc/self/status. Raises `ConfigError` if there is no such file."""
     try:
         with open("/proc/self/status", encoding="utf-8") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))

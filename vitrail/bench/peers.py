@@ -1,4 +1,4 @@
-"""Other libraries' Vision Transformers, built with the sizes of ours. Each is imported when it is asked for."""
+"""Vision Transformers of other libraries, built with the sizes of ours. A library is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from vitrail.models.vit import ViTConfig
 __all__ = ["PEERS", "build_peer", "check_peers"]
 
 SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "num_classes")
-"""What all libraries let one choose. The rest of a network has to be the paper's, which all of them build."""
+"""Fields that all libraries can set. All other fields must have the paper's values, which all libraries use."""
 
 NO_MATTER = ("norm_eps", "head_bias", "position_std", "position_resize")
-"""Fields that change numbers and no arithmetic, so that they may differ."""
+"""Fields that may differ, because they change numbers but not the amount of arithmetic."""
 
 
 def check_peers(names: Sequence[str], config: AnyConfig) -> None:
-    """Raises `ConfigError` for a name that is no peer, and for a network that none of them has."""
+    """Raise `ConfigError` for an unknown library, and for a network that no library has."""
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, PEERS)}")
     if names and config.architecture != "ViT":
         raise ConfigError("--against compares Vision Transformers; a BiT ResNet has no counterpart in other libraries")
     if names and not config.num_classes:
-        raise ConfigError("num_classes=0 does not go with --against: not every library builds a network without a head")
+        raise ConfigError("num_classes=0 does not work with --against, because not every library can omit the head")
 
 
 def build_peer(name: str, config: AnyConfig) -> nn.Module:
-    """The library's network of the same sizes, giving logits. Raises `ConfigError`, which says why there is none."""
+    """Return the library's network of the same sizes, which outputs logits.
+
+    Raises `ConfigError`, whose message follows the library's name, if the library cannot build the network.
+    """
     check_peers([name], config)
     assert config.architecture == "ViT"
     if config.root is not None:
-        raise ConfigError("builds no hybrid of this kind")
+        raise ConfigError("cannot build this hybrid network")
     plain = ViTConfig(**{field: getattr(config, field) for field in SIZES})
     for field in fields(ViTConfig):
         value = getattr(config, field.name)
         if field.name not in NO_MATTER and value != getattr(plain, field.name):
-            raise ConfigError(f"is built as the paper's ViT alone, without {field.name}={value!r}")
+            raise ConfigError(f"can only build the paper's ViT, without {field.name}={value!r}")
     return PEERS[name](config)
 
 
@@ -54,7 +57,7 @@ def _import(name: str) -> ModuleType:
         its_own = (error.name or "").partition(".")[0] == name.partition(".")[0]
         missing = "" if its_own else f" ({error})"
         raise ConfigError(f"is not installed{missing}") from None
-    except Exception as error:  # a library built for another torch fails at import with errors of any kind
+    except Exception as error:  # a library built for another torch can raise any error at import
         raise ConfigError(f"cannot be imported ({type(error).__name__}: {_first_line(error)})") from None
 
 
@@ -76,7 +79,7 @@ def _timm(config: ViTConfig) -> nn.Module:
 
 
 class _Logits(nn.Module):
-    """Takes the logits out of what a transformers model returns."""
+    """A wrapper that returns only the logits of a transformers model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -118,9 +121,9 @@ def _vit_pytorch(config: ViTConfig) -> nn.Module:
 def _torchvision(config: ViTConfig) -> nn.Module:
     for name, size in (("images", config.image_size), ("patches", config.patch_size)):
         if size[0] != size[1]:
-            raise ConfigError(f"takes square {name} alone, not {size[0]} x {size[1]}")
+            raise ConfigError(f"supports only square {name}, not {size[0]} x {size[1]}")
     if config.channels != 3:
-        raise ConfigError(f"takes 3 channels alone, not {config.channels}")
+        raise ConfigError(f"supports only 3 channels, not {config.channels}")
     return _import("torchvision.models").VisionTransformer(
         image_size=config.image_size[0],
         patch_size=config.patch_size[0],
@@ -138,4 +141,4 @@ PEERS: dict[str, Callable[[ViTConfig], nn.Module]] = {
     "vit-pytorch": _vit_pytorch,
     "torchvision": _torchvision,
 }
-"""How each library builds our sizes, by the name that `--against` knows it by."""
+"""Functions that build the networks of the libraries, by the names that `--against` accepts."""

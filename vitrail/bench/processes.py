@@ -1,7 +1,6 @@
-"""Work in processes of its own, so that contenders share neither memory nor settings.
+"""Worker processes, so that contenders share neither memory nor settings.
 
-Processes are forked from one that has imported torch and done nothing else ("forkserver"), so each starts clean and at
-once.
+All are forked from one process that has only imported torch ("forkserver"), so each starts clean and quickly.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ __all__ = ["ProcessKilled", "Worker"]
 
 
 class ProcessKilled(VitrailError):
-    """A process ended without an answer: by a signal, or for want of memory."""
+    """A process ended without an answer, because of a signal or a lack of memory."""
 
 
 class Worker:
-    """A process that makes an object and calls its methods on request; between requests it waits.
+    """A process that makes an object and calls its methods on request. Between requests it waits.
 
-    Raises what making the object raises, and `ProcessKilled` when the process dies.
+    Raises the errors of making the object, and `ProcessKilled` if the process dies.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        # torch imports the second, slowly, with the first optimiser
+        # torch imports torch._dynamo with the first optimizer, which is slow
         context.set_forkserver_preload(["vitrail.bench.contenders", "torch._dynamo"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
@@ -43,12 +42,12 @@ class Worker:
             raise
 
     def call(self, method: str) -> Any:
-        """What the object's method returns. Raises what it raises."""
+        """Return the result of a method of the object. Raises the errors of the method."""
         self._connection.send(method)
         return self._answer()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._connection.close()
         self._process.join()
 
@@ -64,21 +63,21 @@ class Worker:
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries print when they die for want of memory is expected
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print when they run out of memory, which is expected
     try:
         made = make(*arguments)
         connection.send((None, None))
         while True:
             value = getattr(made, connection.recv())()
             connection.send((None, value))
-    except EOFError:  # the other side has closed
+    except EOFError:  # the connection was closed by the other side
         return
     except Exception as error:
         connection.send((_portable(error), None))
 
 
 def _portable(error: Exception) -> Exception:
-    """The error if it can be sent, else its words."""
+    """Return the error if it can be pickled, else a `VitrailError` with its message."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

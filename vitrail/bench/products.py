@@ -1,4 +1,4 @@
-"""The matrix products of a step, alone: what the step would take if everything else cost nothing.
+"""The matrix products of a step alone, whose time is that of a step in which everything else costs nothing.
 
 They are recorded from a real step of our network and replayed on random numbers of the same shapes, strides and dtypes.
 """
@@ -17,21 +17,21 @@ __all__ = ["Operand", "Product", "Products", "record"]
 
 
 class Operand(NamedTuple):
-    """What of a tensor decides how fast it is multiplied."""
+    """The properties of a tensor that determine how fast it is multiplied."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def random(self, device: torch.device) -> Tensor:
-        """A tensor like this one. Strides may be 0 or overlap, as an expanded tensor's do."""
+        """Return a random tensor with these properties. Strides may be 0 or overlap, as in an expanded tensor."""
         size = 1 + sum((side - 1) * step for side, step in zip(self.shape, self.stride, strict=True))
         storage = torch.randn(size, device=device).to(self.dtype)
         return storage.as_strided(self.shape, self.stride)
 
 
 class Product(NamedTuple):
-    """One call: which operation, on what, and with which other arguments."""
+    """One matrix product: the operation, its operands and its other arguments."""
 
     operation: str
     """mm, bmm, convolution or convolution_backward."""
@@ -40,7 +40,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Twice the multiply-accumulates."""
+        """The number of FLOPs: twice the multiply-accumulates."""
         if self.operation in ("mm", "bmm"):
             return 2 * math.prod(self.operands[0].shape) * self.operands[1].shape[-1]
         weight = self.operands[-1].shape
@@ -52,7 +52,7 @@ class Product(NamedTuple):
 
 
 class Products:
-    """Calls that replay recorded products in their order; those that are alike share one set of inputs."""
+    """A function that replays recorded products in their order. Equal products share one set of inputs."""
 
     def __init__(self, recorded: Sequence[Product], device: torch.device) -> None:
         inputs = {
@@ -64,7 +64,7 @@ class Products:
 
     @property
     def flops(self) -> int:
-        """Of all products; where a fused kernel computes a product twice, it counts twice."""
+        """The FLOPs of all products. A product that a fused kernel computes twice counts twice."""
         return sum(product.flops for product in self.recorded)
 
     @torch.no_grad()
@@ -74,14 +74,14 @@ class Products:
 
 
 def record(step: Callable[[], object]) -> list[Product]:
-    """The matrix products that a call of `step` makes, in order."""
+    """Return the matrix products that a call of `step` computes, in order."""
     with _Recorder() as recorder:
         step()
     return recorder.products
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives no types here
-    """Sees every operation that reaches a kernel, those of backward passes and of custom functions included."""
+    """Recorder of all operations that reach a kernel, including those of backward passes and custom functions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,12 +89,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.name()  # with the overload, "mm.out", unless it is the default one
+        name = func.name()  # includes the overload, as in "mm.out", unless it is the default one
         reader = READERS.get(name.removesuffix(".out"))
         if "::_scaled_dot_product" in name and "_math" not in name:
             reader = _attention_backward if name.endswith("_backward") else _attention
         if reader is None:
-            with self:  # without a gradient, compounds such as `linear` arrive whole: their parts are what counts
+            with self:  # without gradients, compounds such as `linear` arrive whole, so record their parts
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
         result = func(*args, **kwargs)
@@ -104,7 +104,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 def _operand(tensor: Tensor) -> Operand:
     shape = tuple(tensor.shape)
-    strides = tensor.stride() if tensor.layout == torch.strided else _contiguous(shape)  # packed ones have none
+    strides = (
+        tensor.stride() if tensor.layout == torch.strided else _contiguous(shape)
+    )  # packed tensors have no strides
     return Operand(shape, tuple(strides), tensor.dtype)
 
 
@@ -113,7 +115,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator[Product]]:
-    """Of an operation whose two factors are arguments `first` and the next; what it adds is left out."""
+    """Return a reader for an operation whose factors are the arguments `first` and `first` + 1. Addends are ignored."""
 
     def read(args: Any, result: Any) -> Iterator[Product]:
         yield Product(operation, (_operand(args[first]), _operand(args[first + 1])))
@@ -122,7 +124,7 @@ def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator
 
 
 def _linear(weight: int) -> Callable[[Any, Any], Iterator[Product]]:
-    """Of an operation on rows (..., k) and a weight of (n, k), as a product with the weight turned."""
+    """Return a reader for an operation on rows (..., k) and a weight (n, k): a product with the transposed weight."""
 
     def read(args: Any, result: Any) -> Iterator[Product]:
         (outputs, inputs), dtype = args[weight].shape, args[0].dtype
@@ -150,14 +152,14 @@ def _hashable(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _attention(args: Any, result: Any) -> Iterator[Product]:
-    """softmax(q k^T) v, as two products of all heads of all images."""
+    """Yield the two products of softmax(q k^T) v, over all heads of all images."""
     q, k, v = args[:3]
     yield _heads(q, (q.shape[-2], q.shape[-1]), (k.shape[-1], k.shape[-2]), turned="second")
     yield _heads(q, (q.shape[-2], k.shape[-2]), (v.shape[-2], v.shape[-1]))
 
 
 def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
-    """The scores once more, which a fused kernel has not kept; then the gradients of v, softmax, q and k."""
+    """Yield the scores, which a fused kernel computes again, then the gradients of v, softmax, q and k."""
     _, q, k, v = args[:4]
     (m, d), n, e = q.shape[-2:], k.shape[-2], v.shape[-1]
     yield _heads(q, (m, d), (d, n), turned="second")
@@ -168,7 +170,7 @@ def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
 
 
 def _heads(like: Tensor, first: tuple[int, int], second: tuple[int, int], turned: str = "") -> Product:
-    """A product for each head of each image, on tensors without gaps, one of them turned where the kernel's is."""
+    """Return a batched product over all heads of all images, on dense tensors. `turned` names a transposed factor."""
 
     def operand(rows: int, columns: int, turn: bool) -> Operand:
         stride = (rows * columns, 1, rows) if turn else (rows * columns, columns, 1)
@@ -187,7 +189,7 @@ READERS: dict[str, Callable[[Any, Any], Iterator[Product]]] = {
     "mkldnn::_linear_pointwise": _linear(1),
     "mkldnn::_linear_pointwise.binary": _linear(2),
 }
-"""How the products of an operation are read from its arguments and result, by the operation's name."""
+"""Functions that return the products of an operation from its arguments and result, by the operation's name."""
 
 REPLAYS: dict[str, Callable[..., object]] = {
     "mm": torch.mm,

@@ -1,4 +1,4 @@
-"""How fast images come from the disk into batches, beside decoding alone and beside a loop that anybody would write."""
+"""Throughput from files to batches, beside decoding alone and beside a simple loop with Pillow."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ __all__ = [
 DECODING, LOOP = "decoding alone", "Pillow, one by one"
 
 SIZE = (375, 500)
-"""Height and width of the photographs that are made: what ImageNet's are like."""
+"""Height and width of the generated photographs, which is typical of ImageNet."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """An epoch over some images, again and again."""
+    """The times of repeated epochs over some images."""
 
     images: int
-    """In each round."""
+    """Number of images per round."""
     image_bytes: float
-    """Mean size of an encoded image."""
+    """Mean size of an encoded image in bytes."""
     seconds: dict[str, list[float]]
-    """Of every round, by what was done: each data set by its name, `DECODING`, `LOOP`."""
+    """Seconds of every round for each data set, by its name, and for `DECODING` and `LOOP`."""
     grown: dict[str, int]
-    """Bytes by which the process grew in a round after its first quarter, the median over rounds, by data set."""
+    """Bytes by which the process grew after the first quarter of a round, by data set, as the median over rounds."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A data set of many images, opened in a new process."""
+    """The cost of opening a data set of many images in a new process."""
 
     images: int
     first_seconds: float
     again_seconds: float
-    """With what the first opening may have left on the disk."""
+    """Seconds of the second opening, which can use what the first one left on the disk."""
     peak_bytes: int
-    """That opening it, cutting a validation split and taking its fingerprint added at most."""
+    """Peak bytes that opening, cutting off a validation split and computing the fingerprint added to the process."""
 
 
 def measure_reading(
@@ -79,14 +79,15 @@ def measure_reading(
     repetitions: int,
     warmup: int,
 ) -> Reading:
-    """Reads `images` images of each source a round, in turns with what limits it. All sources hold the same images.
+    """Time the reading of `images` images of each source per round, in turns with two references.
 
-    The limit decodes and scales encoded images from memory, on as many threads as the pipeline has in all. The loop
-    opens, converts, resizes and stacks in one thread with Pillow. Where images are no files but made, there is neither.
+    All sources must hold the same images. `DECODING` decodes and scales encoded images from memory, on as many threads
+    as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. If images
+    are not encoded, both references are omitted.
     """
     count = min(images, *map(len, sources.values())) // batch_size * batch_size
     if not count:
-        raise ConfigError(f"batch_size={batch_size} is more than the images, {min(map(len, sources.values())):,}")
+        raise ConfigError(f"batch_size={batch_size} is more than the {min(map(len, sources.values())):,} images")
     first = next(iter(sources.values()))
     encoded = [image for index in range(count) if isinstance(image := first[index].image, bytes)]
     grown: dict[str, list[int]] = {name: [] for name in sources}
@@ -98,7 +99,7 @@ def measure_reading(
         before = 0
         for step in range(steps):
             next(batches)
-            if step == steps // 4:  # buffers and the readers' stacks are in use by now
+            if step == steps // 4:  # by now, buffers and the threads' stacks are in use
                 before = _resident()
         grown[name].append(_resident() - before)
         batches.close()
@@ -124,7 +125,7 @@ def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> 
 
 
 def measure_opening(images: int) -> Opening:
-    """Makes a folder of so many image files (links to a few) and opens it twice, each time in a new process."""
+    """Make a folder of `images` files (links to a few) and open it twice, each time in a new process."""
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         root = Path(name)
         _write_links(root / "images", images)
@@ -137,7 +138,7 @@ def measure_opening(images: int) -> Opening:
 
 
 def _open(spec: str) -> tuple[float, int]:
-    """Seconds until the data is open, and bytes added until it is cut."""
+    """Return the seconds until the data is open, and the peak bytes added by opening and cutting it."""
     before, begun = _peak(), time.perf_counter()
     open_data(spec, validation_share=0.0)
     seconds = time.perf_counter() - begun
@@ -146,7 +147,10 @@ def _open(spec: str) -> tuple[float, int]:
 
 
 def _write_links(root: Path, count: int) -> None:
-    """Class folders of 10,000 files each, hard links to one image a folder: file systems bound links to a file."""
+    """Write class folders of 10,000 files each, which are hard links to one image per folder.
+
+    File systems limit the number of links to one file.
+    """
     data = io.BytesIO()
     Image.new("RGB", (3, 2)).save(data, "PNG")
     for start in range(0, count, 10_000):
@@ -158,7 +162,7 @@ def _write_links(root: Path, count: int) -> None:
 
 
 def write_photographs(root: Path, count: int, *, classes: int = 4) -> Path:
-    """A folder of JPEG files of 500 x 375 pixels, of some 35 kB each: noise of every scale, as photographs have it."""
+    """Write a folder of JPEG files of 500 x 375 pixels and about 35 kB, with noise at all scales like photographs."""
     random = np.random.default_rng(0)
     for number in range(count):
         folder = root / f"class-{number % classes}"
@@ -176,7 +180,7 @@ def write_photographs(root: Path, count: int, *, classes: int = 4) -> Path:
 
 
 def write_parquet(source: Source, path: Path) -> Path:
-    """The encoded images of a source as a Parquet file in Hugging Face's convention, 100 to a row group."""
+    """Write the encoded images of a source as a Parquet file in Hugging Face's convention, 100 per row group."""
     arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     samples = [source[index] for index in range(len(source))]
     images = [{"bytes": sample.image, "path": sample.key} for sample in samples]

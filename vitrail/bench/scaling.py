@@ -1,4 +1,4 @@
-"""How time and memory grow with batch, tokens, depth or width, beside how the closed form grows."""
+"""Growth of time and memory with batch, tokens, depth or width, beside the growth of the closed forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitrail.models.vit import ViTConfig
 __all__ = ["Axis", "Point", "Scaling", "exponent", "scaling", "sweep"]
 
 Axis = Literal["batch", "tokens", "depth", "width"]
-"""What grows. Tokens grow by the image's size, width with the MLP's in proportion."""
+"""The quantity that grows. Tokens grow with the image size; the width of the MLP grows in proportion to the width."""
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 SIDES = (0.5, 0.75, 1.0, 1.25, 1.5)
@@ -26,14 +26,14 @@ SIDES = (0.5, 0.75, 1.0, 1.25, 1.5)
 
 @dataclass(frozen=True)
 class Point:
-    """One value of what grows."""
+    """The measurements at one value of the growing quantity."""
 
     value: int
     workload: Workload
     seconds: tuple[float, ...]
-    """Of a step, in each round."""
+    """Seconds of a step in each round."""
     memory: int
-    """Measured bytes that a step needs at most."""
+    """Measured peak bytes of a step."""
 
     @property
     def median(self) -> float:
@@ -42,17 +42,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A sweep, and the powers of `axis` that fit it best."""
+    """A sweep, and the exponents of `axis` that fit it best."""
 
     axis: Axis
     points: tuple[Point, ...]
     exponents: dict[str, float | None]
-    """Of measured seconds and bytes, and by closed form of the FLOPs, of all bytes of a step, and of those of its
-    activations; the last two are None for a prediction, which keeps no activations."""
+    """Exponents of the measured seconds and bytes, and of the closed forms of FLOPs, bytes of a step, and bytes of its
+    activations. The last two are None for a prediction, which stores no activations."""
 
 
 def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) -> Scaling:
-    """Measures the sweep in interleaved rounds, and each point's memory. Raises `ConfigError` as `sweep` does."""
+    """Measure the sweep in interleaved rounds, and the memory of each point. Raises the `ConfigError` of `sweep`."""
     values = sweep(workload, axis)
     keep_freed_memory()
     wait = waits_for(workload.device)
@@ -75,17 +75,17 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
 
 
 def sweep(workload: Workload, axis: Axis) -> dict[int, Workload]:
-    """The workloads of up to five values. Raises `ConfigError` where fewer than two are different."""
+    """Return the workloads of up to five values. Raises `ConfigError` if fewer than two values differ."""
     found = {"batch": _batches, "tokens": _tokens, "depth": _depths, "width": _widths}[axis](workload)
     if len(found) < 2:
         raise ConfigError(
-            f"--scaling {axis} needs two values or more; {workload.name} here has {', '.join(map(str, found))} alone"
+            f"--scaling {axis} needs at least two values; {workload.name} has only {', '.join(map(str, found))} here"
         )
     return dict(sorted(found.items()))
 
 
 def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
-    """The power of x that fits y best: the slope of log y over log x by least squares."""
+    """Return the exponent of x that fits y best: the slope of log y over log x by least squares."""
     u, v = [math.log(x) for x in xs], [math.log(max(y, 1e-12)) for y in ys]
     middle_u, middle_v = sum(u) / len(u), sum(v) / len(v)
     slope = sum((a - middle_u) * (b - middle_v) for a, b in zip(u, v, strict=True))
@@ -93,7 +93,7 @@ def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
 
 
 def _batches(workload: Workload) -> dict[int, Workload]:
-    """The batch and its last halvings."""
+    """Return the workload at its batch size and at up to four halvings of it."""
     values = [workload.batch // 2**halvings for halvings in range(5)]
     return {value: replace(workload, batch=value) for value in values if value >= 1}
 
@@ -102,8 +102,8 @@ def _tokens(workload: Workload) -> dict[int, Workload]:
     config = workload.config
     height, width = config.image_size
     found = {}
-    for share in SIDES:
-        size = round(height * share), round(width * share)
+    for factor in SIDES:
+        size = round(height * factor), round(width * factor)
         size = config.nearest_size(*size)
         point = replace(workload, config=replace(config, image_size=size))
         found[point.tokens] = point
@@ -112,17 +112,17 @@ def _tokens(workload: Workload) -> dict[int, Workload]:
 
 def _depths(workload: Workload) -> dict[int, Workload]:
     config = _transformer(workload, "depth")
-    depths = {max(1, round(config.depth * share)) for share in QUARTERS}
+    depths = {max(1, round(config.depth * fraction)) for fraction in QUARTERS}
     return {depth: replace(workload, config=replace(config, depth=depth)) for depth in depths}
 
 
 def _widths(workload: Workload) -> dict[int, Workload]:
-    """Fewer heads would be another network, so heads stay and get narrower; each keeps an even width."""
+    """Return the workload at smaller widths. The number of heads stays, so the heads get narrower, by an even width."""
     config = _transformer(workload, "width")
     head = config.width // config.heads
     found = {}
-    for share in QUARTERS:
-        each = head if share == 1 else max(2, round(head * share / 4) * 4)
+    for fraction in QUARTERS:
+        each = head if fraction == 1 else max(2, round(head * fraction / 4) * 4)
         hidden = max(1, round(config.mlp_width * each / head))
         width = each * config.heads
         found[width] = replace(workload, config=replace(config, width=width, mlp_width=hidden))
@@ -131,5 +131,5 @@ def _widths(workload: Workload) -> dict[int, Workload]:
 
 def _transformer(workload: Workload, axis: str) -> ViTConfig:
     if workload.config.architecture != "ViT":
-        raise ConfigError(f"--scaling {axis} is for transformers; of {workload.name}, choose batch or tokens")
+        raise ConfigError(f"--scaling {axis} needs a transformer; for {workload.name}, choose batch or tokens")
     return workload.config

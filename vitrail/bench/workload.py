@@ -1,4 +1,4 @@
-"""What is timed: one training step or one prediction of a network, at a batch size and in a number format."""
+"""The workload that is timed: one training step or one prediction, at a batch size and in a number format."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ Format = Literal["float32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step on one batch of random images. Raises `ConfigError` when it is made and cannot be run."""
+    """One step on one batch of random images. Raises `ConfigError` for settings that cannot be run."""
 
     name: str
-    """The network's, for the reader."""
+    """Name of the network, for the reader."""
     config: AnyConfig
     task: Task = "train"
-    """train: forward, cross-entropy, backward, AdamW. infer: logits alone."""
+    """"train": forward, cross-entropy, backward and AdamW. "infer": logits only."""
     batch: int = 32
-    """Images a step."""
+    """Images per step."""
     precision: Format = "float32"
-    """The format of matrix products; weights are float32 in both."""
+    """Format of matrix products. Weights are always float32."""
     float8: bool = False
-    """Whether the dense layers of our blocks train in 8 bits; all others, and other libraries, stay in `precision`."""
+    """True if the dense layers of our blocks train in 8 bits. Other layers and other libraries use `precision`."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ConfigError(f"batch_size={self.batch} is less than 1")
         if self.task == "train" and not self.config.num_classes:
-            raise ConfigError("num_classes=0 leaves nothing to train on; give 1 or more, or bench infer")
+            raise ConfigError("num_classes=0 leaves nothing to train; set 1 or more, or use bench infer")
         if self.float8 and self.task == "infer":
-            raise ConfigError("precision='float8' is of training; choices of bench infer: 'auto', 'bf16', 'float32'")
+            raise ConfigError("precision='float8' is for training only; choices: 'auto', 'bf16', 'float32'")
 
     @property
     def flops(self) -> int:
-        """Of all matrix products of a step, by closed form."""
+        """The FLOPs of all matrix products of a step, by closed form."""
         each = self.config.training_flops() if self.task == "train" else self.config.inference_flops()
         return self.batch * each
 
     @property
     def whole_flops(self) -> int:
-        """Of all products where the last block computes tokens that nobody reads, as in other libraries."""
+        """The FLOPs of all products if the last block also computes tokens that the head ignores, as elsewhere."""
         if self.config.architecture == "BiT" or self.config.pool != "cls":
             return self.flops
         return replace(self, config=replace(self.config, pool="gap", class_token=True)).flops
 
     @property
     def tokens(self) -> int:
-        """Length of the sequence that the blocks see; of a ResNet, cells of its last feature map."""
+        """The sequence length in the blocks; for a ResNet, the number of cells of its last feature map."""
         return self.config.tokens
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Memory of a training step by closed form; there is no such form of a prediction, nor of float8."""
+        """The bytes of a training step by closed form, or None for a prediction or float8, which have no such form."""
         if self.task == "infer" or self.float8:
             return None
         return training_bytes(self.config, self.batch, precision=self.precision)
@@ -77,17 +77,17 @@ class Workload:
         return self.batch * activation_bytes(self.config, precision=self.precision)
 
     def images(self) -> Float[Tensor, "b c h w"]:
-        """Random pixels, normalised, the same in every call."""
+        """Return random normalised pixels, the same in every call."""
         shape = self.batch, self.config.channels, *self.config.image_size
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(self.device)
 
     def labels(self) -> Int64[Tensor, " b"]:
-        """Random classes, the same in every call."""
+        """Return random classes, the same in every call."""
         generator = torch.Generator().manual_seed(1)
         return torch.randint(self.config.num_classes, (self.batch,), generator=generator).to(self.device)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the workload as JSON values."""
         return {
             "name": self.name,
             "task": self.task,
