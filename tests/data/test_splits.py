@@ -41,8 +41,11 @@ def test_files_are_sorted_into_splits() -> None:
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (["train-0.tar", "more.tar"], "here has files of splits, like train-0.tar, and more.tar, which names none"),
-        (["val.tar", "test.tar"], "here has validation, test but no train to learn from"),
+        (
+            ["train-0.tar", "more.tar"],
+            "here has files that name their split, like train-0.tar, and more.tar, which names",
+        ),
+        (["val.tar", "test.tar"], "here has validation, test but no training data; name it train"),
     ],
 )
 def test_files_that_leave_a_doubt_are_refused(paths: list[str], message: str) -> None:

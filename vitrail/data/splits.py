@@ -1,4 +1,4 @@
-"""The three splits of a data set, their names on disk, and the cut that makes a validation split where none is."""
+"""The three splits of a data set, their names on disk, and the cut that makes a missing validation split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPLITS: dict[Split, tuple[str, ...]] = {
     "validation": ("val", "validation", "valid"),
     "test": ("test",),
 }
-"""What each split is called, as a folder or at the beginning of a file's name, in any case."""
+"""Names of each split, in any case, for a folder or at the beginning of a file's name."""
 
 NAME = re.compile(rf"({'|'.join(name for names in SPLITS.values() for name in names)})(?:[^a-z].*)?", re.I | re.S)
 
@@ -44,13 +44,13 @@ class Unlimited(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """What a data SPEC holds. All splits are indexed by the classes of the training split."""
+    """The splits of a data set. The classes of the training split index the samples of all splits."""
 
     train: Source
     validation: Source | None
     """Chooses the best weights. Its images are never trained on."""
     test: Source | None
-    """Measured once, at the end. Nothing is ever trained or chosen on it."""
+    """Measured once, at the end. Nothing is ever trained on it or chosen by it."""
     notes: tuple[str, ...] = field(default=())
     """Remarks for the user, one sentence each, such as how many images were held out or which files were skipped."""
     title: str = "the data"
@@ -66,16 +66,16 @@ class Splits:
 
     @property
     def held_out(self) -> tuple[str, Source] | None:
-        """The split that measures a finished model, with its name: the test split, or else the validation split."""
+        """Name and source of the split that measures a finished model: the test split, or else the validation split."""
         if self.test is not None:
             return "test", self.test
         return None if self.validation is None else ("validation", self.validation)
 
 
 def split_of(path: str) -> Split | None:
-    """The split that a relative path is of: by its file's name, or by the nearest folder that is named after a split.
+    """Return the split that a relative path belongs to, by its name or the nearest folder named after a split.
 
-    "train-00000.tar", "val/0.tar" and "Test.csv" are; "training.csv" and "images/0.tar" are not.
+    "train-00000.tar", "val/0.tar" and "Test.csv" belong to one; "training.csv" and "images/0.tar" to none.
     """
     for part in reversed(path.split("/")):
         if match := NAME.fullmatch(part):
@@ -85,10 +85,9 @@ def split_of(path: str) -> Split | None:
 
 
 def by_split(where: str, paths: Iterable[str]) -> dict[Split, list[str]]:
-    """Relative paths of files, sorted, by the splits that they are of; where none has a split's name, all are to train
-    on.
+    """Return relative paths of files, sorted, by split. If no path names a split, all are training data.
 
-    Raises `DataError` where some have one and others do not, or where there is nothing to train on.
+    Raise `DataError` if some paths name a split and others do not, or if no path is training data.
     """
     paths = sorted(paths)
     found: dict[Split | None, list[str]] = {}
@@ -100,11 +99,11 @@ def by_split(where: str, paths: Iterable[str]) -> dict[Split, list[str]]:
         return {"train": unnamed}
     if unnamed:
         raise DataError(
-            f"{where} has files of splits, like {next(iter(named.values()))[0]}, and {unnamed[0]}, which names none; "
-            "begin the names of all of them with train, val or test"
+            f"{where} has files that name their split, like {next(iter(named.values()))[0]}, and {unnamed[0]}, which "
+            "names none; begin the names of all files with train, val or test"
         )
     if "train" not in named:
-        raise DataError(f"{where} has {', '.join(named)} but no train to learn from")
+        raise DataError(f"{where} has {', '.join(named)} but no training data; name it train")
     return named
 
 

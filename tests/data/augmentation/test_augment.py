@@ -268,8 +268,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"randaugment_magnitude": float("nan")}, "randaugment_magnitude=nan is not in [0, 30]"),
     ({"mixup": -0.1}, "mixup=-0.1 is not 0 (none) or more"),
     ({"cutmix": float("inf")}, "cutmix=inf is not 0 (none) or more"),
-    ({"crop_area": (0.0, 1.0)}, "crop_area=(0.0, 1.0) is not two shares in (0, 1], the lesser first"),
-    ({"crop_area": (0.8, 0.2)}, "crop_area=(0.8, 0.2) is not two shares in (0, 1], the lesser first"),
+    ({"crop_area": (0.0, 1.0)}, "crop_area=(0.0, 1.0) is not two fractions in (0, 1], the smaller first"),
+    ({"crop_area": (0.8, 0.2)}, "crop_area=(0.8, 0.2) is not two fractions in (0, 1], the smaller first"),
     ({"colour_jitter": (0.4, 0.4, 0.4, 0.6)}, "colour_jitter=(0.4, 0.4, 0.4, 0.6) is not brightness, contrast and "
      "saturation in [0, 1] and hue in [0, 0.5]"),
     ({"colour_jitter": (0.4, -0.4, 0.4, 0.1)}, "colour_jitter=(0.4, -0.4, 0.4, 0.1) is not brightness, contrast and "

@@ -491,7 +491,7 @@ def test_chunks_that_unpack_to_128_megabytes_are_not_unpacked(name: bytes, head:
         (b"<!DOCTYPE html><html><body>404</body></html>", "an HTML page"), (b" \n<HTML lang=en>", "an HTML page"),
         (b"<?xml version='1.0'?>\n<svg xmlns='x'>", "SVG"), (b"\0\0\0\x1cftypheic\0", "HEIC"),
         (b"\0\0\0\x1cftypavif\0", "AVIF"), (b"%PDF-1.7", "PDF"), (b"\xff\x0a\0", "JPEG XL"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, whose file was not fetched"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer, whose file was not fetched"),
     ],
 )  # fmt: skip
 def test_other_formats_are_named(data: bytes, name: str) -> None:

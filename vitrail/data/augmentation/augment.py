@@ -32,7 +32,7 @@ Preset = Literal["none", "light1", "light2", "medium1", "medium2", "strong1", "s
 
 @dataclass(frozen=True)
 class Settings:
-    """What a preset sets; the fields of `Augment` of the same names say what they mean."""
+    """Settings of a preset. The fields of `Augment` with the same names explain them."""
 
     randaugment_layers: int = 0
     randaugment_magnitude: float = 10.0
@@ -50,34 +50,34 @@ PRESETS: dict[Preset, Settings] = {
     "strong2": Settings(2, 20.0, 0.8),
     "bp": Settings(2, 10.0, 0.2, (0.05, 1.0)),
 }
-"""AugReg's (2106.10270, section 3.3), and that of "Better plain ViT baselines" for ViT-S/16 (2205.01580)."""
+"""The settings of AugReg (2106.10270, section 3.3) and of "Better plain ViT baselines" for ViT-S/16 (2205.01580)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augment:
-    """What may happen to an image before it is normalised. Raises `ConfigError` when a field is out of its range."""
+    """Random changes to training images before normalisation. Raise `ConfigError` if a field is out of its range."""
 
     preset: Preset = "none"
-    """Sets crop-area, randaugment-layers, randaugment-magnitude and mixup where they are not given: AugReg's none to
-    strong2, or bp, of "Better plain ViT baselines"."""
+    """Sets crop-area, randaugment-layers, randaugment-magnitude and mixup unless they are given. none to strong2 are
+    those of AugReg; bp is that of "Better plain ViT baselines"."""
     crop_area: tuple[float, float] | None = None
-    """Least and greatest share of the image's area that a random box keeps, before it is scaled; 1 1 for all of it."""
+    """Smallest and largest fraction of the image's area that a random crop keeps; 1 1 keeps the whole image."""
     flip: bool = True
     """Mirror half of the images left to right."""
     shift: int = 0
-    """Move by up to this many pixels each way (a random crop of the padded image); borders repeat the edge."""
+    """Move images by up to this many pixels in each direction. Borders repeat the edge."""
     colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """How far brightness, contrast and saturation may change, as a share, and the hue, in turns of the circle."""
+    """Largest changes of brightness, contrast and saturation, as fractions, and of the hue, in turns of its circle."""
     randaugment_layers: int | None = None
-    """Operations of RandAugment that an image goes through, one after another; 0 for none."""
+    """Number of RandAugment operations per image, applied one after another; 0 for none."""
     randaugment_magnitude: float | None = None
-    """Their strength, 0 to 30; by default 10."""
+    """Strength of the RandAugment operations, 0 to 30. By default 10."""
     erase: float = 0.0
-    """Chance that a box of a tenth to four tenths of each side turns grey (random erasing, 1708.04896)."""
+    """Probability that a box of 10 to 40 % of each side turns grey (random erasing, 1708.04896)."""
     mixup: float | None = None
-    """Alpha of the beta distribution that says how much of another image is blended in (1710.09412); 0 for none."""
+    """Alpha of the beta distribution from which mixup draws how much of another image is blended in; 0 for none."""
     cutmix: float = 0.0
-    """Likewise how much is pasted in as a box (1905.04899). With both, half of the images get the one or the other."""
+    """Alpha of CutMix, which pastes a box of another image; 0 for none. With mixup too, half of the images get each."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -95,7 +95,7 @@ class Augment:
             if (alpha := getattr(self, name)) is not None and not 0 <= alpha < math.inf:
                 problems.append(f"{name}={alpha} is not 0 (none) or more")
         if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
-            problems.append(f"crop_area={self.crop_area} is not two shares in (0, 1], the lesser first")
+            problems.append(f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first")
         if len(self.colour_jitter) != 4 or not (
             all(0 <= strength <= 1 for strength in self.colour_jitter) and self.colour_jitter[3] <= 0.5
         ):
@@ -108,7 +108,7 @@ class Augment:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """What is in force of the fields that a preset can set. `crop_area` is None where the whole image is kept."""
+        """The fields that a preset can set, as they are used. `crop_area` is None if the whole image is kept."""
         given = {item.name: getattr(self, item.name) for item in fields(Settings)}
         chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
         return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
@@ -171,10 +171,10 @@ class Augment:
         return picked.permute(0, 3, 1, 2)
 
     def _erase(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 5"]) -> UInt8[Tensor, "b c h w"]:
-        """A box's centre lies anywhere, so that a box at the border is smaller."""
+        """Turn random boxes grey. The centre of a box lies anywhere in the image, so a box at the border is smaller."""
         chance, centre_y, centre_x, size_y, size_x = draws.T[:, :, None]  # each b 1
         height, width = images.shape[2:]
-        y = (np.arange(height, dtype=np.float32) + np.float32(0.5)) / np.float32(height)  # in shares of the side
+        y = (np.arange(height, dtype=np.float32) + np.float32(0.5)) / np.float32(height)  # in fractions of the side
         x = (np.arange(width, dtype=np.float32) + np.float32(0.5)) / np.float32(width)
         rows = np.abs(y - centre_y) < (np.float32(0.1) + np.float32(0.3) * size_y) / 2  # b h
         columns = np.abs(x - centre_x) < (np.float32(0.1) + np.float32(0.3) * size_x) / 2

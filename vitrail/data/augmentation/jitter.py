@@ -1,4 +1,4 @@
-"""Colour jitter: brightness, contrast, saturation and hue changed at random, in an order drawn for each image."""
+"""Colour jitter: random changes of brightness, contrast, saturation and hue, in a random order for each image."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from vitrail.data.augmentation.operations import on_device
 __all__ = ["DRAWS", "colour_jitter"]
 
 DRAWS = 8
-"""Numbers in [0, 1) for an image: amounts of brightness, contrast, saturation and hue, and the order of the four."""
+"""Numbers in [0, 1) per image: amounts of brightness, contrast, saturation and hue, and four for their order."""
 
 
 def colour_jitter(
     images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 8"], strengths: Sequence[float]
 ) -> UInt8[Tensor, "b c h w"]:
-    """The four changes of the given `strengths`, those above 0, as torchvision's ColorJitter defines them.
+    """Apply the changes whose strength is above 0, as torchvision's ColorJitter defines them.
 
-    Factors of brightness, contrast and saturation are uniform in [max(0, 1 - strength), 1 + strength], the hue's turn
-    in [-strength, strength] of the colour circle. Between two changes, images are rounded to whole values.
+    Factors of brightness, contrast and saturation are uniform in [max(0, 1 - strength), 1 + strength]. The hue turns by
+    a uniform fraction of the colour circle in [-strength, strength]. Images are rounded to whole values after each
+    change.
     """
     kinds = [kind for kind, strength in enumerate(strengths) if strength]
     order = np.argsort(draws[:, [4 + kind for kind in kinds]], axis=1)

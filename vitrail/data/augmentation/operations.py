@@ -1,7 +1,7 @@
-"""Changes to a batch of uint8 images, each image by an amount of its own, on the device that holds them.
+"""Changes to a batch of uint8 images, each image by its own amount, on the device that holds them.
 
-What Pillow can do as well comes out as it does, exactly: Pillow's integer or float32 arithmetic is repeated in its
-order. No result depends on the other images of the batch, and nothing waits for the device.
+Operations that Pillow has give exactly its pixels: they repeat its integer or float32 arithmetic in its order. No
+result depends on the other images of the batch, and no code waits for the device.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ __all__ = [
 ]
 
 GREY = 128
-"""What fills the places that a change leaves empty."""
+"""Level that fills the places that a change leaves empty."""
 
 Images = UInt8[Tensor, "n c h w"]
 
 
 def on_device(array: Shaped[np.ndarray, "*shape"], device: torch.device) -> Tensor:
-    """The array on the device; from pinned memory, where a plain copy could make the processor wait."""
+    """Return the array on the device, copied from pinned memory, because a plain copy could make the CPU wait."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def by_table(images: Images, tables: UInt8[Tensor, "n channels 256"]) -> Images:
-    """Each value replaced by its entry in the image's table, which its channels share or have one each of."""
+    """Replace each value by its entry in the image's table. An image has one table, or one per channel."""
     n, c, _, _ = images.shape
     return tables.expand(n, c, 256).gather(2, images.flatten(2).long()).view(images.shape)
 
 
 def blend(low: Tensor, high: Tensor, factors: Tensor) -> Tensor:
-    """low + factors x (high - low), cut to [0, 255] and towards 0. Two steps, lest a device fuse them into one."""
+    """Return low + factors x (high - low), clipped to [0, 255] and truncated, in two steps that no device fuses."""
     return ((high - low) * factors).add_(low).clamp_(0, 255).to(torch.uint8)
 
 
 def brightness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Between black (0) and the image (1), and beyond, as Pillow's ImageEnhance.Brightness."""
+    """Blend black (factor 0) and the image (1), or extrapolate beyond, as Pillow's ImageEnhance.Brightness."""
     values = torch.arange(256, dtype=torch.float32, device=images.device)
     return by_table(images, blend(torch.zeros_like(values), values, factors[:, None, None]))
 
 
 def contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Between its mean grey (0) and the image (1), and beyond, as Pillow's ImageEnhance.Contrast."""
+    """Blend the mean grey (factor 0) and the image (1), or extrapolate beyond, as Pillow's ImageEnhance.Contrast."""
     grey = _grey(images)
     pixels = grey[0].numel()
     mean = (2 * grey.sum(dim=(1, 2, 3), dtype=torch.int64) + pixels).div(2 * pixels, rounding_mode="floor")
@@ -67,27 +67,36 @@ def contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def saturation(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Between its grey (0) and the image (1), and beyond, as Pillow's ImageEnhance.Color; grey images stay."""
+    """Blend the grey image (factor 0) and the image (1), or extrapolate, as Pillow's ImageEnhance.Color.
+
+    Images with one channel stay as they are.
+    """
     if images.shape[1] == 1:
         return images
     return blend(_grey(images).float(), images.float(), factors[:, None, None, None])
 
 
 def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Between smoothed (0) and the image (1), and beyond, as Pillow's ImageEnhance.Sharpness: the border stays."""
+    """Blend the smoothed image (factor 0) and the image (1), or extrapolate, as Pillow's ImageEnhance.Sharpness.
+
+    Pixels at the border stay as they are.
+    """
     if min(images.shape[2:]) < 3:
         return images
     values = images.short()
     rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
     total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * values[:, :, 1:-1, 1:-1]
-    smooth = (2 * total + 13).float().div_(26).floor_()  # the weights are 1 and 5 in the middle: 13 in all
+    smooth = (2 * total + 13).float().div_(26).floor_()  # the weights are 1, and 5 in the middle, which sum to 13
     sharp = images.clone()
     sharp[:, :, 1:-1, 1:-1] = blend(smooth, images[:, :, 1:-1, 1:-1].float(), factors[:, None, None, None])
     return sharp
 
 
 def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
-    """Turns the hue by a part of the colour circle, -1/2 to 1/2, in float32; grey images stay."""
+    """Turn the hue by a fraction of the colour circle, -1/2 to 1/2, in float32.
+
+    Images with one channel stay as they are.
+    """
     if images.shape[1] == 1:
         return images
     red, green, blue = (images / 255).unbind(1)
@@ -109,10 +118,10 @@ def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
 
 
 def autocontrast(images: Images) -> Images:
-    """Each channel stretched to 0 to 255, as Pillow's ImageOps.autocontrast."""
+    """Stretch each channel to 0 to 255, as Pillow's ImageOps.autocontrast."""
     flat = images.flatten(2)
     least, most = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
-    # A number divided by a tensor would be the number times the inverse, which Pillow rounds otherwise.
+    # PyTorch would compute number / tensor as number x (1 / tensor), which rounds differently from Pillow.
     scale = torch.where(most > least, torch.full_like(most, 255) / (most - least), 1)
     offset = torch.where(most > least, -least * scale, 0)
     values = torch.arange(256, dtype=torch.float64, device=images.device)
@@ -120,7 +129,7 @@ def autocontrast(images: Images) -> Images:
 
 
 def equalize(images: Images) -> Images:
-    """Each channel's values spread so that all are about equally frequent, as Pillow's ImageOps.equalize."""
+    """Spread the values of each channel so that all are about equally frequent, as Pillow's ImageOps.equalize."""
     values = images.flatten(2).long()
     counts = torch.zeros(*values.shape[:2], 256, dtype=torch.int64, device=images.device)
     counts.scatter_add_(2, values, torch.ones_like(values))
@@ -132,9 +141,9 @@ def equalize(images: Images) -> Images:
 
 
 def transform(images: Images, matrices: Float64[np.ndarray, "n 6"]) -> Images:
-    """Pixel (x, y) comes from (a x + b y + c, d x + e y + f), the nearest, or is grey where that lies outside.
+    """Take pixel (x, y) from the pixel nearest to (a x + b y + c, d x + e y + f), or grey if that lies outside.
 
-    As Pillow's Image.transform (AFFINE, NEAREST): pixels are looked up at their middle, in units of 2^-16 pixels.
+    This is Pillow's Image.transform (AFFINE, NEAREST): pixels are looked up at their centres, in units of 2^-16 pixels.
     """
     _, channels, height, width = images.shape
     middle = matrices[:, [2, 5]] + 0.5 * (matrices[:, [0, 3]] + matrices[:, [1, 4]])
@@ -153,17 +162,17 @@ def transform(images: Images, matrices: Float64[np.ndarray, "n 6"]) -> Images:
 def box_mask(
     rows: Bool[np.ndarray, "n h"], columns: Bool[np.ndarray, "n w"], device: torch.device
 ) -> Bool[Tensor, "n 1 h w"]:
-    """True where both the row and the column are."""
+    """Return True for pixels whose row and column are both True."""
     return on_device(rows, device)[:, None, :, None] & on_device(columns, device)[:, None, None, :]
 
 
 def fill(images: Images, rows: Bool[np.ndarray, "n h"], columns: Bool[np.ndarray, "n w"]) -> Images:
-    """The images with a box turned grey, given by its rows and its columns."""
+    """Turn a box of each image grey, given by its rows and its columns."""
     return images.masked_fill(box_mask(rows, columns, images.device), GREY)
 
 
 def _grey(images: Images) -> UInt8[Tensor, "n 1 h w"]:
-    """ITU-R 601-2 luma in 16-bit fixed point, as Pillow converts RGB to L."""
+    """Return the ITU-R 601-2 luma in 16-bit fixed point, as Pillow converts RGB to L."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.int().tensor_split(3, dim=1)

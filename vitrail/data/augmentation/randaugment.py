@@ -1,6 +1,6 @@
-"""RandAugment (Cubuk et al., 1909.13719): operations drawn from sixteen, all of one strength, one after another.
+"""RandAugment (Cubuk et al., 1909.13719): operations drawn from sixteen, applied one after another with one magnitude.
 
-The operations and how a magnitude becomes their arguments are those of google-research/big_vision, with which AugReg
+The operations and their arguments for each magnitude are those of google-research/big_vision, with which AugReg
 (2106.10270) and "Better plain ViT baselines" (2205.01580) trained; docs/augmentation.md has the table.
 """
 
@@ -19,19 +19,19 @@ from vitrail.data.augmentation.operations import on_device
 __all__ = ["DRAWS", "OPERATIONS", "apply_operations", "randaugment"]
 
 DRAWS = 4
-"""Numbers in [0, 1) that an image's operation is made of: which one, its direction, the centre of a box (y, x)."""
+"""Numbers in [0, 1) per operation of an image: the operation, its direction, and the centre of a box (y, x)."""
 
 REFERENCE_SIDE = 224
-"""Pixels that lengths are given for; images of another size have them scaled."""
+"""Image side in pixels for which lengths are stated. They are scaled for images of another size."""
 
 Images = UInt8[Tensor, "n c h w"]
 Draws = Float32[np.ndarray, "n 4"]
 Kernel = Callable[[Tensor, Sequence[str], np.ndarray, float], Tensor]
-"""Images, their operations' names, their draws and the magnitude -> the changed images."""
+"""Takes images, the names of their operations, their draws and the magnitude, and returns the changed images."""
 
 
 def randaugment(images: Images, draws: Float32[np.ndarray, "n layers 4"], *, magnitude: float) -> Images:
-    """The images after as many operations as `draws` has layers, chosen for each image by its own draws."""
+    """Apply one operation per layer of `draws`, chosen for each image by its own draws."""
     for layer in range(draws.shape[1]):
         chosen = (draws[:, layer, 0] * len(OPERATIONS)).astype(int)
         names = [NAMES[number] for number in chosen]
@@ -40,7 +40,7 @@ def randaugment(images: Images, draws: Float32[np.ndarray, "n layers 4"], *, mag
 
 
 def apply_operations(images: Images, names: Sequence[str], draws: Draws, *, magnitude: float) -> Images:
-    """The images after one operation each, given by its name. Those that share a computation are made together."""
+    """Apply to each image the operation of its name. Operations that share a computation are applied together."""
     groups: dict[Kernel, list[int]] = {}
     for place, name in enumerate(names):
         groups.setdefault(OPERATIONS[name], []).append(place)
@@ -54,12 +54,12 @@ def apply_operations(images: Images, names: Sequence[str], draws: Draws, *, magn
 
 
 def _plainly(operation: Callable[[Images], Images]) -> Kernel:
-    """Of an operation that knows no magnitude."""
+    """Return the kernel of an operation without a magnitude."""
     return lambda images, names, draws, magnitude: operation(images)
 
 
 def _enhance(operation: Callable[[Images, Float32[Tensor, " n"]], Images]) -> Kernel:
-    """Of an operation whose factor the magnitude gives: 0.1 at 0, 1 (no change) at 5, 1.9 at 10."""
+    """Return the kernel of an operation with a factor: 0.1 at magnitude 0, 1 (no change) at 5, 1.9 at 10."""
 
     def enhance(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:
         factors = np.full(len(names), magnitude / 10 * 1.8 + 0.1, np.float32)
@@ -98,7 +98,7 @@ def _transform(images: Images, names: Sequence[str], draws: Draws, magnitude: fl
 
 
 def _matrix(name: str, level: float, height: int, width: int) -> tuple[float, float, float, float, float, float]:
-    """From a pixel of the result to where it comes from; `level` is the signed magnitude over 10."""
+    """Return the matrix from a pixel of the result to its origin. `level` is the signed magnitude divided by 10."""
     if name == "Rotate":
         angle = math.radians(30 * level)
         cosine, sine, x, y = math.cos(angle), math.sin(angle), width / 2, height / 2

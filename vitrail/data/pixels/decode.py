@@ -1,4 +1,4 @@
-"""Encoded bytes to RGB or grey pixels, with every way a file can be broken turned into one exception."""
+"""Decoding of images to RGB or grey pixels. A file that is broken in any way raises one exception."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from vitrail.errors import UndecodableImage
 __all__ = ["FORMATS", "MAX_PIXELS", "SUFFIXES", "Opened", "decode", "image_size_of", "open_image", "to_pil"]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-"""What may be opened. Pillow knows formats that start other programs (EPS) or read other files; these do not."""
+"""Formats that may be opened. Pillow knows others that start programs (EPS) or read further files."""
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-"""File names, lower case, that count as images in a folder."""
+"""Suffixes, in lower case, of files that count as images."""
 
 MAX_PIXELS = 89_478_485
-"""A header that claims more is refused before memory is taken; Pillow itself warns from here on (256 MiB of RGB)."""
+"""A header that claims more pixels is refused before memory is taken. Pillow warns from this number on (256 MiB)."""
 
 BACKGROUND = (255, 255, 255)
-"""What lies behind transparent pixels."""
+"""Colour behind transparent pixels."""
 
 SHRINKS = (8, 4, 2)
-"""By how much the inverse DCT of a JPEG can shrink each side at a gain in speed."""
+"""Factors by which the inverse DCT of a JPEG can shrink each side, with a gain in speed."""
 
 WIDTH, HEIGHT, PHOTOMETRIC, ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 256, 257, 262, 274, 322, 323
 """Tags of EXIF and TIFF."""
@@ -53,51 +53,51 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns a picture upright, by its orientation in EXIF."""
+"""Transpositions that turn a picture upright, by its orientation in EXIF."""
 
 TURNED = frozenset({5, 6, 7, 8})
-"""Orientations whose height and width change places."""
+"""Orientations that swap height and width."""
 
 FROM_BELOW, FROM_RIGHT = frozenset({3, 4, 7, 8}), frozenset({2, 3, 6, 7})
-"""Orientations whose upright rows (columns) run against the stored ones."""
+"""Orientations whose upright rows (columns) run in the opposite direction to the stored ones."""
 
 PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
-"""Where a PNG file can hold its orientation. Pillow decodes the whole file to look for it behind the pixels."""
+"""Marks of PNG chunks that can hold the orientation. To find a chunk behind the pixels, Pillow decodes the file."""
 
-# What Pillow warns of is decoded or refused here: nothing is left to say.
+# Everything that Pillow warns about is decoded or refused here, so its warnings say nothing more.
 QUIET: Any = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An image whose header was read: its size is known, its pixels are not decoded yet."""
+    """An image whose header was read. Its size is known, and its pixels are not decoded yet."""
 
     picture: Image.Image
     size: tuple[int, int]
-    """Height and width, upright and in full."""
+    """Height and width of the upright image at full size."""
     orientation: int = 1
     """1 to 8, as EXIF numbers them."""
     shrinks: bool = False
-    """Whether it is a JPEG file that was opened here. One that a caller opened is left as it is."""
+    """True for a JPEG file that was opened here. A file that a caller opened is left as it is."""
 
     def shrink_for(self, most: float) -> int:
-        """By how much the sides can shrink while a JPEG is decoded: 8, 4 or 2, at most `most`; 1 for other files."""
+        """Return the factor by which a JPEG can shrink while it is decoded: 8, 4 or 2 up to `most`, else 1."""
         most = min(most, *self.size) if self.shrinks else 1
         return next((shrink for shrink in SHRINKS if shrink <= most), 1)
 
     def begin(self, shrink: int) -> tuple[float, float]:
-        """Row and column, in pixels of the shrunk picture, at which the upright picture begins.
+        """Return the row and column, in pixels of the shrunk picture, at which the upright picture begins.
 
-        A block at the right or at the bottom is filled up where the size is no multiple of `shrink`. Turning the
-        picture can bring that edge to the left or the top.
+        If the size is no multiple of `shrink`, the last block at the right or the bottom is filled up. Turning the
+        picture upright can bring that edge to the left or the top.
         """
         height, width = (-size % shrink / shrink for size in self.size)
         return height * (self.orientation in FROM_BELOW), width * (self.orientation in FROM_RIGHT)
 
     def load(self, channels: int, shrink: int = 1) -> Image.Image:
-        """The pixels, upright, of mode L (`channels` 1) or RGB (3); `shrink` is what `shrink_for` gave.
+        """Return the upright pixels in mode L (`channels` 1) or RGB (3). `shrink` comes from `shrink_for`.
 
-        Raises `UndecodableImage`.
+        Raise `UndecodableImage`.
         """
         with _refusing():
             if shrink > 1:
@@ -105,17 +105,17 @@ class Opened:
                 self.picture.draft(None, (width // shrink, height // shrink))
             self.picture.load()
             picture = _black_is_zero(self.picture)
-            turn = UPRIGHT.get(_orientation(self.picture))  # asked now, because Pillow turns TIFF as it loads it
+            turn = UPRIGHT.get(_orientation(self.picture))  # read here, because Pillow turns a TIFF upright as it loads
             return _plain(picture if turn is None else picture.transpose(turn), channels)
 
 
 def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.ndarray, "h w c"]:
-    """Pixels of an image with `channels` of 1 (grey) or 3 (RGB), upright by its EXIF tag, alpha laid on white.
+    """Return the pixels of an image with 1 (grey) or 3 (RGB) channels, upright by its EXIF tag, alpha on white.
 
-    Takes an encoded file, an array (uint8; h w, h w 1 or h w 3) or a Pillow image. Of an animation or of a file of
-    several pages, the first. Of 16 bits a channel, the upper 8. Colour profiles (ICC) are ignored, as torchvision and
-    timm do: what was trained on numbers without them is measured on numbers without them.
-    Raises `UndecodableImage`, which says what is wrong with the image.
+    The image is an encoded file, an array (uint8; h w, h w 1 or h w 3) or a Pillow image. Of an animation or a file
+    with several pages, the first is decoded. Of 16 bits per channel, the upper 8 are kept. Colour profiles (ICC) are
+    ignored, as in torchvision and timm, whose models were trained without them. Raise `UndecodableImage`, which says
+    what is wrong with the image.
     """
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] == (channels,) and image.size:
         return image
@@ -124,17 +124,17 @@ def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.n
 
 
 def to_pil(image: bytes | np.ndarray | Image.Image, channels: int) -> Image.Image:
-    """The same as a Pillow image of mode L or RGB."""
+    """Return the image as `decode` does, as a Pillow image in mode L or RGB."""
     return open_image(image).load(channels)
 
 
 def image_size_of(image: bytes | np.ndarray | Image.Image) -> tuple[int, int]:
-    """Height and width of what `decode` gives, from the header alone. Raises `UndecodableImage`."""
+    """Return the height and width that `decode` gives, from the header alone. Raise `UndecodableImage`."""
     return open_image(image).size
 
 
 def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
-    """Reads the header, which takes no memory to speak of. Raises `UndecodableImage`."""
+    """Read the header, which takes little memory. Raise `UndecodableImage`."""
     if isinstance(image, np.ndarray):
         picture = _from_array(image)
         return Opened(picture, (picture.height, picture.width))
@@ -149,7 +149,7 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
         if min(width, height) < 1:
             raise UndecodableImage(f"claims {width} x {height} pixels, which is none")
         stored = _tags(picture).get(WIDTH, width), _tags(picture).get(HEIGHT, height)
-        if orientation in TURNED and picture.size == stored:  # of TIFF, newer versions of Pillow give the upright size
+        if orientation in TURNED and picture.size == stored:  # newer versions of Pillow give the upright size of a TIFF
             width, height = height, width
         shrinks = isinstance(image, bytes) and picture.format in ("JPEG", "MPO")
         return Opened(picture, (height, width), orientation, shrinks)
@@ -157,9 +157,9 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Whatever goes wrong in a decoder becomes `UndecodableImage`."""
+    """Turn every exception of a decoder into `UndecodableImage`."""
     _hush()
-    # `catch_warnings` would do this for a while, but not in threads; whoever uses it around this takes ours away.
+    # `catch_warnings` is not safe in threads. Code that uses it around this removes our filter, so it is set again.
     if not warnings.filters or warnings.filters[0] != QUIET:
         warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
@@ -185,7 +185,7 @@ def _open(data: bytes) -> Image.Image:
         raise UndecodableImage(f"is not an image in a format of {', '.join(FORMATS)}{hint}") from None
     _check_size(*picture.size)
     if picture.format == "TIFF":
-        tags = _tags(picture)  # A tile is taken whole, however small the picture is.
+        tags = _tags(picture)  # Memory for a tile is taken as a whole, however small the picture is.
         _check_size(tags.get(TILE_WIDTH, 1), tags.get(TILE_HEIGHT, 1), "tiles of ")
     return picture
 
@@ -197,27 +197,26 @@ def _check_size(width: int, height: int, of: str = "") -> None:
 
 @functools.cache
 def _hush() -> None:
-    """Keeps the standard error stream clean. Pillow logs what nobody asked for; libtiff writes its errors before
-    Pillow raises its own."""
+    """Keep the standard error stream clean: Pillow logs there, and libtiff writes its errors before Pillow raises."""
     logging.getLogger("PIL").addHandler(logging.NullHandler())
-    with contextlib.suppress(OSError, AttributeError):  # a libtiff that is a part of Pillow hides its names
+    with contextlib.suppress(OSError, AttributeError):  # the libtiff in some builds of Pillow hides its names
         ctypes.CDLL(importlib.import_module("PIL._imaging").__file__).TIFFSetErrorHandler(None)
 
 
 def _orientation(picture: Image.Image) -> int:
     try:
         return int(picture.getexif().get(ORIENTATION, 1))
-    except Exception:  # senseless EXIF is no reason to refuse the pixels
+    except Exception:  # broken EXIF is no reason to refuse the pixels
         return 1
 
 
 def _tags(picture: Image.Image) -> Any:
-    """Those of a TIFF file, by number; nothing for others."""
+    """Return the tags of a TIFF file by number; no tags for other files."""
     return getattr(picture, "tag_v2", {})
 
 
 def _black_is_zero(picture: Image.Image) -> Image.Image:
-    """Pillow turns the grey of TIFF round where 0 is white, but not that of 16 bits."""
+    """Invert grey of 16 bits in a TIFF in which 0 is white. Pillow inverts other depths itself."""
     if not picture.mode.startswith("I;16") or _tags(picture).get(PHOTOMETRIC) != WHITE_IS_ZERO:
         return picture
     return Image.fromarray(0xFFFF - np.asarray(picture).astype(np.uint16))
@@ -233,17 +232,17 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 def _plain(picture: Image.Image, channels: int) -> Image.Image:
-    """Of any of Pillow's modes, the same picture in L or RGB, 8 bits a channel."""
+    """Return a picture of any of Pillow's modes in L or RGB, with 8 bits per channel."""
     mode = "L" if channels == 1 else "RGB"
     if picture.mode == mode and "transparency" not in picture.info:
         return picture
-    if picture.mode.startswith("I;16"):  # 16-bit grey, which Pillow would clip at 255 rather than scale
+    if picture.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255 instead of scaling it
         grey = np.asarray(picture).astype(np.uint16)
         visible = grey != picture.info.get("transparency", -1)
         picture = Image.fromarray(np.where(visible, grey >> 8, BACKGROUND[0]).astype(np.uint8))
     elif picture.mode in ("I", "F"):
         raise UndecodableImage(f"has 32-bit pixels (mode {picture.mode}), whose range is unknown; save it with 8 or 16")
-    elif picture.mode == "LAB":  # Pillow has no way from here to grey
+    elif picture.mode == "LAB":  # Pillow cannot convert LAB to grey directly
         picture = picture.convert("RGB")
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         picture = picture.convert("RGBA")

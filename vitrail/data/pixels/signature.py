@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, so that a message can name what cannot be decoded."""
+"""The format of a file by its first bytes, so that a message can name the format that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SIGNATURES = (
     (0, b"%!PS", "PostScript"),
     (0, b"PK\x03\x04", "a ZIP archive"),
     (0, b"\x1f\x8b", "a gzip file"),
-    (0, b"version https://git-lfs", "a pointer of Git LFS, whose file was not fetched"),
+    (0, b"version https://git-lfs", "a Git LFS pointer, whose file was not fetched"),
 )
-"""Where a mark stands, the mark, and the name of the format."""
+"""Position of a mark, the mark, and the name of the format."""
 
 MARKUP = ((b"<svg", "SVG"), (b"<html", "an HTML page"), (b"<!doctype html", "an HTML page"), (b"<?xml", "XML"))
-"""Likewise for text, lower case, anywhere in the first bytes; the first that is found counts."""
+"""Marks of text formats in lower case, anywhere in the first bytes. The first one that is found counts."""
 
 
 def format_of(data: bytes) -> str:
-    """The name of the format, those of `FORMATS` as Pillow spells them; empty where it is unknown."""
+    """Return the name of the format, spelled like Pillow's `FORMATS`, or an empty text if it is unknown."""
     for place, mark, name in SIGNATURES:
         if data.startswith(mark, place):
             return name
