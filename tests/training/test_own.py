@@ -1,0 +1,272 @@
+"""The user's own data and network: trained, resumed with the same objects, and refused by the rule that they break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import vitrail
+from vitrail.data.source import Sample, Target
+from vitrail.data.splits import Splits
+from vitrail.errors import BundleError, ConfigError, RunError, Stopped
+from vitrail.tasks.own_model import OwnModel
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.own import check_source
+from vitrail.training.run import resume, train
+
+
+class Stripes:
+    """Images of 9 x 14 whose brightness tells the class; numbers if `numbers`."""
+
+    def __init__(self, count: int = 40, *, numbers: bool = False) -> None:
+        self.count = count
+        self.classes = ("brightness",) if numbers else ("dark", "light")
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        pixels = np.random.default_rng(index).integers(0, 60, (9, 14, 3), dtype=np.uint8) + np.uint8(150 * (index % 2))
+        return Sample(self.key(index), pixels, self.target(index))
+
+    def key(self, index: int) -> str:
+        return f"stripe {index}"
+
+    def target(self, index: int) -> Target:
+        return (1000.0 + 150 * (index % 2),) if self.numbers else index % 2
+
+
+class Small(nn.Module):
+    """A network of an unknown class."""
+
+    def __init__(self, outputs: int = 2) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.AvgPool2d(3), nn.Flatten(), nn.LazyLinear(6), nn.ReLU(), nn.Linear(6, outputs))
+        self(torch.zeros(1, 3, 9, 12))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.body(images)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Makes configs of short runs on images of 9 x 12; fields can be replaced."""
+
+    def make(**fields: Any) -> TrainConfig:
+        defaults = {
+            "image_size": (9, 12), "steps": 40, "batch_size": 8, "device": "cpu", "precision": "float32", "threads": 1,
+            "evaluations": 4, "checkpoints": 4, "validation_share": 0.2, "learning_rate": 1e-2,
+            "run": str(tmp_path / "run"),
+        }  # fmt: skip
+        return TrainConfig().override(**{**defaults, **fields})
+
+    return make
+
+
+SIZES = {"variant": "ViT-Pico/3", "width": 16, "depth": 1, "heads": 2, "mlp_width": 16}
+
+
+def seeded(outputs: int = 2) -> Small:
+    torch.manual_seed(3)
+    return Small(outputs)
+
+
+@pytest.mark.parametrize("as_splits", [False, True])
+def test_an_own_source_is_trained_on_and_cut_as_any_data(as_splits: bool, config: Callable[..., TrainConfig]) -> None:
+    data = Splits(Stripes(), None, Stripes(10), title="my stripes") if as_splits else Stripes()
+    result = train(config(**SIZES), data=data)
+    assert result.metrics["validation_accuracy"] == 1.0
+    assert ("test_accuracy" in result.metrics) is as_splits
+    assert result.bundle.provenance["data"] == ("my stripes" if as_splits else "Stripes")
+    bundle = vitrail.load(result.folder)
+    assert bundle.classes == ("dark", "light")
+    assert bundle.predict([Stripes()[1].image])[0].label == "light"
+
+
+def test_an_own_network_is_trained_and_predicts(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    result = train(config(keep="best"), data=Stripes(), network=seeded())
+    assert result.metrics["validation_accuracy"] == 1.0
+    assert isinstance(result.bundle, OwnModel)
+    assert [one.label for one in result.bundle.predict([Stripes()[0].image, Stripes()[1].image])] == ["dark", "light"]
+    again = Small()
+    again.load_state_dict(load_file(result.folder / "model" / "model.safetensors"))
+    images = torch.randn(3, 3, 9, 12)
+    assert torch.equal(again(images), result.bundle.network.eval()(images))
+    with pytest.raises(BundleError, match=r"has a layout that is not known"):
+        vitrail.load(result.folder / "model")
+    with pytest.raises(ConfigError, match=r"^embed: a network of your own class is known by its outputs only"):
+        result.bundle.embed([Stripes()[0].image])
+    saved = result.bundle.save(tmp_path / "copy")
+    assert [path.name for path in saved.iterdir()] == ["model.safetensors"]
+
+
+def test_a_network_of_the_package_is_saved_whole(config: Callable[..., TrainConfig]) -> None:
+    sizes = {name: value for name, value in SIZES.items() if name != "variant"}
+    network = vitrail.create("ViT-Pico/3", image_size=(9, 12), num_classes=2, **sizes)
+    result = train(config(), data=Stripes(), network=network)
+    assert vitrail.load(result.folder).network.config == network.config
+
+
+def test_an_own_network_learns_numbers(config: Callable[..., TrainConfig]) -> None:
+    result = train(config(task="regression", steps=80), data=Stripes(numbers=True), network=seeded(1))
+    assert result.metrics["validation_r2"] > 0.9
+    (low, high) = result.bundle.predict([Stripes()[0].image, Stripes()[1].image])
+    assert low.values[0] == pytest.approx(1000, abs=40) and high.values[0] == pytest.approx(1150, abs=40)
+    assert low.names == ("brightness",)
+
+
+def test_a_stopped_run_needs_the_same_objects(
+    config: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
+) -> None:
+    straight = train(config(run=str(tmp_path / "straight")), data=Stripes(), network=seeded())
+    with pytest.raises(Stopped):
+        train(config(), data=Stripes(), network=seeded(), display=stop_at(22))
+    run = tmp_path / "run"
+    rule = r"was started with data=\.\.\. and network=\.\.\. in Python; pass the same "
+    with pytest.raises(RunError, match=f"{rule}data and network to vitrail.resume$"):
+        resume(run)
+    with pytest.raises(RunError, match=f"{rule}network to vitrail.resume$"):
+        resume(run, data=Stripes())
+    with pytest.raises(RunError, match=r"the data of run .* has changed"):
+        resume(run, data=Stripes(42), network=seeded())
+    resumed = resume(run, data=Stripes(), network=seeded())
+    expected, found = straight.bundle.network.state_dict(), resumed.bundle.network.state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_objects_that_the_run_did_not_have_are_refused(
+    config: Callable[..., TrainConfig], tiny: Callable[..., TrainConfig], stop_at: Callable[[int], Display]
+) -> None:
+    with pytest.raises(Stopped):
+        train(tiny(), display=stop_at(4))
+    with pytest.raises(RunError, match=r"was started without data=\.\.\.; leave them out"):
+        resume(Path(tiny().run.folder or ""), data=Stripes())
+
+
+class Alone(nn.Module):
+    """A network with a mistake, made for images of 9 x 12."""
+
+    def __init__(self, make: Callable[[Tensor], Any], *, trained: bool = True) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=trained)
+        self.make = make
+
+    def forward(self, images: Tensor) -> Any:
+        return self.make(images * self.scale)
+
+
+def two_means(images: Tensor) -> Tensor:
+    return images.mean(dim=(2, 3))[:, :2]
+
+
+@pytest.mark.parametrize(
+    ("network", "rule"),
+    [
+        (Alone(two_means, trained=False), "a network has a parameter that requires gradients"),
+        (
+            Alone(lambda images: images @ torch.ones(7)),
+            r"takes images of \(b, channels, height, width\), here \(2, 3, 9,",
+        ),
+        (
+            Alone(lambda images: images),
+            r"returns floats of \(b, 2\), one for each output; it returned a tensor of \(2, 3,",
+        ),
+        (Alone(lambda images: [two_means(images)]), r"one for each output; it returned list$"),
+        (Alone(lambda images: two_means(images).long()), r"returns floats of \(b, 2\)"),
+    ],
+)
+def test_a_network_that_breaks_a_rule_is_refused(
+    network: nn.Module, rule: str, config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"^network: Alone breaks a rule of its contract: .*{rule}"):
+        train(config(), data=Stripes(), network=network)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"init": "m"}, "init='m' cannot be combined with network=..."),
+        ({"layer_decay": 0.9}, "layer_decay=0.9 cannot be combined with network=..."),
+        ({"compile": "on"}, "compile='on' cannot be combined with network=..."),
+        ({"precision": "float8"}, "precision='float8' cannot be combined with network=..."),
+        ({"probe": "knn"}, "probe='knn' cannot be combined with network=..."),
+    ],
+)
+def test_settings_that_need_a_network_of_the_package_are_refused(
+    fields: dict[str, Any], message: str, config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.training.run.open_initial", lambda start: None)
+    monkeypatch.setattr("vitrail.training.setup.resolve_precision", lambda precision, device: precision)
+    with pytest.raises(ConfigError) as caught:
+        train(config(**fields), data=Stripes(), network=seeded())
+    assert str(caught.value).startswith(message)
+
+
+def changed(**members: Any) -> Stripes:
+    """A source with some members replaced."""
+    source = type("Stripes", (Stripes,), {name: value for name, value in members.items() if callable(value)})()
+    for name, value in members.items():
+        if not callable(value):
+            setattr(source, name, value)
+    return source
+
+
+PICTURE = np.zeros((4, 5, 3), np.uint8)
+
+BROKEN: list[tuple[Any, str]] = [
+    (changed(classes=["dark", "light"]), "classes are a tuple of names, not ['dark', 'light']"),
+    (changed(count=0), "a source has at least one sample"),
+    (changed(key=lambda self, index: index), "key(0) is a name, not 0"),
+    (
+        changed(target=lambda self, index: 7),
+        "target(0) is 7, and the targets of this source are None or an index from 0 to",
+    ),
+    (changed(target=lambda self, index: "dark"), "target(0) is 'dark', and the targets of this source are"),
+    (
+        changed(target=lambda self, index: (0, 2)),
+        "target(0) is (0, 2), and the targets of this source are None or tuples of",
+    ),
+    (
+        changed(target=lambda self, index: (0.5,)),
+        "target(0) is (0.5,), and the targets of this source are None or tuples",
+    ),
+    (
+        changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)),
+        "has the key and the target that key(0)",
+    ),
+    (
+        changed(__getitem__=lambda self, index: Sample(self.key(index), PICTURE.astype(np.float32), index % 2)),
+        "the image of 'stripe 0' is bytes or a uint8 array of (height, width, 1 or 3)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "rule"), BROKEN, ids=[rule[:30] for _, rule in BROKEN])
+def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_unchecked: None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_source(source)
+    assert str(caught.value).startswith("data: Stripes breaks a rule of its contract: ") and rule in str(caught.value)
+
+
+def test_an_object_that_is_no_source_is_refused(config: Callable[..., TrainConfig], types_unchecked: None) -> None:
+    with pytest.raises(ConfigError, match=r"^data: list breaks a rule of its contract: a source has classes and key"):
+        train(config(**SIZES), data=[1, 2])  # type: ignore[arg-type]
+
+
+def test_a_source_of_broken_images_can_be_checked(tmp_path: Path) -> None:
+    Image.new("RGB", (5, 4)).save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()[:30]
+    check_source(changed(__getitem__=lambda self, index: Sample(self.key(index), data, index % 2)))

@@ -1,0 +1,108 @@
+"""run.json: its formats, missing fields, and files that are damaged or too new."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.errors import RunError
+from vitrail.tasks import Classification, Regression
+from vitrail.training.config import TrainConfig
+from vitrail.training.record import FORMAT, read_record
+from vitrail.training.run import train
+
+V1 = Path(__file__).parents[1] / "formats" / "v1"
+
+
+def written(folder: Path, **fields: Any) -> Path:
+    """A run's folder with a small run.json of the newest format; fields of None are missing."""
+    values = {
+        "format": FORMAT, "config": TrainConfig().to_plain(), "data": {"fingerprint": "abc", "train": 7}, **fields
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps({name: one for name, one in values.items() if one is not None}))
+    return folder
+
+
+def test_a_run_writes_what_is_read(tiny: Callable[..., TrainConfig]) -> None:
+    config = tiny(steps=2, evaluations=1)
+    folder = train(config).folder
+    values = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    record = read_record(folder)
+    assert values["format"] == FORMAT == 2 and values["config"]["task"]["name"] == "classification"
+    assert record.config == config and record.images == values["data"]["train"]
+    assert (record.fingerprint, record.origin, record.objects) == (values["data"]["fingerprint"], None, ())
+
+
+def test_the_flat_config_of_format_1_becomes_sections() -> None:
+    record = read_record(V1 / "run-stopped")
+    config = record.config
+    assert (config.data.spec, config.data.validation_share, config.run.steps, config.run.folder) == (
+        "data", 0.2, 8, "run-stopped",
+    )  # fmt: skip
+    assert config.task == Classification(label_smoothing=0.1)
+    assert config.model.variant == "ViT-Pico/4"
+    assert config.model.overrides == {
+        "width": 8, "depth": 1, "heads": 2, "mlp_width": 12, "position_std": 0.3, "dropout": 0.1,
+        "stochastic_depth": 0.2,
+    }  # fmt: skip
+    assert (config.optimizer.kind, config.optimizer.learning_rate) == ("adamw", 0.01)
+    assert read_record(V1 / "run-from-model").origin is not None
+
+
+def test_a_resnet_of_format_1_drops_what_it_ignored(tmp_path: Path) -> None:
+    shutil.copytree(V1 / "run-finished", tmp_path / "run")
+    values = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    values["config"]["model"] = {"variant": "BiT-R26x1", "width": 32, "position_std": 0.3, "depth": None}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(values))
+    assert read_record(tmp_path / "run").config.model.overrides == {"width": 32}
+
+
+def test_missing_fields_of_a_section_take_their_defaults(tmp_path: Path) -> None:
+    plain = TrainConfig().override(seed=5).to_plain()
+    del plain["run"]["patience"], plain["optimizer"], plain["task"]["select"]
+    assert read_record(written(tmp_path, config=plain)).config == TrainConfig().override(seed=5)
+
+
+def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
+    config = TrainConfig().override(task="regression", loss="huber", delta=2.0, numbers=("age", "größe"))
+    record = read_record(written(tmp_path, config=config.to_plain(), objects=["data"]))
+    assert record.config.task == Regression(loss="huber", delta=2.0) and record.config.data.numbers == ("age", "größe")
+    assert record.objects == ("data",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format": 3}, "has format 3, and this version of Vitrail reads formats up to 2; install a newer version"),
+        ({"format": "two"}, "is damaged: format='two' is not a whole number above 0"),
+        ({"format": 0}, "is damaged: format=0 is not a whole number above 0"),
+        ({"config": None}, "is damaged: the field 'config' is missing"),
+        ({"data": None}, "is damaged: the field 'data' is missing"),
+        ({"data": {"train": 7}}, "is damaged: the field 'data.fingerprint' is missing"),
+        ({"data": {"fingerprint": "a"}}, "is damaged: the field 'data.train' is missing"),
+        ({"data": [1]}, "is damaged: 'data' is not an object of named fields"),
+        ({"config": {"run": {"stepz": 3}}}, "is damaged: unknown field 'stepz'; nearest: steps"),
+        ({"config": {"task": {"name": "clasification"}}}, "is damaged: unknown task 'clasification'; nearest: class"),
+        ({"format": 1, "config": {"stepz": 3}}, "is damaged: unknown field 'stepz'"),
+        ({"config": {"run": {"batch_size": 0}}}, "is damaged: batch_size=0 is less than 1"),
+    ],
+)
+def test_what_cannot_be_read_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        read_record(written(tmp_path, **fields))
+    assert str(caught.value).startswith(f"{tmp_path / 'run.json'} {message}")
+
+
+@pytest.mark.parametrize(("text", "message"), [("[1, 2]", "it holds list and not an object"), ("{", "is damaged: ")])
+def test_a_file_that_is_no_record_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(RunError, match=message):
+        read_record(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(RunError, match=r"is not a run's folder: it has no run\.json"):
+        read_record(tmp_path)
