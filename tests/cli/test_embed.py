@@ -148,3 +148,14 @@ def test_wrong_words(embed: Embed, tmp_path: Path) -> None:
     code, _, errors = embed()
     assert code == 1 and "could not save features to" in errors
     assert not (tmp_path / "out").exists()
+
+
+def test_images_without_classes_are_embedded(
+    headless: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = data / "train" / "red"
+    assert main(["embed", str(headless), "--data", str(photos), "--out", str(tmp_path / "out"), "--no-cache"]) == 0
+    features = load_features(tmp_path / "out" / "train")
+    assert len(features) == len(list(photos.glob("*.png"))) and features.classes == ()
+    lines = (tmp_path / "out" / "train" / "keys.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["label"] is None for line in lines)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
@@ -166,3 +167,62 @@ def test_too_many_broken_images_fail_the_run(
 def test_a_complete_run_is_not_resumed(trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--resume", str(trained.folder)) == 2
     assert "is complete" in capsys.readouterr().err
+
+
+@pytest.fixture
+def grey(tmp_path: Path) -> Path:
+    """A table with the brightness and the width of images in its columns."""
+    rows = ["file,brightness,width,kind"]
+    for number in range(40):
+        Image.new("RGB", (9 + number, 14), (6 * number,) * 3).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{6 * number},{'' if number == 7 else 9 + number},{'ab'[number % 2]}")
+    (tmp_path / "grey.csv").write_text("\n".join(rows))
+    return tmp_path / "grey.csv"
+
+
+def test_numbers_of_a_table_are_learned_and_predicted(
+    grey: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data", str(grey), "--numbers", "brightness", "width", "--loss", "huber", "--run", str(tmp_path / "run")]
+    more = ["--image-size", "16", "24", "--validation-share", "0.3", "--seed", "1"]
+    assert run(*words, *TINY, *more) == 0
+    shown = capsys.readouterr().out
+    assert "brightness" in shown and "validation r2" in shown and "probability" not in shown
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["task"]["name"] == "regression" and record["config"]["task"]["loss"] == "huber"
+    image = str(tmp_path / "3.png")
+    assert main(["predict", str(tmp_path / "run"), image, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["image"] == image and list(row["numbers"]) == ["brightness", "width"]
+    assert main(["predict", str(tmp_path / "run"), image]) == 0
+    shown = capsys.readouterr().out
+    assert "width" in shown and f"{row['numbers']['width']:.6g}" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--task", "regression"],
+            "--numbers: the task regression needs the names of numeric columns, such as --numbers",
+        ),
+        (["--task", "regresion"], "--task: 'regresion' is not one of classification, regression"),
+        (["--numbers", "brightness", "--loss", "softmax"], "--loss: 'softmax' is not one of squared, huber"),
+        (["--numbers", "brightness", "--label-smoothing", "0.1"], "--label-smoothing is a setting of the task"),
+        (["--loss", "huber"], "--loss: 'huber' is not one of softmax, sigmoid"),
+        (["--numbers", "kind"], "column 'kind' holds 'a', which is not a finite number"),
+        (["--numbers", "wdth"], "has no column 'wdth' of numbers; nearest: width"),
+    ],
+)
+def test_mistakes_in_learning_numbers_are_named(
+    words: list[str], message: str, grey: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--data", str(grey), *words, "--run", str(tmp_path / "run"), *TINY) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and not (tmp_path / "run").exists()
+
+
+def test_help_shows_the_settings_of_the_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--task", "regression", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--loss squared|huber" in shown and "Default: regression." in shown

@@ -23,6 +23,10 @@ SMALL_NEGATIVE = re.compile(r"-\d*\.?\d+[eE][+-]?\d+")
 """Negative numbers that argparse takes for options."""
 
 
+ADVICE = re.compile(r"\b(such as|choose|give|use|try) $")
+"""Words before a value that a message advises to give."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One use of a verb."""
@@ -75,6 +79,10 @@ class Command:
         own = (option for cls in self.options for option in options_of(cls))
         return {option.name: option for option in (*own, *self.settings())}
 
+    def options_for(self, given: Options) -> dict[str, Option]:
+        """Return every option by the name of its field, as it is beside the options that were given."""
+        return {**self.known, **self.depends(given)}
+
     @property
     def positionals(self) -> list[Option]:
         return [option for option in self.known.values() if option.positional]
@@ -101,8 +109,8 @@ class Command:
             raise ConfigError("\n".join(unknown_option(word, self.name, names) for word in unknown))
         given = self._places([*rest, *typed[end + 1 :]])
         words = vars(found)
-        single = {name: values[0] for name, values in words.items() if isinstance(values, list) and len(values) == 1}
-        by_name = {**by_name, **self.depends(given | single)}
+        typed_as = {name: " ".join(values) if isinstance(values, list) else values for name, values in words.items()}
+        by_name = self.options_for(given | typed_as)
         for name, values in words.items():
             given[name] = values if isinstance(values, bool) else convert(by_name[name], values)
         return given
@@ -123,8 +131,8 @@ class Command:
         """Return an error's message with the fields that it names spelled as options: `--batch-size: 0 is less than 1`
         for `batch_size=0 is less than 1`.
 
-        Values of settings that were not given keep their spelling unless they are a line's first words. Only the first
-        words are changed if the error is not about settings, since its message can name files and fields of files.
+        Values of settings that were not given keep their spelling unless they are a line's first words or advice. Only
+        the first words are changed if the error is not about settings, since its message can name fields of files.
         """
         about_settings = isinstance(error, ConfigError)
         return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
@@ -137,10 +145,11 @@ class Command:
             return f"{self._label(found[1])}: {_typed(found[2])} "
 
         def inside(found: re.Match[str]) -> str:
-            is_typed = found[1] in given or found[1] in self.spelled
+            is_typed = found[1] in given or found[1] in self.spelled or ADVICE.search(line[: found.start()])
             return f"{self._label(found[1])} {_typed(found[2])}" if is_typed else found[0]
 
         line = re.sub(rf"^({names})=({value}):? ", first, line)
+        line = re.sub(rf"^({names}): ", lambda found: f"{self._label(found[1])}: ", line)
         if not about_settings:
             return line
         before, after = r"(?<![\w/.'-])", r"(?![\w=('/])"

@@ -33,7 +33,7 @@ class Embed:
     model: Annotated[str, Positional("MODEL")]
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     data: str
-    """Data set: any that `vitrail train` takes."""
+    """Data set: any that `vitrail train` takes, or a folder of images without classes."""
     out: Path
     """Folder for the features. It receives one folder per split (npy) or one file per split (parquet)."""
     split: Literal["all", "train", "validation", "test"] = "all"
@@ -116,7 +116,7 @@ def main(call: Call) -> int:
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
     """Return the splits by name, and notes about them."""
-    splits = open_data(options.data, validation_share=0.0)
+    splits = open_data(options.data, validation_share=0.0, unlabelled=True)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     there = {name: source for name, source in named.items() if source is not None}
     if options.split == "all":

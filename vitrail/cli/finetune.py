@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vitrail.cli.command import Call, Command, Example
 from vitrail.cli.fields import Option, Positional, flag, shown
-from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_options
+from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_of, task_options
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.report import ClassificationReport
@@ -70,7 +70,7 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
-    return {option.name: option for option in task_options(given.get("task") or TrainConfig().task.name)}
+    return task_options(task_of(given, TrainConfig().task.name))
 
 
 COMMAND = Command(

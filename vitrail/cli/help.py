@@ -33,7 +33,7 @@ def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, w
     lines.append("Examples:")
     for example in command.examples:
         lines += [*_wrapped(example.command, width, "      ", "  "), *_wrapped(example.text, width, "      ", "      ")]
-    for heading, options in _groups(command, everything=everything):
+    for heading, options in _groups(command, given, everything=everything):
         lines += ["", f"{heading}:"]
         for option in options:
             lines += _entry(option, _text(option, command), defaults, width, everything=everything)
@@ -42,17 +42,18 @@ def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, w
     return "\n".join(lines) + "\n"
 
 
-def _groups(command: Command, *, everything: bool) -> Iterator[tuple[str, Sequence[Option]]]:
+def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> Iterator[tuple[str, Sequence[Option]]]:
     """Yield headings and the options below them: the essential ones, then the rest by section."""
     if command.positionals:
         yield "Arguments", command.positionals
+    known = command.options_for(given)
     essential = {name for names in command.essential.values() for name in names}
     for heading, names in command.essential.items():
-        yield heading, [command.known[name] for name in names]
+        yield heading, [known[name] for name in names]
     if not everything:
         return
     rest: dict[str, list[Option]] = {}
-    for option in command.known.values():
+    for option in known.values():
         if not option.positional and option.name not in essential and option.name not in command.hidden:
             rest.setdefault(option.section, []).append(option)
     for section, options in rest.items():

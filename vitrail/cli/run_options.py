@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
 from vitrail.cli.fields import Option, options_of, shown, without_none
@@ -12,10 +12,10 @@ from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet import ResNetConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.settings import bare_names
-from vitrail.tasks import TASKS, Task
+from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
 
-__all__ = ["check_only_resume", "default_texts", "run_options", "task_options"]
+__all__ = ["check_only_resume", "default_texts", "run_options", "task_of", "task_options"]
 
 
 def run_options() -> Iterator[Option]:
@@ -28,7 +28,9 @@ def run_options() -> Iterator[Option]:
         kind = kinds[section.name]
         if kind is Task:
             yield _task_option()
-            yield from {option.name: option for name in reversed(TASKS) for option in task_options(name)}.values()
+            yield from {
+                name: option for task in reversed(TASKS) for name, option in task_options(task).items()
+            }.values()
         elif kind is ModelConfig:
             yield from _model_options(section.name)
         else:
@@ -36,9 +38,14 @@ def run_options() -> Iterator[Option]:
                 yield dataclasses.replace(option, default=None) if option.default is dataclasses.MISSING else option
 
 
-def task_options(task: str) -> Iterable[Option]:
-    """Return the options of a task: its settings."""
-    return options_of(TASKS[task], section="task")
+def task_of(given: Mapping[str, Any], usual: str) -> str:
+    """Return the name of the task: the one that is given, regression for --numbers, or the usual one."""
+    return given.get("task") or (Regression.name if "numbers" in given else usual)
+
+
+def task_options(task: str) -> dict[str, Option]:
+    """Return the settings of a task by name, or nothing for a task that does not exist."""
+    return {option.name: option for option in options_of(TASKS[task], section="task")} if task in TASKS else {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vitrail.cli.command import Call, Command, Example
 from vitrail.cli.fields import Option, Positional
-from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_options
+from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_of, task_options
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import RECIPES
@@ -48,7 +48,8 @@ def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
-    texts = default_texts(recipe_for(given))
+    recipe = recipe_for(given)
+    texts = default_texts(recipe.override(task=task_of(given, recipe.task.name)))
     if "init" in given:
         texts |= dict.fromkeys(("image_size", "channels", "mean", "std"), "the model's") | {"variant": "the model's"}
     return texts
@@ -56,8 +57,7 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
     """Return the settings of the task that is given, or of the recipe's."""
-    task = given.get("task") or recipe_for(given).task.name
-    return {option.name: option for option in task_options(task)}
+    return task_options(task_of(given, recipe_for(given).task.name))
 
 
 COMMAND = Command(
@@ -108,7 +108,8 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     if (init := given.get("init")) is not None:
         initial = load(init, device="cpu")
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig(), images=initial.preprocess)
-    return recipe.override(**{name: value for name, value in given.items() if name != "recipe"}), initial
+    settings = {name: value for name, value in given.items() if name != "recipe"}
+    return recipe.override(**settings | {"task": task_of(given, recipe.task.name)}), initial
 
 
 def _report(console: Console, result: RunResult) -> None:
@@ -116,13 +117,14 @@ def _report(console: Console, result: RunResult) -> None:
     table = Table(title="A few held-out images", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("image", "true", "predicted"):
         table.add_column(column)
-    table.add_column("probability", justify="right")
-    table.add_column("")
+    if result.bundle.output != "numbers":
+        table.add_column("probability", justify="right")
+        table.add_column("")
     for example in result.examples:
         guess = example.prediction
         if not isinstance(guess, Prediction):
-            numbers = (f"{name} {value:.6g}" for name, value in zip(guess.names, guess.values, strict=True))
-            table.add_row(escape(example.path.name), escape(example.label), escape(", ".join(numbers)), "", "")
+            numbers = (f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
+            table.add_row(escape(example.path.name), escape(example.label), escape(", ".join(numbers)))
             continue
         mark = "[green]right[/]" if example.right else "[red]wrong[/]"
         table.add_row(

@@ -48,7 +48,7 @@ class Regression(Task):
     loss_metric = "mean_absolute_error"
 
     loss: NumberLoss = "squared"
-    """squared: squared error. huber: squared error up to --delta and linear beyond, so that outliers count less."""
+    """Loss function: squared error, or huber, which grows linearly beyond --delta so that outliers count less."""
     delta: float | None = None
     """Error at which the Huber loss becomes linear, in standard deviations of the training numbers. By default 1."""
 
