@@ -52,7 +52,7 @@ def equations(
     def drop(x: Tensor) -> Tensor:
         return F.dropout(x, dropout, training=dropout > 0)
 
-    def msa(x: Tensor, name: str, guide: Tensor | None) -> Tensor:
+    def msa(x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (config.heads, -1)) for part in dense(weights, x, f"{name}.qkv").split(config.width, -1)
         )
@@ -61,8 +61,8 @@ def equations(
         if config.positions == "rotary-2d":
             q, k = turned(q, config, seen), turned(k, config, seen)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(config.width // config.heads)
-        if guide is not None:
-            scores = scores + guide
+        if bias is not None:
+            scores = scores + bias
         mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
         return dense(weights, mixed.flatten(2), f"{name}.out")
 
@@ -71,16 +71,18 @@ def equations(
     prefix = [weights[name] for name in ("prefix.cls", "prefix.registers") if name in weights]
     z = torch.cat([*(tokens.repeat(len(images), 1, 1) for tokens in prefix), z], dim=1)[:, seen]
     for layer in range(config.depth):
-        own = layer if config.where == "every-layer" else 0
-        if config.positions in ("learned", "learned-2d", "sincos-2d") and (layer == 0 or config.where != "stem"):
+        own = layer if config.positions_place == "every-layer" else 0
+        if config.positions in ("learned", "learned-2d", "sincos-2d") and (
+            layer == 0 or config.positions_place != "stem"
+        ):
             z = z + places(weights, config, own)[seen]
         if layer == 0:
             z = drop(z)
-        guide = None
+        bias = None
         if config.positions == "relative-bias":
-            guide = bias_of_pairs(weights["positions.bias"][own], config)[:, seen][:, :, seen]
+            bias = bias_of_pairs(weights["positions.bias"][own], config)[:, seen][:, :, seen]
         block = f"blocks.{layer}"
-        branch = drop(msa(norm(weights, z, f"{block}.norm1", config), f"{block}.attention", guide))
+        branch = drop(msa(norm(weights, z, f"{block}.norm1", config), f"{block}.attention", bias))
         z = branch * weights.get(f"{block}.scale1.gamma", 1.0) + z
         hidden = activation(dense(weights, norm(weights, z, f"{block}.norm2", config), f"{block}.mlp.up"), config)
         branch = drop(dense(weights, drop(hidden), f"{block}.mlp.down"))
@@ -258,18 +260,18 @@ def test_networks_of_any_shape_follow_the_equations(
 
 
 PLACES = [
-    *((kind, where) for kind in ("none", "learned", "learned-2d", "sincos-2d") for where in (
+    *((kind, place) for kind in ("none", "learned", "learned-2d", "sincos-2d") for place in (
         "stem", "every-layer", "shared")),
     ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("rotary-2d", "every-layer"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("cover", ["all", "class", "patches"])
 def test_positions_of_every_kind_follow_the_equations(
-    small: Small, randomised: Randomised, kind: str, cover: str, where: str
+    small: Small, randomised: Randomised, kind: str, cover: str, place: str
 ) -> None:
-    fields = {"positions": kind, "positions_at": where, "positions_cover": cover, "registers": 2}
+    fields = {"positions": kind, "positions_at": place, "positions_cover": cover, "registers": 2}
     check_equations(randomised(small(**fields, norm_eps=1e-3)), 1e-5)
 
 
@@ -613,7 +615,7 @@ def check_logits_of_features(network: VisionTransformer, images: Tensor) -> None
         torch.testing.assert_close(ours, expected, atol=1e-5 * float(expected.abs().max()) + 1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -625,9 +627,9 @@ def check_logits_of_features(network: VisionTransformer, images: Tensor) -> None
     ],
 )
 def test_a_last_block_of_the_class_token_alone_changes_nothing(
-    small: Small, randomised: Randomised, kind: str, where: str, fields: dict[str, Any]
+    small: Small, randomised: Randomised, kind: str, place: str, fields: dict[str, Any]
 ) -> None:
-    config = small(**fields, positions=kind, positions_at=where, norm_eps=1e-3)
+    config = small(**fields, positions=kind, positions_at=place, norm_eps=1e-3)
     check_logits_of_features(randomised(config).train(), pictures(config, batch=4))
 
 
@@ -711,7 +713,7 @@ def test_gradients_in_bfloat16_are_right_over_many_tokens(
 
 
 STREAMS = [
-    *({"positions": kind, "positions_at": where} for kind, where in PLACES),
+    *({"positions": kind, "positions_at": place} for kind, place in PLACES),
     {"positions": "none", "pool": "gap"}, {"positions": "rotary-2d", "pool": "map", "qk_norm": True},
     {"positions": "relative-bias", "pool": "gap", "patch_dropout": 0.5}, {"registers": 2, "pool": "cls+gap"},
     {"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (24, 20), "pool": "gap", "positions": "none"},
@@ -754,13 +756,13 @@ def watched(network: VisionTransformer) -> list[Tensor]:
     return kept
 
 
-@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("fields", [{}, {"pool": "gap"}, {"registers": 2, "qk_norm": True, "positions_cover": "all"}])
 def test_dropped_patches_might_never_have_been(
-    small: Small, randomised: Randomised, kind: str, where: str, fields: dict[str, Any]
+    small: Small, randomised: Randomised, kind: str, place: str, fields: dict[str, Any]
 ) -> None:
     """Each image by itself, from the equations of a network that has the prefix and the kept patches alone."""
-    config = small(**fields, positions=kind, positions_at=where, patch_dropout=0.5, image_size=(12, 20), norm_eps=1e-3)
+    config = small(**fields, positions=kind, positions_at=place, patch_dropout=0.5, image_size=(12, 20), norm_eps=1e-3)
     network, images = randomised(config).train(), pictures(config, batch=3)
     passes = watched(network)
     torch.manual_seed(0)
@@ -853,8 +855,8 @@ def test_how_many_patches_are_kept(small: Small, rate: float, patches: int, kept
 
 
 def test_patch_dropout_goes_with_other_sizes_and_empty_batches(small: Small, randomised: Randomised) -> None:
-    for kind, where in PLACES:
-        network = randomised(small(patch_dropout=0.5, positions=kind, positions_at=where)).train()
+    for kind, place in PLACES:
+        network = randomised(small(patch_dropout=0.5, positions=kind, positions_at=place)).train()
         assert network.features(torch.randn(2, 3, 20, 15)).patches.shape == (2, 8, 12)
         assert network(torch.randn(0, 3, 20, 15)).shape == (0, 5)
 

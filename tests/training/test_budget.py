@@ -351,6 +351,6 @@ def test_a_last_block_of_all_tokens_is_caught(
     measure: Callable[[str], Figures], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, forward = "train class token float32", Block.forward
-    monkeypatch.setattr(Block, "forward", lambda block, z, guide=None, read=None: forward(block, z, guide))
+    monkeypatch.setattr(Block, "forward", lambda block, z, inside=None, read=None: forward(block, z, inside))
     with pytest.raises(pytest.fail.Exception, match=rf"'{name}' left its budget:\n  flops grew from [^|]*{RENEW}=1"):
         check(name, measure(name))

@@ -13,7 +13,7 @@ from vitrail.models.cost import transformer
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.layers import Activation
 from vitrail.models.pooling import FinalNorm, Pool
-from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionResize, Where
+from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionPlace, PositionResize
 from vitrail.models.resnet import RootConfig
 
 __all__ = ["ViTConfig"]
@@ -68,7 +68,7 @@ class ViTConfig:
     """Place of the last norm: on every token before pooling ("tokens"), or on the pooled vector ("pooled")."""
     positions: str = "learned"
     """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
-    positions_at: Where | None = None
+    positions_at: PositionPlace | None = None
     """Place of the positions. By default the stem, or every layer for kinds that act inside attention."""
     positions_cover: Covered = "class"
     """Tokens with learned positions besides the patches: all, the class token but no register, or none."""
@@ -156,7 +156,7 @@ class ViTConfig:
         return self.head_hidden or self.embed_width
 
     @property
-    def where(self) -> Where:
+    def positions_place(self) -> PositionPlace:
         """`positions_at`, or its default for this kind of positions."""
         return self.positions_at or POSITIONS[self.positions].default_place
 
@@ -248,7 +248,7 @@ def _out_of_range(config: ViTConfig) -> list[str]:
 
 def _not_a_choice(config: ViTConfig) -> list[str]:
     found = []
-    for name, choices in (*CHOICES.items(), *([("positions_at", Where)] if config.positions_at else [])):
+    for name, choices in (*CHOICES.items(), *([("positions_at", PositionPlace)] if config.positions_at else [])):
         if getattr(config, name) not in get_args(choices):
             found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, get_args(choices)))}")
     tables: dict[str, Iterable[str]] = {"attention": ATTENTION, "positions": POSITIONS}

@@ -60,7 +60,7 @@ SHAPE: Table = {
 WITHOUT_EFFECT = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std")
 """Fields that only training and initialisation use, so that a file need not carry them."""
 
-EFFECTIVE = {"class_token": "has_class_token", "positions_at": "where"}
+EFFECTIVE = {"class_token": "has_class_token", "positions_at": "positions_place"}
 """Fields whose default depends on other fields, and the properties with their effective values."""
 
 LAYOUTS_OF = {"ViT": "google, big-vision, timm, huggingface or torchvision", "BiT": "bit, bit-torch or timm"}

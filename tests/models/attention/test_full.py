@@ -112,20 +112,20 @@ def test_autocast_to_bfloat16_stays_close() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"qkv_bias": False}, {"qk_norm_eps": 1e-3, "out_bias": False}])
-@pytest.mark.parametrize("guide", ["none", "bias", "rotation", "bias of each image", "rotation of each image"])
-def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, Any], guide: str) -> None:
+@pytest.mark.parametrize("kind", ["none", "bias", "rotation", "bias of each image", "rotation of each image"])
+def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, Any], kind: str) -> None:
     torch.manual_seed(0)
     layer, tokens = SelfAttention(24, 3, **fields), torch.randn(2, 9, 24)
-    angles = torch.randn(*([2, 1] if "each" in guide else []), 9, 8)
-    told = {
+    angles = torch.randn(*([2, 1] if "each" in kind else []), 9, 8)
+    inside = {
         "none": None,
-        "bias": AttentionPositions(bias=torch.randn(*([2] if "each" in guide else []), 3, 9, 9)),
+        "bias": AttentionPositions(bias=torch.randn(*([2] if "each" in kind else []), 3, 9, 9)),
         "rotation": AttentionPositions(rotation=(angles.cos(), angles.sin())),
-    }[guide.partition(" ")[0]]
-    whole = layer(tokens, told)
+    }[kind.partition(" ")[0]]
+    whole = layer(tokens, inside)
     weighting = torch.randn(2, 9, 24)
     for read in (1, 4, 9):
-        part = layer(tokens, told, read)
+        part = layer(tokens, inside, read)
         torch.testing.assert_close(part, whole[:, :read], atol=1e-5, rtol=1e-5)
         gradients = [
             torch.autograd.grad((result * weighting[:, :read]).sum(), list(layer.parameters()), retain_graph=True)
@@ -134,16 +134,16 @@ def test_the_first_tokens_alone_take_what_they_take_among_all(fields: dict[str, 
         for ours, expected in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
         with torch.autocast("cpu", torch.bfloat16):
-            coarse = layer(tokens, told, read)
+            coarse = layer(tokens, inside, read)
         assert coarse.dtype == torch.bfloat16
         torch.testing.assert_close(coarse.float(), part, atol=0.03, rtol=0.05)
 
 
-def test_each_image_can_have_a_guide_of_its_own() -> None:
+def test_each_image_can_have_positions_of_its_own() -> None:
     torch.manual_seed(0)
     layer, tokens = SelfAttention(24, 3), torch.randn(2, 9, 24)
     bias, angles = torch.randn(2, 3, 9, 9), torch.randn(2, 1, 9, 8)
-    for guide, each in (
+    for inside, each in (
         (AttentionPositions(bias=bias), [AttentionPositions(bias=part) for part in bias]),
         (
             AttentionPositions(rotation=(angles.cos(), angles.sin())),
@@ -151,8 +151,8 @@ def test_each_image_can_have_a_guide_of_its_own() -> None:
         ),
     ):
         expected = torch.cat([layer(image[None], own) for image, own in zip(tokens, each, strict=True)])
-        torch.testing.assert_close(layer(tokens, guide), expected, atol=1e-6, rtol=1e-5)
-        assert (layer(tokens, guide) - layer(tokens, each[0])).abs().max() > 1e-3
+        torch.testing.assert_close(layer(tokens, inside), expected, atol=1e-6, rtol=1e-5)
+        assert (layer(tokens, inside) - layer(tokens, each[0])).abs().max() > 1e-3
 
 
 @pytest.mark.gpu

@@ -20,21 +20,20 @@ from vitrail.models.attention.full import SelfAttention
 from vitrail.models.positions import (
     LearnedPositions,
     LearnedPositions2d,
-    PositionKind,
+    PositionPlace,
     PositionResize,
     Positions,
     RelativeBias,
     RotaryPositions,
     SinCosPositions,
-    Where,
     resize_grid,
     sincos_2d,
 )
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
-ADDED: tuple[PositionKind, ...] = ("learned", "learned-2d", "sincos-2d")
-PLACES: list[tuple[PositionKind, Where]] = [
-    *((kind, where) for kind in ("none", *ADDED) for where in ("stem", "every-layer", "shared")),
+ADDED: tuple[str, ...] = ("learned", "learned-2d", "sincos-2d")
+PLACES: list[tuple[str, PositionPlace]] = [
+    *((kind, place) for kind in ("none", *ADDED) for place in ("stem", "every-layer", "shared")),
     ("relative-bias", "every-layer"), ("relative-bias", "shared"), ("rotary-2d", "every-layer"),
 ]  # fmt: skip
 RESIZES: tuple[PositionResize, ...] = (
@@ -43,10 +42,10 @@ RESIZES: tuple[PositionResize, ...] = (
 CPU = torch.device("cpu")
 
 
-def made(kind: PositionKind, where: Where = "stem", *, grid: tuple[int, int] = (3, 4), **fields: Any) -> Positions:
+def made(kind: str, place: PositionPlace = "stem", *, grid: tuple[int, int] = (3, 4), **fields: Any) -> Positions:
     """Positions for 5 blocks of width 16 with 2 heads, and 3 tokens before the patches, one of them covered."""
     settings: dict[str, Any] = {"width": 16, "heads": 2, "depth": 5, "mlp_width": 8, "registers": 2, **fields}
-    config = ViTConfig(image_size=grid, patch_size=(1, 1), positions=kind, positions_at=where, **settings)
+    config = ViTConfig(image_size=grid, patch_size=(1, 1), positions=kind, positions_at=place, **settings)
     positions = config.position_embedding.build()
     torch.manual_seed(0)
     positions.initialise(1.0)
@@ -57,33 +56,33 @@ def made(kind: PositionKind, where: Where = "stem", *, grid: tuple[int, int] = (
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (1, 1), (5, 2), (2, 7)])
-@pytest.mark.parametrize(("kind", "where"), PLACES)
-def test_shapes_at_any_grid(kind: PositionKind, where: Where, grid: tuple[int, int]) -> None:
-    positions = made(kind, where)
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_shapes_at_any_grid(kind: str, place: PositionPlace, grid: tuple[int, int]) -> None:
+    positions = made(kind, place)
     tokens = torch.randn(2, 3 + math.prod(grid), 16)
     for layer in range(5):
         changed = positions(tokens, grid, layer)
         assert changed.shape == tokens.shape
-        acts = kind in ADDED and (layer == 0 or where != "stem")
+        acts = kind in ADDED and (layer == 0 or place != "stem")
         assert torch.equal(changed, tokens) != acts
-        if acts:  # registers, the second and third token, have no positions here; the class token has where learned
+        if acts:  # registers, the second and third token, have no positions here; the class token has if learned
             assert torch.equal(changed[:, 1:3], tokens[:, 1:3])
             assert torch.equal(changed[:, 0], tokens[:, 0]) == (kind == "sincos-2d")
             torch.testing.assert_close((changed - tokens)[0], (changed - tokens)[1], atol=1e-5, rtol=0)
-    guides = positions.for_attention(grid, 5, CPU)
-    assert len(guides) == 5
-    for guide in guides:
-        assert (guide is not None) == (kind in ("relative-bias", "rotary-2d"))
-        if guide is not None:
-            assert guide.bias is None or guide.bias.shape == (2, tokens.shape[1], tokens.shape[1])
-            assert guide.rotation is None or [part.shape for part in guide.rotation] == [(tokens.shape[1], 8)] * 2
+    insides = positions.for_attention(grid, 5, CPU)
+    assert len(insides) == 5
+    for inside in insides:
+        assert (inside is not None) == (kind in ("relative-bias", "rotary-2d"))
+        if inside is not None:
+            assert inside.bias is None or inside.bias.shape == (2, tokens.shape[1], tokens.shape[1])
+            assert inside.rotation is None or [part.shape for part in inside.rotation] == [(tokens.shape[1], 8)] * 2
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
-@pytest.mark.parametrize(("kind", "where"), PLACES)
-def test_kept_patches_have_their_own_positions(kind: PositionKind, where: Where, grid: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_kept_patches_have_their_own_positions(kind: str, place: PositionPlace, grid: tuple[int, int]) -> None:
     """Those that they have among all, and the tokens before them too."""
-    positions = made(kind, where)
+    positions = made(kind, place)
     tokens = torch.randn(2, 3 + math.prod(grid), 16)
     kept = torch.tensor([[0, 4, 5, 9], [1, 2, 7, 8]])
     seen = torch.tensor([[0, 1, 2, 3, 7, 8, 12], [0, 1, 2, 4, 5, 10, 11]])
@@ -94,55 +93,55 @@ def test_kept_patches_have_their_own_positions(kind: PositionKind, where: Where,
         assert torch.equal(positions(few, grid, layer, kept), expected)
     of_all, of_kept = positions.for_attention(grid, 5, CPU), positions.for_attention(grid, 5, CPU, kept)
     assert len(of_all) == len(of_kept) == 5
-    for all_told, told in zip(of_all, of_kept, strict=True):
-        assert (all_told is None) == (told is None)
-        if all_told is None or told is None:
+    for all_told, inside in zip(of_all, of_kept, strict=True):
+        assert (all_told is None) == (inside is None)
+        if all_told is None or inside is None:
             continue
         for image, own in enumerate(seen):
-            if all_told.bias is not None and told.bias is not None:
-                assert torch.equal(told.bias[image], all_told.bias[:, own][:, :, own])
-            if all_told.rotation is not None and told.rotation is not None:
-                for part, all_parts in zip(told.rotation, all_told.rotation, strict=True):
+            if all_told.bias is not None and inside.bias is not None:
+                assert torch.equal(inside.bias[image], all_told.bias[:, own][:, :, own])
+            if all_told.rotation is not None and inside.rotation is not None:
+                for part, all_parts in zip(inside.rotation, all_told.rotation, strict=True):
                     assert torch.equal(part[image, 0], all_parts[own])
-        assert (told.bias is None) == (all_told.bias is None)
-        assert (told.rotation is None) == (all_told.rotation is None)
+        assert (inside.bias is None) == (all_told.bias is None)
+        assert (inside.rotation is None) == (all_told.rotation is None)
 
 
-@pytest.mark.parametrize("where", ["every-layer", "shared"])
+@pytest.mark.parametrize("place", ["every-layer", "shared"])
 @pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
-def test_each_layer_has_its_own_or_all_have_one(kind: PositionKind, where: Where) -> None:
-    positions = made(kind, where)
+def test_each_layer_has_its_own_or_all_have_one(kind: str, place: PositionPlace) -> None:
+    positions = made(kind, place)
     if kind == "relative-bias":
-        seen = [guide.bias for guide in positions.for_attention((3, 4), 5, CPU) if guide is not None]
+        seen = [inside.bias for inside in positions.for_attention((3, 4), 5, CPU) if inside is not None]
     else:
         seen = [positions(torch.zeros(1, 15, 16), (3, 4), layer) for layer in range(5)]
     first, *others = seen
     assert first is not None and len(others) == 4
-    assert all(part is not None and torch.equal(first, part) == (where == "shared") for part in others)
-    assert {len(parameter) for parameter in positions.parameters()} == {5 if where == "every-layer" else 1}
+    assert all(part is not None and torch.equal(first, part) == (place == "shared") for part in others)
+    assert {len(parameter) for parameter in positions.parameters()} == {5 if place == "every-layer" else 1}
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (5, 7)])
-@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("resize", RESIZES)
 def test_gradients_reach_every_number(
-    kind: PositionKind, where: Where, resize: PositionResize, grid: tuple[int, int]
+    kind: str, place: PositionPlace, resize: PositionResize, grid: tuple[int, int]
 ) -> None:
-    positions, generator = made(kind, where, position_resize=resize), torch.Generator().manual_seed(0)
+    positions, generator = made(kind, place, position_resize=resize), torch.Generator().manual_seed(0)
     tokens = torch.zeros(2, 3 + math.prod(grid), 16)
     total = torch.zeros((), requires_grad=True)
     for layer in range(5):
         total = total + (positions(tokens, grid, layer) * torch.randn(tokens.shape, generator=generator)).sum()
-    for guide in positions.for_attention(grid, 5, CPU):
-        if guide is not None and guide.bias is not None:
-            total = total + (guide.bias * torch.randn(guide.bias.shape, generator=generator)).sum()
+    for inside in positions.for_attention(grid, 5, CPU):
+        if inside is not None and inside.bias is not None:
+            total = total + (inside.bias * torch.randn(inside.bias.shape, generator=generator)).sum()
     total.backward()
     for name, parameter in positions.named_parameters():
         assert parameter.grad is not None and parameter.grad.all(), name
 
 
 @pytest.mark.parametrize(
-    ("kind", "where", "shapes"),
+    ("kind", "place", "shapes"),
     [
         ("none", "stem", {}),
         ("learned", "stem", {"embedding": (1, 13, 16)}),
@@ -155,8 +154,8 @@ def test_gradients_reach_every_number(
         ("rotary-2d", "every-layer", {}),
     ],
 )
-def test_what_is_learned(kind: PositionKind, where: Where, shapes: dict[str, tuple[int, ...]]) -> None:
-    positions = made(kind, where)
+def test_what_is_learned(kind: str, place: PositionPlace, shapes: dict[str, tuple[int, ...]]) -> None:
+    positions = made(kind, place)
     assert {name: tuple(parameter.shape) for name, parameter in positions.named_parameters()} == shapes
     assert set(positions.state_dict()) == set(shapes)
 
@@ -168,7 +167,7 @@ def test_learned_2d_without_covered_tokens_learns_axes_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned-2d", "relative-bias"])
-def test_positions_start_with_the_deviation_asked_for(kind: PositionKind) -> None:
+def test_positions_start_with_the_deviation_asked_for(kind: str) -> None:
     positions = made(kind, "every-layer", grid=(14, 14), width=64, heads=8)
     for std in (0.02, 0.125):
         positions.initialise(std)
@@ -178,10 +177,10 @@ def test_positions_start_with_the_deviation_asked_for(kind: PositionKind) -> Non
                 assert abs(parameter.mean().item()) < 0.05 * std
 
 
-@pytest.mark.parametrize(("kind", "where"), PLACES)
-def test_tokens_keep_their_number_format(kind: PositionKind, where: Where) -> None:
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+def test_tokens_keep_their_number_format(kind: str, place: PositionPlace) -> None:
     tokens = torch.randn(2, 15, 16).bfloat16()
-    assert made(kind, where)(tokens, (3, 4)).dtype == torch.bfloat16
+    assert made(kind, place)(tokens, (3, 4)).dtype == torch.bfloat16
 
 
 # --- formulas
@@ -250,9 +249,9 @@ def test_sincos_belongs_to_patches_and_is_never_resized() -> None:
 def test_relative_bias_depends_on_the_offset_alone(grid: tuple[int, int]) -> None:
     layer = RelativeBias((3, 4), 2, prefix=2, layers=1)
     layer.initialise(1.0)
-    (guide,) = layer.for_attention(grid, 1, CPU)
-    assert guide is not None and guide.bias is not None
-    bias, (rows, columns) = guide.bias, grid
+    (inside,) = layer.for_attention(grid, 1, CPU)
+    assert inside is not None and inside.bias is not None
+    bias, (rows, columns) = inside.bias, grid
     assert not bias[:, :2].any() and not bias[:, :, :2].any()
     offsets: dict[tuple[int, int], Tensor] = {}
     for query in range(rows * columns):
@@ -269,9 +268,9 @@ def test_relative_bias_depends_on_the_offset_alone(grid: tuple[int, int]) -> Non
 def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
     layer = RelativeBias((3, 4), 2, prefix=0, layers=1)
     layer.initialise(1.0)
-    (guide,) = layer.for_attention((5, 6), 1, CPU)
-    assert guide is not None and guide.bias is not None
-    corner, centre = guide.bias[:, 0, 29], guide.bias[:, 7, 7]
+    (inside,) = layer.for_attention((5, 6), 1, CPU)
+    assert inside is not None and inside.bias is not None
+    corner, centre = inside.bias[:, 0, 29], inside.bias[:, 7, 7]
     torch.testing.assert_close(corner, layer.bias[0, :, 0, 0])
     torch.testing.assert_close(centre, layer.bias[0, :, 2, 3])
 
@@ -280,9 +279,9 @@ def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
 def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
     """Against the closed form: sums over pairs of channels of |q||k| cos(angle between + offset * frequency)."""
     rows, columns = grid = 4, 5
-    (guide,) = RotaryPositions(head_width, prefix=2).for_attention(grid, 1, CPU)
-    assert guide is not None and guide.rotation is not None
-    cosine, sine = guide.rotation
+    (inside,) = RotaryPositions(head_width, prefix=2).for_attention(grid, 1, CPU)
+    assert inside is not None and inside.rotation is not None
+    cosine, sine = inside.rotation
     torch.manual_seed(0)
     q, k = torch.randn(2, head_width, dtype=torch.float64)
 
@@ -309,13 +308,13 @@ def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
 def test_attention_turns_queries_and_keys_and_no_values() -> None:
     torch.manual_seed(0)
     layer, tokens = SelfAttention(8, 2), torch.randn(2, 7, 8)
-    (guide,) = RotaryPositions(4, prefix=1).for_attention((2, 3), 1, CPU)
-    plain, turned = layer(tokens), layer(tokens, guide)
+    (inside,) = RotaryPositions(4, prefix=1).for_attention((2, 3), 1, CPU)
+    plain, turned = layer(tokens), layer(tokens, inside)
     assert (plain - turned).abs().max() > 1e-3
     with torch.no_grad():
         layer.qkv.weight[:8] = 0  # logits of zero: every value counts the same, wherever it is
         layer.qkv.bias[:8] = 0
-    torch.testing.assert_close(layer(tokens), layer(tokens, guide), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(layer(tokens), layer(tokens, inside), atol=1e-6, rtol=1e-6)
 
 
 def test_attention_adds_the_bias_to_the_logits() -> None:
@@ -323,14 +322,14 @@ def test_attention_adds_the_bias_to_the_logits() -> None:
     layer, tokens = SelfAttention(8, 2), torch.randn(3, 7, 8)
     positions = RelativeBias((2, 3), 2, prefix=1, layers=1)
     positions.initialise(1.0)
-    (guide,) = positions.for_attention((2, 3), 1, CPU)
-    assert guide is not None and guide.bias is not None
+    (inside,) = positions.for_attention((2, 3), 1, CPU)
+    assert inside is not None and inside.bias is not None
     q, k, v = layer.qkv(tokens).view(3, 7, 3, 2, 4).permute(2, 0, 3, 1, 4)
-    weights = ((q @ k.transpose(-1, -2)) / 2 + guide.bias).softmax(-1)
+    weights = ((q @ k.transpose(-1, -2)) / 2 + inside.bias).softmax(-1)
     expected = layer.out((weights @ v).transpose(1, 2).reshape(3, 7, 8))
-    torch.testing.assert_close(layer(tokens, guide), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(layer(tokens, inside), expected, atol=1e-6, rtol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(tokens, guide).float(), expected, atol=0.03, rtol=0.05)
+        torch.testing.assert_close(layer(tokens, inside).float(), expected, atol=0.03, rtol=0.05)
 
 
 # --- another grid
@@ -429,13 +428,13 @@ Randomised = Callable[[ViTConfig], VisionTransformer]
 
 
 @pytest.mark.parametrize("size", [(8, 20), (16, 10), (24, 20), (4, 5), (20, 20)])
-@pytest.mark.parametrize(("kind", "where"), PLACES)
+@pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("cover", ["all", "class", "patches"])
 def test_a_network_takes_another_size(
-    small: Small, randomised: Randomised, kind: PositionKind, where: Where, cover: str, size: tuple[int, int]
+    small: Small, randomised: Randomised, kind: str, place: PositionPlace, cover: str, size: tuple[int, int]
 ) -> None:
     """And gives what a network for that size gives, whose positions were stretched by hand."""
-    fields = {"positions": kind, "positions_at": where, "positions_cover": cover, "registers": 2}
+    fields = {"positions": kind, "positions_at": place, "positions_cover": cover, "registers": 2}
     config = small(**fields)
     network = randomised(config)
     other = VisionTransformer(replace(config, image_size=size)).eval()

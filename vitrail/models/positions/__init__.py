@@ -28,9 +28,9 @@ from vitrail.models.positions.added import (
 from vitrail.models.positions.embedding import (
     Covered,
     PositionEmbedding,
+    PositionPlace,
     PositionResize,
     Positions,
-    Where,
     resize_grid,
 )
 from vitrail.models.positions.inside import Relative, RelativeBias, Rotary, RotaryPositions
@@ -41,12 +41,12 @@ __all__ = [
     "LearnedPositions",
     "LearnedPositions2d",
     "PositionEmbedding",
+    "PositionPlace",
     "PositionResize",
     "Positions",
     "RelativeBias",
     "RotaryPositions",
     "SinCosPositions",
-    "Where",
     "resize_grid",
     "sincos_2d",
 ]

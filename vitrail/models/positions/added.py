@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from vitrail.models.positions.embedding import (
     PositionEmbedding,
+    PositionPlace,
     PositionResize,
     Positions,
-    Where,
     patch_places,
     resize_grid,
 )
@@ -33,7 +33,7 @@ class Learned(PositionEmbedding):
             config.width,
             prefix=config.prefix,
             covered=config.covered,
-            where=config.where,
+            place=config.positions_place,
             layers=self.layers,
             resize=config.position_resize,
         )
@@ -58,7 +58,7 @@ class Learned2d(PositionEmbedding):
             config.width,
             prefix=config.prefix,
             covered=config.covered,
-            where=config.where,
+            place=config.positions_place,
             layers=self.layers,
             resize=config.position_resize,
         )
@@ -76,17 +76,17 @@ class SinCos(PositionEmbedding):
         return [f"positions='sincos-2d' has four parts: width={width} is not divisible by 4"] if width % 4 else []
 
     def build(self) -> Positions:
-        return SinCosPositions(self.config.width, prefix=self.config.prefix, where=self.config.where)
+        return SinCosPositions(self.config.width, prefix=self.config.prefix, place=self.config.positions_place)
 
 
 class _Added(Positions):
     """Positions that are added to the first `covered` tokens before the patches, and to the patches."""
 
-    def __init__(self, prefix: int, covered: int, where: Where) -> None:
+    def __init__(self, prefix: int, covered: int, place: PositionPlace) -> None:
         super().__init__()
         self.prefix = prefix
         self.covered = covered
-        self.where = where
+        self.place = place
 
     def forward(
         self,
@@ -95,9 +95,9 @@ class _Added(Positions):
         layer: int = 0,
         kept: Int64[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "b n width"]:
-        if layer and self.where == "stem":
+        if layer and self.place == "stem":
             return tokens
-        layer = layer if self.where == "every-layer" else 0
+        layer = layer if self.place == "every-layer" else 0
         sequence = self._sequence(grid, layer, tokens.device)
         if kept is not None:
             prefix = torch.arange(self.prefix, device=kept.device).expand(len(kept), -1)
@@ -122,11 +122,11 @@ class LearnedPositions(_Added):
         *,
         prefix: int = 0,
         covered: int = 0,
-        where: Where = "stem",
+        place: PositionPlace = "stem",
         layers: int = 1,
         resize: PositionResize = "linear-corners",
     ) -> None:
-        super().__init__(prefix, covered, where)
+        super().__init__(prefix, covered, place)
         self.grid = grid
         self.resize = resize
         self.embedding = nn.Parameter(torch.empty(layers, covered + math.prod(grid), width))
@@ -156,11 +156,11 @@ class LearnedPositions2d(_Added):
         *,
         prefix: int = 0,
         covered: int = 0,
-        where: Where = "stem",
+        place: PositionPlace = "stem",
         layers: int = 1,
         resize: PositionResize = "linear-corners",
     ) -> None:
-        super().__init__(prefix, covered, where)
+        super().__init__(prefix, covered, place)
         self.resize = resize
         self.first = nn.Parameter(torch.empty(layers, covered, width)) if covered else None
         self.columns = nn.Parameter(torch.empty(layers, grid[1], width // 2))
@@ -191,8 +191,8 @@ class LearnedPositions2d(_Added):
 class SinCosPositions(_Added):
     """Fixed sines and cosines, added to patches only. They are computed for every grid, so nothing is resized."""
 
-    def __init__(self, width: int, *, prefix: int = 0, where: Where = "stem") -> None:
-        super().__init__(prefix, 0, where)
+    def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem") -> None:
+        super().__init__(prefix, 0, place)
         self.width = width
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Covered",
     "PositionEmbedding",
+    "PositionPlace",
     "PositionResize",
     "Positions",
-    "Where",
     "patch_places",
     "resize_grid",
 ]
 
-Where = Literal["stem", "every-layer", "shared"]
+PositionPlace = Literal["stem", "every-layer", "shared"]
 """Before the first block only; before every block, each with positions of its own; or before every block, all with the
 same positions (Table 8)."""
 Covered = Literal["all", "class", "patches"]
@@ -50,7 +50,7 @@ class PositionEmbedding:
 
     inside_attention: ClassVar[Literal["none", "bias", "rotation"]] = "none"
     """What the kind changes inside attention: nothing, the logits, or queries and keys."""
-    default_place: ClassVar[Where] = "stem"
+    default_place: ClassVar[PositionPlace] = "stem"
     """The place of the positions if the config names none."""
     depends_on_grid: ClassVar[bool] = False
     """True if weights are made for one grid of patches, and resized for others."""
@@ -61,7 +61,7 @@ class PositionEmbedding:
     @property
     def layers(self) -> int:
         """Number of layers that have positions of their own."""
-        return self.config.depth if self.config.where == "every-layer" else 1
+        return self.config.depth if self.config.positions_place == "every-layer" else 1
 
     def problems(self) -> list[str]:
         """Return a message for every field of the config that does not fit this kind of positions."""
