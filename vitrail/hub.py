@@ -1,7 +1,7 @@
-"""Repositories on the Hugging Face hub, of models and of data sets: what is in them, fetched once, each failure worded.
+"""Repositories of models and data sets on the Hugging Face hub: their files, downloads, and messages for failures.
 
-The cache, the endpoint, the token and offline mode are the client's own: HF_HOME, HF_ENDPOINT, HF_TOKEN,
-HF_HUB_OFFLINE.
+The client's environment variables set the cache, the endpoint, the token and offline mode: HF_HOME, HF_ENDPOINT,
+HF_TOKEN and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NAME = re.compile(
     r"(?:@(?P<revision>(?!.*\.\.)\w[\w./+-]*))?",
     re.ASCII,
 )
-"""What the hub allows as a repository's name. No dots in a row in a revision either: it becomes a path in the cache."""
+"""Names that the hub allows, with an optional revision. A revision with two dots in a row is refused, because it
+becomes a path in the cache."""
 
 
 class Repository(NamedTuple):
@@ -32,9 +33,9 @@ class Repository(NamedTuple):
 
     kind: Literal["model", "dataset"]
     given: str
-    """As the user gave it, for messages."""
+    """The name in the user's spelling, for messages."""
     name: str
-    """org/name"""
+    """The name on the hub, as org/name."""
     revision: str
     """A branch, a tag or a commit."""
 
@@ -44,7 +45,7 @@ class Repository(NamedTuple):
 
     @property
     def error(self) -> type[BundleError] | type[DataError]:
-        """What is raised where the user can mend it."""
+        """The class of errors that the user can correct."""
         return BundleError if self.kind == "model" else DataError
 
     @property
@@ -54,28 +55,28 @@ class Repository(NamedTuple):
 
 
 def parse(kind: Literal["model", "dataset"], given: str, text: str) -> Repository | None:
-    """The repository that `text` names as "org/name" or "org/name@revision"; None where it does not."""
+    """Return the repository that `text` names as "org/name" or "org/name@revision", or None for other texts."""
     match = NAME.fullmatch(text)
     return None if match is None else Repository(kind, given, match["name"], match["revision"] or "main")
 
 
 @functools.cache
 def client() -> ModuleType:
-    """huggingface_hub, imported at first use: what is on disk does without it."""
+    """Return huggingface_hub. It is imported at the first use, so that files on disk load without it."""
     for part in ("constants", "errors"):
         importlib.import_module(f"huggingface_hub.{part}")
     return importlib.import_module("huggingface_hub")
 
 
 def listing(repository: Repository) -> tuple[str, list[str]] | str:
-    """The commit that the revision stands for, and its files; or why the hub cannot be asked.
+    """Return the commit of the revision and its files, or the reason why the hub cannot be reached.
 
-    Raises what `Repository.error` names where the hub says that there is no such thing, or refuses it.
+    Raise `Repository.error` if the hub does not have the repository or the revision, or refuses access.
     """
     hub = client()
     if hub.constants.HF_HUB_OFFLINE:
         return "offline mode is on (HF_HUB_OFFLINE)"
-    # Which exceptions a lost connection raises depends on the client's version: it has changed its HTTP library twice.
+    # The exceptions of a lost connection depend on the client's version, which has changed its HTTP library twice.
     try:
         found = hub.HfApi().repo_info(
             repository.name,
@@ -87,36 +88,39 @@ def listing(repository: Repository) -> tuple[str, list[str]] | str:
     except Exception as error:
         _raise_if_final(repository, error)
         if isinstance(error, hub.errors.HfHubHTTPError):
-            return f"the hub at {hub.constants.ENDPOINT} is out of order ({error.response.status_code})"
-        return f"there is no network to the hub at {hub.constants.ENDPOINT} ({_line(error)})"
+            return f"the hub at {hub.constants.ENDPOINT} answers with an error ({error.response.status_code})"
+        return f"the hub at {hub.constants.ENDPOINT} cannot be reached ({_line(error)})"
 
 
 def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) -> Path:
-    """The path in the cache of a file, fetched unless it is there. A connection that is lost is taken up again by the
-    client, and after that `attempts` times by us. Raises `Repository.error`, or `SaveError` for the disk."""
+    """Return the path of a file in the cache, and download it if it is not there yet.
+
+    The client resumes lost connections; if it gives up, the download is tried `attempts` times in all. Raise
+    `Repository.error`, or `SaveError` if the cache cannot be written.
+    """
     hub = client()
     for attempt in range(attempts):
         try:
             return Path(hub.hf_hub_download(repository.name, file, repo_type=repository.kind, revision=commit))
-        except Exception as error:  # whichever, as above
+        except Exception as error:  # any exception, as in `listing`
             cause = error.__cause__
             if isinstance(error, hub.errors.LocalEntryNotFoundError) and isinstance(cause, Exception):
-                error = cause  # it could not ask for the file's size, and says so in general terms
+                error = cause  # the cause says why the client could not ask for the file's size
             _raise_if_final(repository, error)
             reason = _line(error)
         if attempt + 1 < attempts:
             time.sleep(2**attempt)
     raise repository.error(
-        f"the download of {file} of {repository.title} broke off ({reason}); what has arrived whole is kept in the "
-        f"cache {hub.constants.HF_HUB_CACHE}, so try again"
+        f"the download of {file} of {repository.title} broke off ({reason}); complete files are kept in the cache "
+        f"{hub.constants.HF_HUB_CACHE}, so try again"
     )
 
 
 def keep_branch(repository: Repository, commit: str, file: str) -> None:
-    """Notes for use offline that the branch stands for `commit`, of which `file` is in the cache.
+    """Record in the cache, for use offline, that the branch stands for `commit`, of which `file` is in the cache.
 
-    The client notes this when it asks for a file by the branch. Call it last, so that a download which breaks off
-    leaves the branch at the commit that is whole.
+    The client records this when a file is requested by the branch. Call this function last, so that after an
+    interrupted download the branch still stands for a complete commit.
     """
     if commit != repository.revision:
         with contextlib.suppress(Exception):
@@ -124,9 +128,10 @@ def keep_branch(repository: Repository, commit: str, file: str) -> None:
 
 
 def cached_folder(repository: Repository, why: str) -> Path:
-    """The folder as earlier downloads left it, whole or not; `why` says for messages why the hub is not asked."""
+    """Return the folder of earlier downloads, complete or not. `why` is the reason, for messages, why the hub is not
+    asked. Raise `Repository.error` if there is no such folder."""
     hub = client()
-    try:  # no patterns: which files are needed is for the caller to say, and not all of the repository's are
+    try:  # no patterns, because the caller knows which of the repository's files are needed
         return Path(
             hub.snapshot_download(
                 repository.name,
@@ -146,12 +151,15 @@ def cached_folder(repository: Repository, why: str) -> Path:
 
 
 def _raise_if_final(repository: Repository, error: Exception) -> None:
-    """For what the hub says against the request, or this machine's disk; not where it could not be asked or is ill."""
+    """Raise the error that the user gets if the hub refuses the request or the disk fails.
+
+    Return if the hub could not be reached or failed itself, because another attempt or the cache may help then.
+    """
     hub = client()
     title = repository.title
-    # Only the system's own errors have a number: those of the HTTP libraries, which are of the same class, have none.
+    # Errors of the HTTP libraries are of the same class as those of the operating system, but have no number.
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
-        raise SaveError(f"{title} cannot be kept in {hub.constants.HF_HUB_CACHE}: {error}") from None
+        raise SaveError(f"{title} cannot be written to the cache {hub.constants.HF_HUB_CACHE}: {error}") from None
     if not isinstance(error, hub.errors.HfHubHTTPError):
         return
     log_in = "log in with `hf auth login`, or set HF_TOKEN"
@@ -160,7 +168,7 @@ def _raise_if_final(repository: Repository, error: Exception) -> None:
         text = f"{title} is gated: ask for access at {repository.page}, then {log_in}"
     elif isinstance(error, hub.errors.RepositoryNotFoundError):
         place = "neither a file or folder here nor a repository" if repository.kind == "model" else "not a data set"
-        text = f"{title} is {place} at {hub.constants.ENDPOINT}; if it is a private one, {log_in}"
+        text = f"{title} is {place} at {hub.constants.ENDPOINT}; if it is private, {log_in}"
     elif isinstance(error, hub.errors.RevisionNotFoundError):
         what = repository._replace(given=repository.name).title
         text = f"{what} has no revision {repository.revision!r}{_revisions(repository)}"
@@ -174,14 +182,14 @@ def _raise_if_final(repository: Repository, error: Exception) -> None:
 
 
 def _revisions(repository: Repository) -> str:
-    """The end of the message about one that does not exist."""
-    with contextlib.suppress(Exception):  # there is a message to give, with or without it
+    """Return the end of the message about a revision that does not exist: the nearest names."""
+    with contextlib.suppress(Exception):  # the message is useful without this end, too
         refs = client().HfApi().list_repo_refs(repository.name, repo_type=repository.kind)
         return "; " + nearest(repository.revision, [ref.name for ref in (*refs.branches, *refs.tags)])
     return ""
 
 
 def _line(error: Exception) -> str:
-    """The client's messages run over several lines, and some of requests over hundreds of characters."""
+    """Return the client's message in one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."

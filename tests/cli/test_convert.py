@@ -79,8 +79,8 @@ def test_what_the_source_does_not_say(ours: Path, tmp_path: Path, capsys: pytest
     words = [str(bare), str(tmp_path / "out"), "--to", "vitrail", "--layout", "torchvision", "--heads", "3"]
     assert code_of([*words, "--image-size", "12", "8", "--num-classes", "5"]) == 0
     shown = capsys.readouterr().out
-    assert "image size (8, 8) became (12, 8); positions were resized" in shown
-    assert "a new head of 5 classes, all zero, replaces the one of 2" in shown
+    assert "the image size was changed from (8, 8) to (12, 8), and the positions were resized" in shown
+    assert "the new head has 5 outputs; its weights start at zero" in shown
     config = load(tmp_path / "out", device="cpu").network.config
     assert isinstance(config, ViTConfig)
     assert (config.heads, config.image_size, config.num_classes) == (3, (12, 8), 5)

@@ -51,7 +51,7 @@ def test_a_model_decides_what_images_are_like_unless_told(
     words = ["--init", str(model), "--data", str(colour_folder), *short, "--validation-share", "0.2"]
     assert run(*words, "--run", str(tmp_path / "as-it-is"), "--lora-rank", "2", "--lora-on", "query", "up") == 0
     shown = capsys.readouterr().out.replace("\n", " ")
-    assert "a new head of 3 classes, all zero, replaces that of 10" in shown and "of them trained" in shown
+    assert "the new head has 3 classes; its weights start at zero" in shown and "of them trained" in shown
     more = ["--image-size", "32", "48", "--std", "0.5", "--train-blocks", "1", "--average", "0.9", "--patience", "1"]
     assert run(*words, "--run", str(tmp_path / "other"), *more) == 0
     of_model, first, second = (

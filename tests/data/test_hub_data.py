@@ -316,7 +316,7 @@ def test_refusals(hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.M
     hub.add("org/model", {"model.safetensors": b"weights"})
     for spec in ("hf:org/nome", "hf:org/model"):
         text = message(spec)
-        assert text.startswith(f"data {spec!r} is not a data set at {hub.endpoint}; if it is a private one, log in")
+        assert text.startswith(f"data {spec!r} is not a data set at {hub.endpoint}; if it is private, log in")
     hub.repositories[NAME].token = "hf_secret"
     text = message(SPEC)
     assert text.startswith(f"data {SPEC!r} is gated: ask for access at {hub.endpoint}/datasets/org/name, then log in")

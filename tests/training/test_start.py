@@ -70,7 +70,7 @@ def test_other_classes_get_a_head_of_zeros(
     assert set(begun) == set(before) - {"head_hidden.weight", "head_hidden.bias"}
     for name, tensor in begun.items():
         assert name.startswith("head") or torch.equal(tensor, before[name]), name
-    assert f"a new head of 3 classes, all zero, replaces that of 4 of model '{model}'" in notes.notes
+    assert "the new head has 3 classes; its weights start at zero" in notes.notes
     assert notes.said[-1].startswith(f"{model} with ") and "trained" not in notes.said[-1]
     assert result.bundle.classes == COLOURS and result.bundle.network.config.head_hidden == 0
     assert load(result.folder).preprocess == from_model(model, colour_folder).images
@@ -102,7 +102,7 @@ def test_positions_are_resized_to_the_images(
     before, (begun,) = load(model).network.state_dict()["positions.embedding"], beginnings
     expected = resize_grid(before[:, 1:], (3, 4), (5, 2), "linear-corners")
     assert torch.equal(begun["positions.embedding"], torch.cat([before[:, :1], expected], dim=1))
-    assert "image size (21, 28) became (35, 14); positions were resized" in notes.notes
+    assert "the image size was changed from (21, 28) to (35, 14), and the positions were resized" in notes.notes
 
 
 def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:

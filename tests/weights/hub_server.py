@@ -241,6 +241,6 @@ def cut_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> str:
         return "offline mode is on (HF_HUB_OFFLINE)"
     if way == "down":
         hub.close()
-        return "there is no network to the hub at http://127.0.0.1"
+        return "the hub at http://127.0.0.1"
     hub.status = 503
-    return f"the hub at {hub.endpoint} is out of order (503"
+    return f"the hub at {hub.endpoint} answers with an error (503"

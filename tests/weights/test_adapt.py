@@ -56,7 +56,7 @@ def test_another_number_of_classes_gets_a_head_of_zeros(vit: Callable[..., Bundl
     bundle = vit(head_bias=-10.0)
     new = adapted(bundle, num_classes=5)
     assert new.classes == ("0", "1", "2", "3", "4")
-    assert new.notes == ("before", "a new head of 5 classes, all zero, replaces the one of 3")
+    assert new.notes == ("before", "the new head has 5 outputs; its weights start at zero")
     assert torch.equal(outputs(new, (12, 12)), torch.full((2, 5), -10.0))
     assert new.metrics == {} and bundle.metrics == {"test_accuracy": 0.9}
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in new.network.parameters())
@@ -80,10 +80,10 @@ def test_a_head_can_be_left_out_and_put_on(vit: Callable[..., Bundle]) -> None:
     bundle = vit()
     headless = adapted(bundle, num_classes=0)
     assert headless.classes == () and headless.network.head is None
-    assert headless.notes[-1] == "the head was left out"
+    assert headless.notes[-1] == "the head was removed"
     assert outputs(headless, (12, 12)).shape == (2, 12)
     again = adapted(headless, num_classes=4)
-    assert again.notes[-1] == "a new head of 4 classes, all zero, replaces none"
+    assert again.notes[-1] == "the new head has 4 outputs; its weights start at zero"
     assert outputs(again, (12, 12)).shape == (2, 4)
 
 
@@ -94,7 +94,7 @@ def test_the_hidden_layer_goes_with_its_head(num_classes: int | None, vit: Calla
     config = new.network.config
     assert isinstance(config, ViTConfig) and config.head_hidden == 0
     assert config.num_classes == (3 if num_classes is None else num_classes)
-    assert "the hidden layer before the head was dropped, and the head with it" in new.notes
+    assert "the hidden layer before the head was removed, together with the head" in new.notes
     assert not any(name.startswith("head_hidden") for name in new.network.state_dict())
     kept = adapted(bundle, num_classes=6).network
     assert kept.state_dict()["head.weight"].shape == (6, 7)
@@ -129,8 +129,10 @@ def test_the_network_does_what_it_did_with_images_of_that_size(
     assert new.network.config == replace(bundle.network.config, image_size=size)
     assert new.preprocess == replace(bundle.preprocess, image_size=size)
     torch.testing.assert_close(outputs(new, size), outputs(bundle, size), atol=1e-5, rtol=1e-5)
-    resized = "; positions were resized" if fields.get("positions") not in ("sincos-2d", "rotary-2d", "none") else ""
-    assert new.notes == ("before", f"image size (12, 12) became {size}{resized}")
+    resized = (
+        ", and the positions were resized" if fields.get("positions") not in ("sincos-2d", "rotary-2d", "none") else ""
+    )
+    assert new.notes == ("before", f"the image size was changed from (12, 12) to {size}{resized}")
 
 
 def test_learned_positions_are_resized_and_those_of_other_tokens_kept(vit: Callable[..., Bundle]) -> None:
@@ -145,7 +147,9 @@ def test_learned_positions_are_resized_and_those_of_other_tokens_kept(vit: Calla
 def test_a_resnet_takes_any_size(random_bundle: Make) -> None:
     bundle = random_bundle(ResNetConfig(image_size=(16, 16), depths=(1,), width=32, num_classes=3))
     new = adapted(bundle, image_size=(9, 23))
-    assert new.network.config.image_size == (9, 23) and new.notes == ("image size (16, 16) became (9, 23)",)
+    assert new.network.config.image_size == (9, 23) and new.notes == (
+        "the image size was changed from (16, 16) to (9, 23)",
+    )
     assert torch.equal(outputs(new, (9, 23)), outputs(bundle, (9, 23)))
 
 

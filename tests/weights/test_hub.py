@@ -218,7 +218,7 @@ def test_without_a_network_the_cache_serves(hub: Hub, monkeypatch: pytest.Monkey
 
 def test_a_proxy_page_is_not_the_hub(hub: Hub) -> None:
     hub.status = 200
-    assert "there is no network to the hub" in message("org/name")
+    assert "cannot be reached" in message("org/name")
 
 
 # --- when it breaks off
@@ -277,7 +277,7 @@ def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, blocked: str) 
     (tmp_path / blocked).parent.mkdir(exist_ok=True)
     (tmp_path / blocked).write_text("not a folder")
     text = message("org/name", SaveError)
-    assert text.startswith(f"model 'org/name' cannot be kept in {tmp_path / 'home/hub'}: [Errno")
+    assert text.startswith(f"model 'org/name' cannot be written to the cache {tmp_path / 'home/hub'}: [Errno")
 
 
 # --- what the hub refuses

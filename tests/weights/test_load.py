@@ -493,7 +493,7 @@ def test_a_square_grid_is_known(golden: Callable[..., Any], write_file: Write, t
     assert wide.network.config.image_size == (16, 64) and not any("resized" in note for note in wide.notes)
     larger = load(path, device="cpu", heads=4, image_size=(40, 64))
     assert larger.network.config.image_size == (40, 64)
-    assert "image size (32, 32) became (40, 64); positions were resized" in larger.notes
+    assert "the image size was changed from (32, 32) to (40, 64), and the positions were resized" in larger.notes
 
 
 @pytest.mark.parametrize("image_size", [(33, 48), (0, 0), (-8, 8)])

@@ -62,7 +62,7 @@ def test_a_hub_folder_says_everything(golden: Callable[..., Any], folder: Callab
 def test_the_size_of_the_file_goes_before_the_one_that_is_asked_for(folder: Callable[..., Path]) -> None:
     bundle = load(folder(), device="cpu", image_size=(48, 64))
     assert bundle.network.config.image_size == bundle.preprocess.image_size == (48, 64)
-    assert "image size (32, 48) became (48, 64); positions were resized" in bundle.notes
+    assert "the image size was changed from (32, 48) to (48, 64), and the positions were resized" in bundle.notes
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def network_from(
     """Return a network with a copy of the model's weights, True if it has the model's head, and notes for the user.
 
     The head and the hidden layer before it are kept if the outputs have the same names in the same order. Otherwise the
-    network gets a new head, all zero, and no hidden layer (paper, section 3.2).
+    network gets a new head of zeros and no hidden layer (paper, section 3.2).
     """
     resized = adapted(bundle, image_size=images.image_size)
     kept = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
@@ -138,8 +138,7 @@ def network_from(
         headed, note = resized, f"the head of model {init!r} is kept: its outputs are the same"
     else:
         headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=names)
-        before = f"replaces that of {len(bundle.classes)}" if bundle.classes else "is added"
-        note = f"a new head of {plural(len(names), task.output_noun)}, all zero, {before} of model {init!r}"
+        note = f"the new head has {plural(len(names), task.output_noun)}; its weights start at zero"
     with torch.device("meta"):
         network = build(replace(headed.network.config, **overrides))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)

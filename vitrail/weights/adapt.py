@@ -1,4 +1,4 @@
-"""A model made ready for another task: other classes, another image size, no hidden layer before its head."""
+"""Adaptation of a model to other classes or another image size, and removal of the hidden layer before its head."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def adapted(
     classes: Sequence[str] | None = None,
     drop_head_hidden: bool = False,
 ) -> Bundle:
-    """The bundle with what is asked for changed, and each change added to its notes; the same one if nothing is.
+    """Return the bundle with the requested changes, each of which is added to its notes. Without a change, return the
+    same bundle.
 
-    Tensors that stay as they are are shared with the given bundle, which is not changed. Raises `BundleError` for class
-    names that are not as many as `num_classes`, and for an image size that patches do not divide.
+    The given bundle stays as it is and shares all unchanged tensors with the result. Raise `BundleError` if the number
+    of class names is not `num_classes`, or if patches do not divide the image size.
     """
     if classes is not None:
         if num_classes is not None and num_classes != len(classes):
@@ -36,30 +37,32 @@ def adapted(
         network = resize_network(network, image_size)
         preprocess = replace(preprocess, image_size=image_size)
         resized = network.config.weights_depend_on_size
-        notes.append(f"image size {old} became {image_size}" + ("; positions were resized" if resized else ""))
+        positions = ", and the positions were resized" if resized else ""
+        notes.append(f"the image size was changed from {old} to {image_size}{positions}")
     config = network.config
     hidden = bool(config.head_hidden and drop_head_hidden)
     names = bundle.classes
     if hidden or (num_classes is not None and num_classes != config.num_classes):
         new = config.num_classes if num_classes is None else num_classes
         if hidden:
-            notes.append("the hidden layer before the head was dropped, and the head with it")
-        replaced = f"the one of {config.num_classes}" if config.num_classes else "none"
-        notes.append(f"a new head of {new} classes, all zero, replaces {replaced}" if new else "the head was left out")
+            notes.append("the hidden layer before the head was removed, together with the head")
+        notes.append(f"the new head has {new} outputs; its weights start at zero" if new else "the head was removed")
         network = network.with_head(new, drop_hidden=hidden)
         names = tuple(map(str, range(new)))
     if classes is not None:
         names = tuple(classes)
     if (network, names) == (bundle.network, bundle.classes):
         return bundle
-    metrics = bundle.metrics if network is bundle.network else {}  # they were measured of another network
+    metrics = (
+        bundle.metrics if network is bundle.network else {}
+    )  # metrics of the old network do not hold for the new one
     return replace(bundle, network=network, classes=names, preprocess=preprocess, metrics=metrics, notes=tuple(notes))
 
 
 def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwork:
-    """The same weights in a network made for another image size: learned positions are stretched to its grid.
+    """Return the same weights in a network for another image size, with learned positions resized to its grid.
 
-    Raises `BundleError` where patches do not divide the size.
+    Raise `BundleError` if patches do not divide the size.
     """
     try:
         return network.with_image_size(image_size)
