@@ -104,7 +104,7 @@ def test_another_image_size_resizes_positions(embed: Embed, tmp_path: Path) -> N
     before = load_features(tmp_path / "out" / "test").features.copy()
     code, shown, _ = embed("--split", "test", "--overwrite", "--image-size", "21", "28")
     assert code == 0 and "the image size was changed from (14, 21) to (21, 28), and the positions were resized" in shown
-    assert "the cache has features of this data, but of other weights, preprocessing: computing them anew" in shown
+    assert "the cache has features of this data, but with other weights, preprocessing: computing them again" in shown
     assert not np.allclose(load_features(tmp_path / "out" / "test").features, before, atol=1e-3)
     code, _, errors = embed("--split", "test", "--overwrite", "--image-size", "21", "30")
     assert code == 2 and "30" in errors
