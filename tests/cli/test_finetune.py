@@ -94,11 +94,10 @@ def test_options_replace_what_the_rule_says(
     assert config["start"]["train_blocks"] == 1 and config["optimizer"]["learning_rate"] == 0.02
     assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.8, 1.0]
     out = capsys.readouterr().out
-    assert "image size 24 x 40: as given" in out
-    (replaced,) = re.findall(r"replaced by your options: (.*)", out)
-    assert set(replaced.split(", ")) == {
-        "--steps 30", "--no-flip", "--learning-rate 0.02", "--average 0.9", "--class-weights balanced",
-    }  # fmt: skip
+    reasons = re.findall(r"^  (.*)$", out.partition("settings chosen")[2], re.M)
+    assert "layer decay 0.9: lower blocks change less than upper ones" in reasons
+    for replaced in ("image size", "steps of", "learning rate", "mirroring"):
+        assert not any(replaced in reason for reason in reasons)
     before, after = vitrail.load(model).network, vitrail.load(run / "model").network
     assert torch.equal(before.blocks[0].mlp.up.weight, after.blocks[0].mlp.up.weight)
     assert not torch.equal(before.blocks[1].mlp.up.weight, after.blocks[1].mlp.up.weight)
@@ -163,13 +162,13 @@ def test_the_papers_protocol(
         (["--data", "{badges}", "--image-size", "33", "32"], "is not a multiple of patch_size"),
         (["--data", "{badges}", "--train-blocks", "7"], "--train-blocks: 7"),
         (["--data", "{badges}", "--lora-rank", "4", "--train-blocks", "1"], "exclude each other"),
-        (["--data", "{badges}", "--optimizer", "sgd"], "--optimizer: 'sgd' needs --learning-rate"),
+        (["--data", "{badges}", "--optimizer", "sgd"], "--optimizer: 'sgd' needs a --learning-rate"),
         (["--data", "{badges}", "--lora-on", "up"], "--lora-on: 'up' needs --lora-rank"),
         (
             ["--data", "{badges}", "--protocol", "paper", "--patience", "3"],
-            "--patience: 3 cannot be given with the paper's",
+            "--patience: 3 cannot be used with the paper's",
         ),
-        (["--data", "{badges}", "--protocol", "paper", "--validation-share", "0"], "leaves no image to choose the"),
+        (["--data", "{badges}", "--protocol", "paper", "--validation-share", "0"], "leaves no labelled image to"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(
@@ -200,7 +199,8 @@ def test_a_rate_that_is_given_is_the_papers_too(
     assert main(["finetune", *words]) == 0
     record, out = json.loads((run / "run.json").read_text()), capsys.readouterr().out
     assert record["config"]["optimizer"]["learning_rate"] == 0.02 and record["data"]["validation"] == 0
-    assert "learning rate 0.02, as given" in out and [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert "all training images are learned from, because the learning rate is given" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_stopped_trial_goes_on_with_the_same_command(

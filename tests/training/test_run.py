@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import vitrail.data.config as config_module
 import vitrail.training.run as run_module
 import vitrail.training.setup as making_module
 from vitrail.data.pipeline import Batch
-from vitrail.data.sources import open_data
+from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
@@ -186,16 +185,10 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[tuple[str, str]] = []
-    opened: list[Splits] = []
-
-    def open_and_note(spec: str, **fields: Any) -> Splits:
-        splits = open_data(spec, **fields)
-        opened.append(splits)
-        return Splits(
-            *(Noting(getattr(splits, name), log, name) for name in ("train", "validation", "test")), splits.notes
-        )
-
-    monkeypatch.setattr(config_module, "open_data", open_and_note)
+    config = tiny(steps=24, flip=False)
+    splits = config.data.open()
+    noting = Splits(*(Noting(getattr(splits, name), log, name) for name in ("train", "validation", "test")))
+    opened = OpenedData(config.data.spec, noting)
     trained: list[Batch] = []
     real = run_module.fit
 
@@ -205,8 +198,7 @@ def test_held_out_images_are_never_trained_on_and_the_test_split_waits(
         log.append(("event", "trained"))
 
     monkeypatch.setattr(run_module, "fit", fit)
-    train(tiny(steps=24, flip=False))
-    (splits,) = opened
+    train(config, data=opened)
     assert splits.validation is not None
     cut = {splits.validation.key(index) for index in range(len(splits.validation))}
     indices = torch.cat([batch.samples for batch in trained]).tolist()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import vitrail
+from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import DataError, RunError
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
-from vitrail.transfer.rules import Given
+from vitrail.transfer.rules import Plan
 from vitrail.weights.bundle import Bundle
 
 
@@ -29,9 +31,18 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(bundle: Bundle, model: Path, data: Path, **given: object) -> TrainConfig:
+def planned(bundle: Bundle, model: Path, data: Path, **explicit: object) -> TrainConfig:
     base = TrainConfig().override(data=str(data), init=str(model), device="cpu")
-    return plan(bundle, base, given=Given(**given)).config
+    return plan(bundle, base.data.open_whole(), base, explicit=explicit).config
+
+
+def by_paper(bundle: Bundle, model: Path, data: Path, **explicit: object) -> Plan:
+    base = TrainConfig().override(data=str(data), init=str(model), device="cpu", name="paper")
+    return plan(bundle, base.data.open_whole(), base, "paper", {"image_size": (14, 21), **explicit})
+
+
+def finetuned(config: TrainConfig, bundle: Bundle, **others: Any) -> FinetuneResult:
+    return finetune(config, config.data.open_whole(), bundle, **others)
 
 
 def test_the_plan_is_for_this_model_and_this_data(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
@@ -46,7 +57,7 @@ def test_a_model_learns_another_task_and_is_looked_at(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
     config = planned(tiny_bundle, model, colours).override(steps=60, precision="float32")
-    found = finetune(config, initial=tiny_bundle)
+    found = finetuned(config, tiny_bundle)
     assert isinstance(found, FinetuneResult) and found.trials == ()
     assert found.split == "test" and found.report is not None and found.report.images == 12
     assert found.report.accuracy.value == found.run.metrics["test_accuracy"] > 0.9  # colours tell the classes
@@ -64,16 +75,15 @@ def test_without_a_test_split_no_temperature_is_judged_by_what_it_was_fitted_to(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
     config = planned(tiny_bundle, model, colours / "train").override(steps=2, precision="float32")
-    found = finetune(config, initial=tiny_bundle)
+    found = finetuned(config, tiny_bundle)
     assert found.split == "validation" and found.report is not None and found.report.scaled is None
 
 
 def test_with_nothing_held_out_nothing_is_measured(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    base = TrainConfig().override(data=str(colours / "train"), init=str(model), validation_share=0.0)
-    config = plan(tiny_bundle, base).config.override(steps=2, precision="float32")
-    found = finetune(config, initial=tiny_bundle)
+    config = planned(tiny_bundle, model, colours / "train", validation_share=0.0, steps=2, precision="float32")
+    found = finetuned(config, tiny_bundle)
     assert (found.split, found.report, found.page) == (None, None, None)
     assert vitrail.load(found.run.folder / "model").classes == ("blue", "green", "red")
 
@@ -81,13 +91,10 @@ def test_with_nothing_held_out_nothing_is_measured(
 def test_the_papers_protocol_chooses_and_then_learns_from_all(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu", name="paper")
-    config = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21), batch_size=4)).config
-    config = config.override(steps=4, precision="float32")
+    found = by_paper(tiny_bundle, model, colours, batch_size=4, steps=4, precision="float32")
+    assert found.rates == (0.001, 0.003, 0.01, 0.03)
     heard: list[float] = []
-    found = finetune(
-        config, protocol="paper", rates=(0.003, 0.03), initial=tiny_bundle, on_trial=lambda t: heard.append(t.rate)
-    )
+    found = finetuned(found.config, tiny_bundle, rates=(0.003, 0.03), on_trial=lambda trial: heard.append(trial.rate))
     assert heard == [0.003, 0.03] and len(found.trials) == 2
     assert found.run.folder == Path("runs/paper")
     assert found.trials[0].folder.parent == Path("runs/paper-learning-rates")
@@ -102,21 +109,41 @@ def test_the_papers_row_is_for_all_training_images(tiny_bundle: Bundle, model: P
     for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
         sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
         (in_folder / f"train-{kind}-ubyte").write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
-    base = TrainConfig().override(data=str(in_folder), init=str(model), device="cpu")
-    assert plan(tiny_bundle, base).reasons[1].startswith("1,770 steps of 32: 56,616 images"), "a tenth is held out"
-    found = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21)))
+    assert planned(tiny_bundle, model, in_folder).run.steps == 1770, "3 times 18,872 images; a tenth is held out"
+    found = by_paper(tiny_bundle, model, in_folder)
     assert (found.config.run.steps, found.config.data.validation_share) == (10_000, 0.02)
-    assert "21,000 images" in found.reasons[0]
+    assert "21,000 training images" in found.reasons[0]
+
+
+def test_data_is_opened_once_and_read_by_all_runs(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    usual = FolderSource.__init__
+
+    def counted(self: FolderSource, root: Path, *arguments: Any, **settings: Any) -> None:
+        opened.append(root)
+        usual(self, root, *arguments, **settings)
+
+    monkeypatch.setattr(FolderSource, "__init__", counted)
+    config = TrainConfig().override(data=str(colours), init=str(model), device="cpu", name="paper")
+    data = config.data.open_whole()
+    explicit = {"image_size": (14, 21), "batch_size": 4, "steps": 2, "precision": "float32"}
+    chosen = plan(tiny_bundle, data, config, "paper", explicit)
+    found = finetune(chosen.config, data, tiny_bundle, rates=chosen.rates[:2])
+    assert len(found.trials) == 2 and found.page is not None
+    chosen = plan(tiny_bundle, data, config, explicit=explicit)
+    assert finetune(chosen.config, data, tiny_bundle).page is not None
+    assert opened == [colours / "train", colours / "test"]
 
 
 def test_a_folder_that_is_there_is_said_before_rates_are_tried(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu")
-    config = plan(tiny_bundle, base, "paper", Given(image_size=(14, 21), batch_size=4)).config
+    config = by_paper(tiny_bundle, model, colours, batch_size=4, run="there", steps=2).config
     (in_folder / "there").mkdir()
     with pytest.raises(RunError, match="run folder 'there' exists"):
-        finetune(config.override(run="there", steps=2), protocol="paper", rates=(0.003, 0.03), initial=tiny_bundle)
+        finetuned(config, tiny_bundle, rates=(0.003, 0.03))
     assert not list(in_folder.glob("*-learning-rates"))
 
 
@@ -125,7 +152,7 @@ def test_data_that_is_mixed_in_may_bring_classes(
 ) -> None:
     config = planned(tiny_bundle, model, colours)
     config = config.override(steps=2, precision="float32", mix=("0.3:fractals:2:5",))
-    found = finetune(config, initial=tiny_bundle)
+    found = finetuned(config, tiny_bundle)
     assert len(found.run.bundle.classes) == 5 and found.run.bundle.classes[:3] == ("blue", "green", "red")
     assert found.report is not None and found.report.images == 12
     assert found.report.accuracy.value == found.run.metrics["test_accuracy"]
@@ -139,7 +166,7 @@ def test_classes_of_one_image_are_learned_and_nothing_is_measured(
         image = next((colours / "train" / name).iterdir())
         (in_folder / "data" / name / image.name).write_bytes(image.read_bytes())
     config = planned(tiny_bundle, model, in_folder / "data").override(steps=2, precision="float32")
-    found = finetune(config, initial=tiny_bundle)
+    found = finetuned(config, tiny_bundle)
     assert (found.split, found.page, found.run.metrics) == (None, None, {})
 
 
@@ -151,13 +178,13 @@ def test_a_test_split_without_labels_is_not_measured(
     rows = [f"{one},{one.parent.name},train" if "train" in one.parts else f"{one},,test" for one in images]
     (in_folder / "data.csv").write_text("\n".join(["path,label,split", *rows]))
     config = planned(tiny_bundle, model, in_folder / "data.csv").override(steps=2, precision="float32")
-    found = finetune(config, initial=tiny_bundle)
+    found = finetuned(config, tiny_bundle)
     assert found.split == "validation" and set(found.run.metrics) == {"validation_accuracy"}
 
 
 def test_the_next_commands_can_be_pasted(tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path) -> None:
     config = planned(tiny_bundle, model, colours).override(steps=2, precision="float32", run="my run")
-    page = finetune(config, initial=tiny_bundle).page
+    page = finetuned(config, tiny_bundle).page
     assert page is not None and "vitrail predict &#x27;my run/model&#x27;" in page.read_text(encoding="utf-8")
 
 
@@ -165,5 +192,5 @@ def test_data_that_cannot_be_used_says_so_before_anything_is_written(
     tiny_bundle: Bundle, model: Path, in_folder: Path
 ) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        plan(tiny_bundle, TrainConfig().override(data="nowhere", init=str(model)))
+        planned(tiny_bundle, model, Path("nowhere"))
     assert not (in_folder / "runs").exists()

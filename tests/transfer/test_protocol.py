@@ -5,30 +5,41 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from vitrail.errors import ConfigError, RunError
-from vitrail.models.variants import variant_config
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError, RunError, Stopped
+from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.monitoring.monitor import Monitor
 from vitrail.transfer.protocol import (
     Trial,
-    check_last_run,
+    check_final_run,
     choose_rate,
+    final_config,
     is_trial,
-    paper_rule,
+    plan_by_paper,
     row_for,
-    trials_of,
-    whole_set,
+    trials_folder,
 )
-from vitrail.transfer.rules import DataFacts, Given
+from vitrail.transfer.rules import DataFacts, Plan
 from vitrail.weights.bundle import Bundle
 
 PLENTY = 10**12
+FACTS = DataFacts(1000, 400, "class", True)
+
+
+def planned(
+    base: TrainConfig, network: AnyConfig, facts: DataFacts = FACTS, memory: int = PLENTY, **explicit: object
+) -> Plan:
+    preprocess = Preprocess(image_size=network.image_size)
+    return plan_by_paper(base, network, preprocess, facts, memory=memory, explicit=explicit)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +54,13 @@ def test_rows_are_those_of_table_4(
     images: int, steps: int, warmup: int, rates: tuple[float, ...], share: float
 ) -> None:
     row = row_for(images)
-    assert (row.steps, row.warmup, row.rates, row.share) == (steps, warmup, rates, share)
+    assert (row.steps, row.warmup, row.rates, row.held_out) == (steps, warmup, rates, share)
 
 
 def test_settings_are_the_papers() -> None:
     base = TrainConfig().override(data="pets", init="B_16.npz", image_size=(224, 224))
     network = variant_config("ViT-B/16", num_classes=21_843)
-    found = paper_rule(base, network, DataFacts(3680, 37, 400, False, True), memory=PLENTY)
+    found = planned(base, network, FACTS._replace(images=3680))
     config, optimization = found.config, found.config.optimizer
     assert (config.run.steps, config.run.batch_size, config.images.image_size) == (500, 512, (384, 384))
     assert (optimization.kind, optimization.momentum, optimization.weight_decay) == ("sgd", 0.9, 0.0)
@@ -57,15 +68,14 @@ def test_settings_are_the_papers() -> None:
     assert optimization.layer_decay == 1 and optimization.average == 0
     assert (config.task.label_smoothing, config.augment.mixup, config.augment.crop_area) == (0, None, (0.05, 1.0))
     assert (config.data.spec, config.start.init, config.data.validation_share) == ("pets", "B_16.npz", 0.1)
-    assert "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]
+    assert found.rates == (0.001, 0.003, 0.01, 0.03) and "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]
 
 
 def test_a_large_patch_divides_the_size_and_parts_fit() -> None:
     base = TrainConfig().override(init="model")
-    facts = DataFacts(1000, 10, 400, False, True)
     network = variant_config("ViT-H/14", num_classes=10)
-    assert paper_rule(base, network, facts, memory=PLENTY).config.images.image_size == (378, 378)
-    small = paper_rule(base, network, facts, memory=16 * 10**9, given=Given(image_size=(140, 140))).config
+    assert planned(base, network).config.images.image_size == (378, 378)
+    small = planned(base, network, memory=16 * 10**9, image_size=(140, 140)).config
     assert small.images.image_size == (140, 140) and small.run.accumulation > 1 and small.run.batch_size == 512
 
 
@@ -78,9 +88,15 @@ def base(tiny_bundle: Bundle, colours: Path, tmp_path: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tmp_path: Path) -> None:
+def tried(
+    bundle: Bundle, config: TrainConfig, rates: tuple[float, ...], folder: Path, **others: object
+) -> tuple[Trial, ...]:
+    return choose_rate(config, config.data.open_whole(), rates, folder, initial=bundle, **others)  # type: ignore[arg-type]
+
+
+def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     heard: list[Trial] = []
-    trials = choose_rate(base, (0.01, 1e-5, 0.1), tmp_path / "rates", on_trial=heard.append)
+    trials = tried(tiny_bundle, base, (0.01, 1e-5, 0.1), tmp_path / "rates", on_trial=heard.append)
     assert {trial.rate for trial in trials} == {0.01, 1e-5, 0.1} and [trial.rate for trial in heard] == [
         0.01,
         1e-5,
@@ -95,21 +111,23 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tmp_p
         assert splits == {"validation"}
 
 
-def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tmp_path: Path) -> None:
-    first = choose_rate(base, (0.01, 0.02), tmp_path / "rates")
+def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    first = tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("journal.jsonl")}
-    (more,) = [trial for trial in choose_rate(base, (0.01, 0.03), tmp_path / "rates") if trial.rate == 0.03]
-    assert more.folder.exists() and choose_rate(base, (0.01, 0.02), tmp_path / "rates") == first
+    (more,) = [trial for trial in tried(tiny_bundle, base, (0.01, 0.03), tmp_path / "rates") if trial.rate == 0.03]
+    assert more.folder.exists() and tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates") == first
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert choose_rate(base.override(accumulation=2), (0.01, 0.02), tmp_path / "rates") == first, "less memory is free"
-    with pytest.raises(RunError, match=r"rates/0\.01 holds a run with other settings; choose another --name"):
-        choose_rate(base.override(seed=1), (0.01,), tmp_path / "rates")
+    assert tried(tiny_bundle, base.override(accumulation=2), (0.01, 0.02), tmp_path / "rates") == first, (
+        "less memory is free"
+    )
+    with pytest.raises(RunError, match=r"rates/0\.01 contains a run with other settings; choose another --name"):
+        tried(tiny_bundle, base.override(seed=1), (0.01,), tmp_path / "rates")
 
 
-def test_no_held_out_image_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+def test_no_held_out_image_is_refused(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     config = base.override(validation_share=0.0, evaluations=0)
-    with pytest.raises(ConfigError, match="leaves no image to choose the learning rate by; give --learning-rate"):
-        choose_rate(config, (0.01,), tmp_path / "rates")
+    with pytest.raises(ConfigError, match="leaves no labelled image to choose the learning rate by; set learning_rate"):
+        tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
     assert not (tmp_path / "rates").exists(), "no run was done for it"
 
 
@@ -119,44 +137,73 @@ def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
     data = tmp_path / "data"
     shutil.copytree(colours, data)
     config = base.override(data=str(data))
-    first = choose_rate(config, (0.01,), tmp_path / "rates")
-    assert choose_rate(config.override(overwrite=True), (0.01,), tmp_path / "rates") == first, "the same settings"
+    first = tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
+    assert tried(tiny_bundle, config.override(overwrite=True), (0.01,), tmp_path / "rates") == first, (
+        "the same settings"
+    )
     network = copy.deepcopy(tiny_bundle.network)
     with torch.no_grad():
         network.blocks[0].mlp.up.weight += 1
-    with pytest.raises(RunError, match=r"holds a run with other data or weights; choose another --name"):
-        choose_rate(config, (0.01,), tmp_path / "rates", initial=replace(tiny_bundle, network=network))
+    with pytest.raises(RunError, match=r"contains a run with other data or weights; choose another --name"):
+        tried(replace(tiny_bundle, network=network), config, (0.01,), tmp_path / "rates")
     next((data / "train" / "red").iterdir()).unlink()
-    with pytest.raises(RunError, match="holds a run with other data or weights"):
-        choose_rate(config, (0.01,), tmp_path / "rates")
+    with pytest.raises(RunError, match="contains a run with other data or weights"):
+        tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
+
+
+def test_a_stopped_trial_continues(
+    base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = base.override(checkpoints=3)
+    expected = tried(tiny_bundle, config, (0.01,), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Monitor, "report", stop_at(2, Monitor.report))
+        with pytest.raises(Stopped):
+            tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
+    (found,) = tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
+    assert found.accuracy == expected[0].accuracy
+    assert "resumed" in (found.folder / "journal.jsonl").read_text()
+
+
+def stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor], None]:
+    """Return the method that reports a step, which asks the run to stop at this step."""
+
+    def report(self: Monitor) -> None:
+        usual(self)
+        if self.state.step >= step:
+            self.stop.requested = True
+
+    return report
 
 
 def test_a_given_rate_leaves_nothing_to_hold_out() -> None:
     base = TrainConfig().override(data="pets", init="B_16.npz", evaluations=10)
-    network, facts = variant_config("ViT-B/16", num_classes=10), DataFacts(1000, 10, 400, False, True)
-    found = paper_rule(base, network, facts, memory=PLENTY, given=Given(learning_rate=0.02))
+    found = planned(base, variant_config("ViT-B/16", num_classes=10), learning_rate=0.02)
     assert (found.config.optimizer.learning_rate, found.config.data.validation_share) == (0.02, 0.0)
     assert found.config.run.evaluations == 0 and found.config.run.keep == "last"
-    assert "learning rate 0.02, as given" in found.reasons[-1] and "best of" not in found.reasons[-1]
+    assert found.rates == () and not any("best" in reason for reason in found.reasons)
+    assert any("all training images are learned from" in reason for reason in found.reasons)
 
 
 def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path, tmp_path: Path) -> None:
-    check_last_run(base)
-    with pytest.raises(ConfigError, match="patience=2 cannot be given with the paper's protocol"):
-        check_last_run(base.override(patience=2))
-    with pytest.raises(ConfigError, match="probe='knn' cannot be given with the paper's protocol"):
-        check_last_run(base.override(probe="knn"))
+    splits = final_config(base, 0.1).data.open()
+    check_final_run(base, splits)
+    with pytest.raises(ConfigError, match=r"patience=2 cannot be used with the paper's protocol.*; leave it out"):
+        check_final_run(base.override(patience=2), splits)
+    with pytest.raises(ConfigError, match=r"probe='knn' cannot be used with the paper's protocol.*; leave it out"):
+        check_final_run(base.override(probe="knn"), splits)
     shutil.copytree(colours / "train", tmp_path / "data" / "train")
     shutil.copytree(colours / "test", tmp_path / "data" / "val")
-    check_last_run(base.override(data=str(tmp_path / "data"), probe="knn"))
+    config = base.override(data=str(tmp_path / "data"), probe="knn")
+    check_final_run(config, config.data.open())
 
 
 def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
-    folder = trials_of(Path("runs/pets"))
+    folder = trials_folder(Path("runs/pets"))
     assert folder == Path("runs/pets-learning-rates")
     assert is_trial(folder / "0.01") and not is_trial(folder) and not is_trial(Path("runs/pets"))
 
 
 def test_the_last_run_learns_from_all_images(base: TrainConfig) -> None:
-    config = whole_set(base, 0.03)
+    config = final_config(base, 0.03)
     assert (config.optimizer.learning_rate, config.data.validation_share, config.run.keep) == (0.03, 0.0, "last")

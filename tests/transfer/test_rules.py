@@ -18,23 +18,23 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.rules import DataFacts, Given, Rule, facts_of, rule
+from vitrail.transfer.rules import DataFacts, Plan, facts_of, plan_by_rule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLENTY = 10**12
 
 
 def facts(images: int = 1000, side: int | None = 300, **others: object) -> DataFacts:
-    return DataFacts(images, 10, side, False, True)._replace(**others)
+    return DataFacts(images, side, "class", True)._replace(**others)
 
 
 def ruled(
     facts: DataFacts, variant: str = "ViT-B/16", device: torch.device = CPU, memory: int = PLENTY, **chosen: object
-) -> Rule:
+) -> Plan:
     network: AnyConfig = variant_config(variant, num_classes=1000)
     base = TrainConfig().override(data="photos", init="model")
     preprocess = Preprocess(image_size=network.image_size, resize="crop", mean=(0.4, 0.5, 0.6))
-    return rule(base, network, preprocess, facts, device=device, memory=memory, given=Given(**chosen))
+    return plan_by_rule(base, network, preprocess, facts, device=device, memory=memory, explicit=chosen)
 
 
 def test_a_small_folder_on_a_cpu() -> None:
@@ -45,7 +45,7 @@ def test_a_small_folder_on_a_cpu() -> None:
     assert (config.run.batch_size, config.run.accumulation, config.run.steps) == (32, 1, 625)  # 20 times 1,000 images
     assert (config.run.keep, config.task.loss, config.task.label_smoothing) == ("best", "softmax", 0.1)
     assert config.augment.flip and config.augment.crop_area == (0.8, 1.0) and config.augment.mixup is None
-    assert any("20,000 images seen, 20 times each" in reason for reason in found.reasons)
+    assert "625 steps of 32 images: each image is seen 20 times" in found.reasons
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,15 @@ def test_sides_keep_their_proportion() -> None:
     network = variant_config("ViT-B/16", image_size=(224, 448))
     preprocess = Preprocess(image_size=(224, 448))
     base = TrainConfig().override(init="model")
-    found = rule(base, network, preprocess, facts(side=30), device=CPU, memory=PLENTY)
+    found = plan_by_rule(base, network, preprocess, facts(side=30), device=CPU, memory=PLENTY)
     assert found.config.images.image_size == (64, 128)
 
 
 def test_the_fewest_steps_are_not_said_to_see_each_image_20_times() -> None:
     found = ruled(facts(5))
     assert found.config.run.steps == 100 and found.config.run.batch_size == 4
-    assert any(
-        reason.startswith("100 steps of 4: no fewer, though 100 images, 20 times each") for reason in found.reasons
-    )
-    assert any("250 steps of 8: 2,000 images seen" in reason for reason in ruled(facts(100)).reasons)
+    assert "100 steps of 4 images: the smallest number of steps" in found.reasons
+    assert "250 steps of 8 images: each image is seen 20 times" in ruled(facts(100)).reasons
 
 
 def test_what_is_given_is_kept_and_others_follow_it() -> None:
@@ -120,7 +118,7 @@ def test_where_few_weights_move_they_move_faster(chosen: dict[str, int]) -> None
 
 
 def test_several_labels_are_questions_of_their_own() -> None:
-    config = ruled(facts(30_000, several_labels=True)).config
+    config = ruled(facts(30_000, targets="classes")).config
     assert (config.task.loss, config.task.label_smoothing, config.augment.mixup) == ("sigmoid", 0.0, None)
 
 
@@ -129,13 +127,54 @@ def test_a_loss_that_is_given_is_smoothed_as_it_should_be() -> None:
     assert (config.task.loss, config.task.label_smoothing) == ("sigmoid", 0.0)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        ({"image_size": (96, 64)}, "image size"),
+        ({"steps": 30}, "steps of"),
+        ({"epochs": 2.0}, "steps of"),
+        ({"learning_rate": 0.02}, "learning rate"),
+        ({"layer_decay": 0.5}, "layer decay"),
+        ({"flip": False}, "mirroring"),
+        ({"crop_area": (0.5, 1.0)}, "crops"),
+        ({"preset": "light1"}, "crops"),
+        ({"mixup": 0.4}, "mixup"),
+        ({"accumulation": 4}, "parts"),
+    ],
+)
+def test_settings_of_the_user_are_kept_without_a_reason(chosen: dict[str, object], reason: str) -> None:
+    arguments = (facts(30_000), "ViT-B/16", CPU, 10**9)
+    usual, found = ruled(*arguments), ruled(*arguments, **chosen)
+    assert sum(reason in one for one in usual.reasons) == 1 and not any(reason in one for one in found.reasons)
+    kept = TrainConfig().override(**chosen)
+    assert all(named(found.config, name) == named(kept, name) for name in chosen)
+
+
+def named(config: TrainConfig, name: str) -> object:
+    """Return a setting by its bare name."""
+    return getattr(getattr(config, config.settings()[name]), name)
+
+
+def test_another_optimizer_needs_its_own_learning_rate() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer='sgd' needs a learning_rate as well: .* are for 'adamw'"):
+        ruled(facts(), optimizer="sgd")
+    assert ruled(facts(), optimizer="sgd", learning_rate=0.1).config.optimizer.kind == "sgd"
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        ruled(facts(), batch_size=0)
+    with pytest.raises(ConfigError, match="patch_size"):
+        ruled(facts(), image_size=(33, 32))
+
+
 def test_without_a_validation_split_nothing_is_chosen_by_it() -> None:
-    config = ruled(facts(validation=False)).config
+    config = ruled(facts(has_validation=False)).config
     assert (config.run.keep, config.run.evaluations) == ("last", 0)
 
 
 def test_no_image_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data 'photos' has no image to fine-tune on"):
+    with pytest.raises(ConfigError, match="data 'photos' has no image to fine-tune on; add"):
         ruled(facts(0))
 
 
@@ -158,6 +197,6 @@ def test_the_data_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "a" / "0.png").write_bytes(b"no image")
     splits = open_data(str(tmp_path), validation_share=0.1)
     found = facts_of(splits)
-    assert found.images == len(splits.train) and found.classes == 2
-    assert found.side in (24, 42, 55) and not found.several_labels and found.validation
-    assert not facts_of(replace(splits, validation=None)).validation
+    assert found.images == len(splits.train) and found.side in (24, 42, 55)
+    assert found.targets == "class" and found.has_validation
+    assert not facts_of(replace(splits, validation=None)).has_validation

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Option, Positional, flag, shown
+from vitrail.cli.fields import Option, Positional
 from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_of, task_options
+from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.report import ClassificationReport
@@ -24,10 +25,9 @@ from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
 from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
-from vitrail.training.start import StartConfig
-from vitrail.transfer.finetune import FinetuneResult, Protocol, finetune, look_at, plan
+from vitrail.transfer.finetune import FinetuneResult, Protocol, evaluate_run, finetune, plan
 from vitrail.transfer.protocol import Trial, is_trial
-from vitrail.transfer.rules import Given, Rule
+from vitrail.transfer.rules import Plan
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -35,15 +35,8 @@ __all__ = ["main"]
 
 AGAIN = "to continue, give the first command again"
 
-BEFORE_RULE = ("data", "validation_share", "per_class", "subset_seed", "task", "device", "name")
-"""Options that the rule needs to know: they say what it chooses settings for."""
-
 ARCHITECTURE = tuple(name for name in ("variant", *override_fields()) if name not in WITHOUT_WEIGHTS)
 """Options that the model to start from decides."""
-
-
-LEARNING = ("task", "images", "augment", "optimizer")
-"""Sections of the config that decide how a model learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +104,12 @@ def main(call: Call) -> int:
             check_only_resume(given, COMMAND.known)
             result = _resumed(folder, display, call.started)
         else:
-            config, protocol, initial = _config(given, display)
-            rate = given.get("learning_rate")
+            chosen, data, initial = _plan(given, display)
             result = finetune(
-                config,
-                protocol=protocol,
-                rates=None if rate is None else (rate,),
-                initial=initial,
+                chosen.config,
+                data,
+                initial,
+                rates=chosen.rates,
                 display=display,
                 started=call.started,
                 on_trial=lambda trial: display.say(_tried(trial)),
@@ -138,50 +130,26 @@ def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
     if is_trial(folder):
         raise RunError(f"run {folder} only tries a learning rate; {AGAIN}")
     config = read_record(folder).config
+    data = config.data.open_whole()
     run = None if (folder / "report.html").exists() else finished(folder)
-    return look_at(run or resume(folder, display=display, started=started), config)
+    run = run or resume(folder, data=data, display=display, started=started)
+    return evaluate_run(run, config, config.data.cut(data))
 
 
-def _config(given: Mapping[str, Any], display: Display) -> tuple[TrainConfig, Protocol, Bundle]:
-    """Return the run: the settings that the rule chooses, with those that were given in their places."""
+def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData, Bundle]:
+    """Return the settings of the run, the open data that they were chosen for, and the model to start from."""
     model, protocol = given["model"], given.get("protocol", "rule")
     if "init" in given:
         raise ConfigError(f"--init: MODEL {model} is what fine-tuning starts from; leave --init out")
-    settings = {name: value for name, value in given.items() if name not in ("model", "protocol")}
+    explicit = {name: value for name, value in given.items() if name not in ("model", "protocol")}
     initial = load(model, device="cpu")
-    base = TrainConfig(start=StartConfig(init=model)).override(
-        **{name: value for name, value in settings.items() if name in BEFORE_RULE}
-    )
-    chosen = plan(initial, base, protocol, Given(**{name: settings.get(name) for name in Given._fields}))
-    rest = chosen.config.override(steps=None) if "epochs" in settings else chosen.config
-    config = rest.override(**settings)
-    usual, optimizer = chosen.config.optimizer.kind, config.optimizer.kind
-    if optimizer != usual and "learning_rate" not in settings:
-        raise ConfigError(
-            f"optimizer={optimizer!r} needs learning_rate: the rate that --protocol {protocol} chooses is for {usual!r}"
-        )
-    _say_settings(display, chosen, config, settings)
-    return config, protocol, initial
-
-
-def _say_settings(display: Display, chosen: Rule, config: TrainConfig, settings: Mapping[str, Any]) -> None:
-    """Print the settings that were chosen, and the options that replace some of them."""
+    base = TrainConfig().override(init=model, **explicit)
+    data = base.data.open_whole()
+    chosen = plan(initial, data, base, protocol, explicit)
     display.say("settings chosen for this data and machine:")
     for reason in chosen.reasons:
         display.say(f"  {reason}")
-    before, after = default_texts(chosen.config), default_texts(config)
-    sections = config.settings()
-    decides = ("steps", "epochs", "keep", *(name for name in sections if sections[name] in LEARNING))
-    changed = (name for name in decides if name in settings and after[name] != before.get(name))
-    if replaced := ", ".join(_typed(name, settings[name]) for name in changed):
-        display.say(f"replaced by your options: {replaced}")
-
-
-def _typed(name: str, value: Any) -> str:
-    """Return an option as a user types it."""
-    if isinstance(value, bool):
-        return flag(name) if value else flag(f"no_{name}")
-    return f"{flag(name)} {shown(value) or value}"
+    return chosen, data, initial
 
 
 def _tried(trial: Trial) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vitrail.data.source import Source
-from vitrail.data.sources import OpenedData, mix_in, open_data
+from vitrail.data.sources import OpenedData, open_mixed, open_whole
 from vitrail.data.splits import Splits
 from vitrail.settings import at_least, below_one, named, raise_problems
 
@@ -47,20 +47,21 @@ class DataConfig:
 
         With `unlabelled`, data without classes is opened as well.
         """
-        splits = open_data(
-            self.spec,
-            validation_share=self.validation_share,
-            per_class=self.per_class,
-            subset_seed=self.subset_seed,
-            numbers=self.numbers,
-            unlabelled=unlabelled,
-        )
-        return mix_in(splits, self.mix)
+        return self.cut(self.open_whole(unlabelled=unlabelled))
 
-    def cut(self, data: Source | Splits) -> Splits:
-        """Return the splits of data that is open already, as `open` does for the data that `spec` names."""
-        whole = data if isinstance(data, Splits) else Splits(data, None, None)
-        splits = OpenedData("", whole).splits(
+    def open_whole(self, *, unlabelled: bool = False) -> OpenedData:
+        """Open the data and everything of `mix`, and leave the choice of splits to `cut`. Raises `DataError`."""
+        opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled)
+        return replace(opened, mixed=open_mixed(opened.whole, self.mix))
+
+    def cut(self, data: Source | Splits | OpenedData) -> Splits:
+        """Return the splits of data that is open already, as `open` does for the data that `spec` names.
+
+        Configs that differ only in the validation fraction and the amount of training images can share open data.
+        """
+        if not isinstance(data, OpenedData):
+            whole = data if isinstance(data, Splits) else Splits(data, None, None)
+            data = OpenedData("", whole, open_mixed(whole, self.mix))
+        return data.splits(
             validation_share=self.validation_share, per_class=self.per_class, subset_seed=self.subset_seed
         )
-        return mix_in(splits, self.mix)

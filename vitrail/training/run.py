@@ -15,6 +15,7 @@ from torch import nn
 from vitrail.data.check import quick_check
 from vitrail.data.pipeline import Skipped
 from vitrail.data.source import Source
+from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError, plural
 from vitrail.evaluation.outputs import Outputs
@@ -78,7 +79,7 @@ class RunResult:
 def train(
     config: TrainConfig,
     *,
-    data: Source | Splits | None = None,
+    data: Source | Splits | OpenedData | None = None,
     network: nn.Module | None = None,
     initial: Bundle | None = None,
     probes: Sequence[Probe] = (),
@@ -90,7 +91,8 @@ def train(
 
     `data` is used instead of the data set that the config names, and cut into splits as that would be. `network` is
     trained instead of the one that the config describes; of a class that this package does not know, only the weights
-    are saved, and predictions are made with the returned object. Both objects are needed again to resume.
+    are saved, and predictions are made with the returned object. Both objects are needed again to resume. `OpenedData`
+    is the data that the config names, which is open already; it is not needed again.
 
     `initial` is the model that `config.start.init` names, if it is loaded already; it is not changed. `probes` are
     measured during the run. Without `measure_test` the test split is not measured: for runs that choose the settings of
@@ -121,7 +123,7 @@ def train(
 def resume(
     folder: Path,
     *,
-    data: Source | Splits | None = None,
+    data: Source | Splits | OpenedData | None = None,
     network: nn.Module | None = None,
     probes: Sequence[Probe] = (),
     measure_test: bool = True,

@@ -16,6 +16,7 @@ from torch import nn
 from vitrail.data.augmentation.crop import crop_box
 from vitrail.data.pipeline import TrainingBatches, skips_allowed
 from vitrail.data.source import Source, fingerprint
+from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Together, evaluators_of
@@ -43,15 +44,19 @@ __all__ = ["OwnObjects", "Setup", "make_bundle", "make_network", "make_plan", "m
 
 @dataclass(frozen=True)
 class OwnObjects:
-    """Data and a network that the user passes as Python objects, instead of naming them in the config."""
+    """Data and a network that the user passes as Python objects, instead of naming them in the config.
 
-    data: Source | Splits | None = None
+    `OpenedData` is the data that the config names, which is open already.
+    """
+
+    data: Source | Splits | OpenedData | None = None
     network: nn.Module | None = None
 
     @property
     def names(self) -> list[str]:
         """The names of the objects that are there, as run.json has them."""
-        return [name for name in ("data", "network") if getattr(self, name) is not None]
+        own = {"data": None if isinstance(self.data, OpenedData) else self.data, "network": self.network}
+        return [name for name, value in own.items() if value is not None]
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def prepare(
                 f"numbers: the task {config.task.name} needs the names of numeric columns, such as numbers=('age',)"
             )
         splits = config.data.open(unlabelled="none" in config.task.targets)
+    elif isinstance(objects.data, OpenedData):
+        splits = config.data.cut(objects.data)
     else:
         own = named_splits(objects.data)
         config = config.override(data=own.title)

@@ -1,4 +1,4 @@
-"""A model, fine-tuned on other images and then looked at: what `vitrail finetune` does."""
+"""Fine-tuning of a model on other images, from the settings to the report: the steps of `vitrail finetune`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from vitrail.data.source import Source
+from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.evaluation.predictions.calibration import fit_temperature
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
@@ -21,93 +22,106 @@ from vitrail.training.monitoring.display import Display
 from vitrail.training.run import RunResult, train
 from vitrail.transfer.protocol import (
     Trial,
-    check_last_run,
+    check_final_run,
     choose_rate,
-    paper_rule,
-    row_for,
-    trials_of,
-    whole_set,
+    final_config,
+    plan_by_paper,
+    trials_folder,
 )
 from vitrail.transfer.report import write_report
-from vitrail.transfer.rules import Given, Rule, facts_of, rule
+from vitrail.transfer.rules import NO_SETTINGS, Explicit, Plan, facts_of, plan_by_rule
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["FinetuneResult", "Protocol", "finetune", "look_at", "plan"]
+__all__ = ["FinetuneResult", "Protocol", "evaluate_run", "finetune", "plan"]
 
 Protocol = Literal["rule", "paper"]
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """A fine-tuned model, and what there is to know of it."""
+    """A fine-tuned model and its metrics."""
 
     run: RunResult
     split: str | None
-    """The split that the report is of: the test split, or else the validation split; None where neither has a label."""
+    """The split that was measured: test, or validation if there is no test split; None if neither has a label."""
     report: ClassificationReport | None
     page: Path | None
-    """The report as a page."""
+    """The file of the report."""
     trials: tuple[Trial, ...] = ()
     """Learning rates that were tried, best first."""
 
 
-def plan(bundle: Bundle, config: TrainConfig, protocol: Protocol = "rule", given: Given = Given()) -> Rule:
-    """The settings for fine-tuning the bundle's network on `config.data`, and the reasons for them.
+def plan(
+    bundle: Bundle,
+    data: OpenedData,
+    config: TrainConfig,
+    protocol: Protocol = "rule",
+    explicit: Explicit = NO_SETTINGS,
+) -> Plan:
+    """Return the settings for fine-tuning the bundle's network on this data, with the reasons for them.
 
-    Of `config`, everything is kept that the rule does not choose; `given` is what the user chose of the rest. Raises
-    `DataError` for data that cannot be used, `ConfigError` where nothing is left to train on.
+    The rule, or the paper's protocol, replaces settings of `config` except those in `explicit`. Raise `ConfigError` if
+    the data has no training image, or if settings contradict each other.
     """
+    config = config.override(**explicit)
     device = pick_device(config.run.device)
-    facts, memory, network = facts_of(_opened(config)), available_memory(device), bundle.network.config
-    chosen = rule(config, network, bundle.preprocess, facts, device=device, memory=memory, given=given)
-    if protocol == "paper":
-        facts = facts._replace(images=_images(config))
-        return paper_rule(chosen.config, network, facts, memory=memory, given=given)
-    return chosen
+    network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
+    data = replace(data, mixed=())
+    facts = facts_of(config.data.cut(data))
+    if protocol == "rule":
+        return plan_by_rule(config, network, preprocess, facts, device=device, memory=memory, explicit=explicit)
+    facts = facts._replace(images=len(config.override(validation_share=0.0).data.cut(data).train))
+    return plan_by_paper(config, network, preprocess, facts, memory=memory, explicit=explicit)
 
 
 def finetune(
     config: TrainConfig,
+    data: OpenedData,
+    initial: Bundle,
     *,
-    protocol: Protocol = "rule",
-    rates: tuple[float, ...] | None = None,
-    initial: Bundle | None = None,
+    rates: tuple[float, ...] = (),
     display: Display | None = None,
     started: float | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> FinetuneResult:
-    """Trains as `config` says, which `plan` made, and measures what came out.
+    """Train the model `initial` on the data with the settings of `config`, which `plan` returned, and evaluate it.
 
-    With the paper's protocol, a run for each of `rates` (by default its own for data of this size) comes first, beside
-    the run's folder; the images held out for them are then learned from, too. One rate needs no such run. Raises as
-    `train` and `choose_rate` do.
+    If there are `rates`, a run per learning rate is measured on held-out images first, in a folder beside the run's.
+    The model then learns from all training images at the best one. Raise the errors of `train` and `choose_rate`.
     """
     trials: tuple[Trial, ...] = ()
-    if protocol == "paper" and (rates is None or len(rates) > 1):
-        if rates is None:
-            rates = row_for(_images(config)).rates
-        check_last_run(config)
+    if rates:
+        check_final_run(config, config.override(validation_share=0.0).data.cut(data))
         check_place(folder := place_of(config), config)
-        trials = choose_rate(config, rates, trials_of(folder), initial=initial, display=display, on_trial=on_trial)
-        config = whole_set(config, trials[0].rate)
-    run = train(config, initial=initial, display=display, started=started)
-    return look_at(run, config, trials)
+        trials = choose_rate(
+            config,
+            data,
+            rates,
+            trials_folder(folder),
+            initial=initial,
+            display=display,
+            on_trial=on_trial,
+        )
+        config = final_config(config, trials[0].rate)
+    run = train(config, data=data, initial=initial, display=display, started=started)
+    return evaluate_run(run, config, config.data.cut(data), trials)
 
 
-def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ()) -> FinetuneResult:
-    """Measures a finished run's model on its held-out split, and writes `report.html` into its folder.
+def evaluate_run(run: RunResult, config: TrainConfig, splits: Splits, trials: tuple[Trial, ...] = ()) -> FinetuneResult:
+    """Measure the model of a finished run on its held-out split, and write `report.html` into the run's folder.
 
-    The temperature of its calibration is fitted on the validation split, and the rest is of the test split; where there
-    is no test split, no temperature is fitted, since it could only be judged by the images it was fitted to.
+    If there are labelled test and validation splits, the metrics are those of the test split, and the calibration
+    temperature is fitted on the validation split. Without a test split no temperature is fitted, because no other
+    images are left to judge it.
     """
-    there = _labelled(config.data.open())
-    if not there:
+    held_out = _labelled(splits)
+    if not held_out:
         return FinetuneResult(run, None, None, None, trials)
-    split, source = next(iter(there.items()))
+    split, source = next(iter(held_out.items()))
     predictions = _predictions(run.bundle, source, config)
     temperature = None
-    if split == "test" and "validation" in there:
-        judged = _predictions(run.bundle, there["validation"], config).labelled()
+    if split == "test" and "validation" in held_out:
+        judged = _predictions(run.bundle, held_out["validation"], config).labelled()
         if isinstance(judged.truth, SingleLabels) and len(judged):
             temperature = fit_temperature(judged.logits, judged.truth.values, scores=judged.scores)
     found = report(predictions, temperature=temperature)
@@ -120,17 +134,8 @@ def look_at(run: RunResult, config: TrainConfig, trials: tuple[Trial, ...] = ())
     return FinetuneResult(run, split, found, page, trials)
 
 
-def _opened(config: TrainConfig) -> Splits:
-    return replace(config.data, mix=()).open()
-
-
-def _images(config: TrainConfig) -> int:
-    """How many there are to train on where none are held out."""
-    return len(_opened(config.override(validation_share=0.0)).train)
-
-
 def _labelled(splits: Splits) -> dict[str, Source]:
-    """The test and the validation split, each if any of its images has a label."""
+    """Return the test and the validation split, each if any of its images has a label."""
     return {
         name: source
         for name, source in (("test", splits.test), ("validation", splits.validation))

@@ -1,4 +1,4 @@
-"""Fine-tuning as the paper did it (Appendix B.1.1): SGD, and a learning rate chosen on held-out images."""
+"""The paper's protocol of fine-tuning (Appendix B.1.1): SGD, and a learning rate chosen on held-out images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitrail.data.augmentation.augment import Augment
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint
+from vitrail.data.sources import OpenedData
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import AnyConfig
 from vitrail.training.config import TrainConfig
@@ -18,51 +21,65 @@ from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.record import read_record
 from vitrail.training.run import resume, train
-from vitrail.training.start import open_initial
-from vitrail.transfer.rules import DataFacts, Given, Rule, accumulation, scaled_size
+from vitrail.transfer.rules import (
+    NO_SETTINGS,
+    Choices,
+    DataFacts,
+    Explicit,
+    Plan,
+    check_images,
+    check_rate,
+    choose_accumulation,
+    choose_task,
+    scaled_size,
+)
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 __all__ = [
-    "PROTOCOL",
+    "TABLE_4",
     "Row",
     "Trial",
-    "check_last_run",
+    "check_final_run",
     "choose_rate",
+    "final_config",
     "is_trial",
-    "paper_rule",
+    "plan_by_paper",
     "row_for",
-    "trials_of",
-    "whole_set",
+    "trials_folder",
 ]
 
 
 class Row(NamedTuple):
-    """Table 4 for data of a size; `below` training images, it holds."""
+    """One row of the paper's Table 4. It applies to data sets with fewer than `max_images` training images."""
 
-    below: float
+    max_images: float
     steps: int
     warmup: int
+    """Steps in which the learning rate rises."""
     rates: tuple[float, ...]
-    share: float
-    """Of the training images, held out to choose the learning rate."""
-    like: str
+    held_out: float
+    """Fraction of the training images that is held out to choose the learning rate."""
+    data: str
+    """The data sets that the paper's row is for."""
 
 
-PROTOCOL = (
+TABLE_4 = (
     Row(20_000, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1, "Pets and Flowers"),
     Row(500_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02, "CIFAR"),
     Row(math.inf, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01, "ImageNet"),
 )
-"""The paper names data sets; the bounds between them are BiT's."""
+"""The paper names data sets. The bounds between them are BiT's."""
 
-BATCH, LONGEST_SIDE = 512, 384
+BATCH_SIZE, LONGEST_SIDE = 512, 384
+CROP_AREA = (0.05, 1.0)
+"""Area of the random crops, as a fraction of the image, as in the original code."""
 
-TRIALS = "-learning-rates"
-"""End of the name of the folder that has the runs for a run's learning rate."""
+TRIALS_SUFFIX = "-learning-rates"
+"""Suffix of the folder that contains the trials of a run."""
 
 
 class Trial(NamedTuple):
-    """A learning rate that was tried, and the accuracy on the images held out for it."""
+    """A run that tried a learning rate, and its accuracy on the held-out images."""
 
     rate: float
     accuracy: float
@@ -70,145 +87,154 @@ class Trial(NamedTuple):
 
 
 def row_for(images: int) -> Row:
-    """The protocol's row for so many training images."""
-    return next(row for row in PROTOCOL if images < row.below)
+    """Return the row of Table 4 for this many training images."""
+    return next(row for row in TABLE_4 if images < row.max_images)
 
 
-def paper_rule(base: TrainConfig, network: AnyConfig, facts: DataFacts, *, memory: int, given: Given = Given()) -> Rule:
-    """`base` with the paper's settings: SGD with momentum 0.9, no weight decay, batches of 512, the longer side 384.
+def plan_by_paper(
+    base: TrainConfig,
+    network: AnyConfig,
+    preprocess: Preprocess,
+    facts: DataFacts,
+    *,
+    memory: int,
+    explicit: Explicit = NO_SETTINGS,
+) -> Plan:
+    """Return the paper's settings for fine-tuning a network with this config and preprocessing.
 
-    Its images are cut and mirrored as the original code does: boxes of 5 to 100 % of the area. The learning rate is the
-    first of those to try; where one is given, nothing is held out to choose it by. Multi-label data keeps its sigmoid
-    loss. `facts.images` counts the images that would be held out as well.
+    `facts.images` includes the images that will be held out. If `explicit` has a learning rate, no rates are tried and
+    no image is held out. Raise `ConfigError` if the data has no training image, or if an explicit optimizer lacks a
+    learning rate.
     """
-    row = row_for(facts.images)
-    size = given.image_size or scaled_size(network, LONGEST_SIDE)
-    batch = given.batch_size or BATCH
-    parts, why_parts = accumulation(network, size, batch, memory)
-    chosen = given.learning_rate is None
-    run = replace(
-        base.run,
-        steps=row.steps,
-        batch_size=batch,
-        accumulation=parts,
-        evaluations=base.run.evaluations if chosen else 0,
-        keep="last",
+    check_images(base.data.spec, facts)
+    check_rate(base.override(**explicit).optimizer, explicit, "sgd")
+    row, choices = row_for(facts.images), Choices(explicit)
+    choices.reasons.append(f"the paper's settings for {row.data}: the data has {facts.images:,} training images")
+    size = scaled_size(network, LONGEST_SIDE)
+    choices.add(f"image size {size[0]} x {size[1]}", image_size=size)
+    batch = explicit.get("batch_size", BATCH_SIZE)
+    choices.add(batch_size=batch)
+    if "epochs" in explicit:
+        choices.add(steps=None)
+    else:
+        choices.add(f"{row.steps:,} steps of {batch} images", steps=row.steps)
+    choose_accumulation(choices, network, explicit.get("image_size", size), batch, memory)
+    choices.add("SGD with momentum 0.9, without weight decay", optimizer="sgd", momentum=0.9, weight_decay=0.0)
+    choices.add(warmup=row.warmup / row.steps, clip=1.0)
+    choices.add(
+        f"random crops of at least {CROP_AREA[0]:.0%} of the area, and mirroring", flip=True, crop_area=CROP_AREA
     )
-    config = replace(
-        base.override(label_smoothing=0.0),
-        data=replace(base.data, validation_share=row.share if chosen else 0.0),
-        images=replace(base.images, image_size=size),
-        augment=Augment(flip=True, crop_area=(0.05, 1.0)),
-        optimizer=OptimizerConfig(
-            kind="sgd",
-            learning_rate=row.rates[0] if given.learning_rate is None else given.learning_rate,
-            warmup=row.warmup / row.steps,
-            weight_decay=0.0,
-            momentum=0.9,
-            clip=1.0,
-        ),
-        run=run,
-    )
-    rates = ", ".join(f"{rate:g}" for rate in row.rates)
-    why_rate = (
-        f"the learning rate is the best of {rates} on {row.share:.0%} of the training images (or the validation "
-        "split), and the model then learns from all of them"
-        if chosen
-        else f"learning rate {given.learning_rate:g}, as given, so the model learns from all training images"
-    )
-    return Rule(
-        config,
-        (
-            f"the paper's protocol for data of {row.like}'s size, {facts.images:,} images",
-            f"image size {size[0]} x {size[1]}; {row.steps:,} steps of {batch}{why_parts}",
-            f"SGD with momentum 0.9; {why_rate}",
-        ),
-    )
+    choose_task(choices, facts, label_smoothing=0.0)
+    choices.add(keep="last", checkpoints=5)
+    if "learning_rate" in explicit:
+        choices.add("all training images are learned from, because the learning rate is given", validation_share=0.0)
+        choices.add(evaluations=0)
+        rates: tuple[float, ...] = ()
+    else:
+        rates = row.rates
+        shown = ", ".join(f"{rate:g}" for rate in rates)
+        choices.add(
+            f"the best learning rate of {shown} on {row.held_out:.0%} of the training images (or on the validation "
+            "split); the model then learns from all training images",
+            learning_rate=rates[0],
+        )
+        choices.add(validation_share=row.held_out, evaluations=10)
+    base = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
+    return choices.plan(base, rates)
 
 
 def choose_rate(
     config: TrainConfig,
+    data: OpenedData,
     rates: tuple[float, ...],
     folder: Path,
     *,
-    initial: Bundle | None = None,
+    initial: Bundle,
     display: Display | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[Trial, ...]:
-    """A run for each rate in a folder of its own inside `folder`, best first; of equal ones the lower rate.
+    """Train with each learning rate, and return the trials, best first; of equal ones the lower learning rate is first.
 
-    A run that is there already is not done again, and one that was stopped goes on. The test split has no part in it.
-    Raises `ConfigError` where no image is held out to choose by, `RunError` where a run that is there is of other
-    settings, data or weights, and what `train` does.
+    Every trial has a folder inside `folder`. A finished trial is reused, and a stopped one continues. The test split is
+    not used. `data` is the data of `config`, and `initial` the model that every trial starts from.
+
+    Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
+    and all errors of `train`.
     """
-    splits = config.data.open()
-    nothing = (
-        f"validation_share={config.data.validation_share} leaves no image to choose the learning rate by; give "
-        "--learning-rate, or more images"
+    no_images = (
+        f"validation_share={config.data.validation_share} leaves no labelled image to choose the learning rate by; set "
+        "learning_rate, or use more images"
     )
+    splits = config.data.cut(data)
     if not splits.validation:
-        raise ConfigError(nothing)
-    initial = initial or open_initial(config.start)
-    weights = None if initial is None else weights_sha256(initial.network)
-    begun = fingerprint(splits.train, splits.validation, splits.test), weights
+        raise ConfigError(no_images)
+    start = fingerprint(splits.train, splits.validation, splits.test), weights_sha256(initial.network)
     trials = []
     for rate in rates:
         place = folder / f"{rate:g}"
         trial_config = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
-        metrics = _metrics(trial_config, place, begun, initial, display)
-        if "validation_accuracy" not in metrics:  # none has a label, or none can be decoded
-            raise ConfigError(nothing)
+        metrics = _finished_metrics(trial_config, place, start)
+        if metrics is None and (place / "run.json").is_file():
+            metrics = resume(place, data=data, display=display, measure_test=False).metrics
+        elif metrics is None:
+            metrics = train(trial_config, data=data, initial=initial, display=display, measure_test=False).metrics
+        if "validation_accuracy" not in metrics:  # no held-out image has a label and can be decoded
+            raise ConfigError(no_images)
         trials.append(Trial(rate, metrics["validation_accuracy"], place))
         on_trial(trials[-1])
     return tuple(sorted(trials, key=lambda trial: (-trial.accuracy, trial.rate)))
 
 
-def _metrics(
-    config: TrainConfig, place: Path, begun: tuple[str, str | None], initial: Bundle | None, display: Display | None
-) -> dict[str, float]:
-    """Of a run's model on the validation split. `begun` is what it begins with: the data's fingerprint, the weights'
-    hash."""
+def _finished_metrics(config: TrainConfig, place: Path, start: tuple[str, str]) -> dict[str, float] | None:
+    """Return the metrics of an existing trial, or None if it does not exist or is not finished.
+
+    `start` is the fingerprint of the data and the hash of the weights. Raise `RunError` if the trial has other ones, or
+    other settings.
+    """
     if not (place / "run.json").is_file():
-        return train(config, initial=initial, display=display, measure_test=False).metrics
-    there = read_record(place)
-    # Parts of a batch follow from the memory that is free at the moment, and change no result.
-    alike = config.override(precision=there.config.run.precision, accumulation=there.config.run.accumulation)
-    what = "" if there.config == alike else "settings"
-    if not what and (there.fingerprint, there.origin and there.origin.sha256) != begun:
-        what = "data or weights"
-    if what:
-        raise RunError(f"{place} holds a run with other {what}; choose another --name, or delete that folder")
+        return None
+    record = read_record(place)
+    # The accumulation depends on the free memory, and changes no result.
+    same = config.override(precision=record.config.run.precision, accumulation=record.config.run.accumulation)
+    other = "" if record.config == same else "settings"
+    if not other and (record.fingerprint, record.origin and record.origin.sha256) != start:
+        other = "data or weights"
+    if other:
+        raise RunError(f"{place} contains a run with other {other}; choose another --name, or delete that folder")
     for event in read_journal(place / "journal.jsonl"):
         if event["event"] == "finished":
-            found: dict[str, float] = event["metrics"]
-            return found
-    return resume(place, display=display, measure_test=False).metrics
+            metrics: dict[str, float] = event["metrics"]
+            return metrics
+    return None
 
 
-def trials_of(folder: Path) -> Path:
-    """Where the runs are that choose the learning rate of the run in `folder`."""
-    return folder.with_name(f"{folder.name}{TRIALS}")
+def trials_folder(folder: Path) -> Path:
+    """Return the folder that contains the trials of the run in `folder`."""
+    return folder.with_name(f"{folder.name}{TRIALS_SUFFIX}")
 
 
 def is_trial(folder: Path) -> bool:
-    """Whether a run is one of those."""
-    return folder.absolute().parent.name.endswith(TRIALS)
+    """Return True if a run is a trial of a learning rate."""
+    return folder.absolute().parent.name.endswith(TRIALS_SUFFIX)
 
 
-def check_last_run(config: TrainConfig) -> None:
-    """Raises `ConfigError` for what the last run could not do, before others are done for it."""
+def check_final_run(config: TrainConfig, splits: Splits) -> None:
+    """Raise `ConfigError` for settings that the final run cannot have, before any trial starts.
+
+    `splits` is the data of the final run.
+    """
     if config.run.patience is not None:
         raise ConfigError(
-            f"patience={config.run.patience} cannot be given with the paper's protocol: its last run learns from all "
-            "images, so none says when to stop. Leave it out, or choose --protocol rule"
+            f"patience={config.run.patience} cannot be used with the paper's protocol: its final run learns from all "
+            "images and has no evaluations; leave it out, or choose --protocol rule"
         )
-    if config.run.probe and not replace(config.data, validation_share=0.0, mix=()).open().validation:
+    if config.run.probe and not splits.validation:
         raise ConfigError(
-            f"probe={config.run.probe!r} cannot be given with the paper's protocol: its last run learns from all "
-            "images, so none is left to measure on. Leave it out, or choose --protocol rule"
+            f"probe={config.run.probe!r} cannot be used with the paper's protocol: its final run learns from all "
+            "images, so none is left to measure; leave it out, or choose --protocol rule"
         )
 
 
-def whole_set(config: TrainConfig, rate: float) -> TrainConfig:
-    """The last run: with the rate that was chosen, from all training images."""
+def final_config(config: TrainConfig, rate: float) -> TrainConfig:
+    """Return the config of the final run: the chosen learning rate, and all training images."""
     return config.override(learning_rate=rate, validation_share=0.0, evaluations=0, keep="last")

@@ -1,15 +1,16 @@
-"""How to fine-tune, from the size of the data and the machine: the rule behind `vitrail finetune`'s defaults.
+"""The rule that chooses settings for fine-tuning from the size of the data, the model and the machine.
 
-In the spirit of BiT's HyperRule (1912.11370, section 3.3): few numbers, chosen once, that work untouched on most data.
-What was measured to choose them is in docs/transfer.md.
+In the spirit of BiT's HyperRule (1912.11370, section 3.3), a few numbers are chosen once and work for most data.
+docs/transfer.md has the measurements behind them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,89 +18,125 @@ import torch
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, target_kind
+from vitrail.data.source import Source, TargetKind, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig
-from vitrail.tasks.classification import Loss
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
+from vitrail.training.start import StartConfig
 
-__all__ = ["DataFacts", "Given", "Rule", "accumulation", "facts_of", "rule", "scaled_size"]
+__all__ = [
+    "NO_SETTINGS",
+    "Choices",
+    "DataFacts",
+    "Explicit",
+    "Plan",
+    "accumulation_parts",
+    "check_images",
+    "check_rate",
+    "choose_accumulation",
+    "choose_task",
+    "facts_of",
+    "plan_by_rule",
+    "scaled_size",
+]
+
+Explicit = Mapping[str, Any]
+"""Values of settings that the user chose, by the names that `TrainConfig.override` takes."""
+
+NO_SETTINGS: Explicit = MappingProxyType({})
 
 SMALL_SIDE = 96
-"""Images of less than this squared are small: BiT's bound."""
+"""Side in pixels below which images are small. BiT's bound."""
 
 SMALL_SIZE, LARGE_SIZE = 128, 384
-"""What small images are enlarged to, as BiT does, and what large ones are seen at on a GPU, as in the paper."""
+"""Longest side at which small images are used, as in BiT, and large images on a GPU, as in the paper."""
 
 FEW, MANY = 20_000, 500_000
-"""Training images: below and from these, HyperRule's steps change."""
+"""Numbers of training images at which the steps of BiT's HyperRule change."""
 
 RATES = {"all": 0.2, "lora": 1.2, "head": 2.5}
-"""Learning rate times width, at batches of 32, by which weights move. Measured at width 96 (docs/transfer.md); the law
-makes it 0.0015 for all weights of a ViT-B and batches of 1,024."""
+"""Learning rate times network width at a batch size of 32, by the weights that are trained.
+
+Measured at width 96 (docs/transfer.md). For all weights of a ViT-B and a batch size of 1,024 the rule yields 0.0015.
+"""
 
 LAYER_DECAY = 0.9
 CROP_AREA = (0.8, 1.0)
+MIXUP = 0.1
 
-LEAST_STEPS = 100
+MIN_STEPS = 100
 
-LOOKED_AT = 64
-"""Images whose headers tell the data's size."""
+MAX_HEADERS = 64
+"""Number of images whose headers are read to measure the size of the data's images."""
+
+MEMORY_FRACTION = 0.7
+"""Fraction of the memory that a training step may need."""
 
 
 class DataFacts(NamedTuple):
-    """What the rule wants to know of the data."""
+    """Properties of the data that the rule uses."""
 
     images: int
-    """To train on."""
-    classes: int
+    """Training images."""
     side: int | None
-    """Square root of the median area in pixels, of a few training images; None where none could be read."""
-    several_labels: bool
-    validation: bool
-    """Whether there is an image to choose weights by."""
-
-
-class Given(NamedTuple):
-    """Choices of the user's that others depend on; None where the rule is to choose."""
-
-    image_size: tuple[int, int] | None = None
-    batch_size: int | None = None
-    train_blocks: int | None = None
-    lora_rank: int | None = None
-    learning_rate: float | None = None
-    loss: Loss | None = None
+    """Square root of the median image area in pixels; None if no image could be read."""
+    targets: TargetKind
+    has_validation: bool
+    """True if there are held-out images to choose weights by."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A config, and what it follows from."""
+class Plan:
+    """The config of a run, with reasons for the settings that were chosen for it."""
 
     config: TrainConfig
     reasons: tuple[str, ...]
+    rates: tuple[float, ...] = ()
+    """Learning rates to try before the run. Empty if the config's learning rate is used."""
+
+
+class Choices:
+    """Settings that a rule chooses one by one. Settings of the user are kept, and need no reason."""
+
+    def __init__(self, explicit: Explicit) -> None:
+        self.explicit = explicit
+        self.settings: dict[str, Any] = {}
+        self.reasons: list[str] = []
+
+    def add(self, reason: str = "", **settings: Any) -> None:
+        """Choose settings by their bare names. The reason is kept if at least one of them is not the user's."""
+        chosen = {name: value for name, value in settings.items() if name not in self.explicit}
+        self.settings |= chosen
+        if chosen and reason:
+            self.reasons.append(reason)
+
+    def plan(self, base: TrainConfig, rates: tuple[float, ...] = ()) -> Plan:
+        """Return `base` with the chosen and the user's settings."""
+        return Plan(base.override(**self.settings, **self.explicit), tuple(self.reasons), rates)
 
 
 def facts_of(splits: Splits) -> DataFacts:
-    """Reads the headers of up to 64 training images, spread evenly."""
+    """Return the properties of the data. Read the headers of up to 64 training images, evenly spaced."""
     train = splits.train
     areas = list(_areas(train))
     side = round(math.sqrt(float(np.median(areas)))) if areas else None
-    return DataFacts(len(train), len(splits.classes), side, target_kind(train) == "classes", bool(splits.validation))
+    return DataFacts(len(train), side, target_kind(train), bool(splits.validation))
 
 
 def _areas(source: Source) -> Iterator[int]:
-    for index in np.unique(np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(np.int64)).tolist():
+    count = min(MAX_HEADERS, len(source))
+    for index in np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64)).tolist():
         try:
             image = source[index].image
             yield math.prod(image_size_of(image) if isinstance(image, bytes) else image.shape[:2])
-        except DataError:  # training skips it and says so
+        except DataError:  # training skips the image and reports it
             continue
 
 
-def rule(
+def plan_by_rule(
     base: TrainConfig,
     network: AnyConfig,
     preprocess: Preprocess,
@@ -107,111 +144,136 @@ def rule(
     *,
     device: torch.device,
     memory: int,
-    given: Given = Given(),
-) -> Rule:
-    """How to fine-tune the model that `base.start.init` names, whose network and preprocessing these are, on such data.
+    explicit: Explicit = NO_SETTINGS,
+) -> Plan:
+    """Return the settings for fine-tuning a network with this config and preprocessing on data with these properties.
 
-    Fields of `base` that are not chosen here stay. `memory` is in bytes, of the device that trains. Raises
-    `ConfigError` where there is no image to train on.
+    The rule chooses the image size, the length of the run, the batch size, the optimizer, the augmentation and the loss
+    unless they are in `explicit`. All other settings are those of `base`. `memory` is in bytes, on the device that
+    trains. Raise `ConfigError` if the data has no training image, or if an explicit optimizer lacks a learning rate.
     """
-    if not facts.images:
-        raise ConfigError(f"data {base.data.spec!r} has no image to fine-tune on")
-    gpu = device.type == "cuda"
-    size, why_size = given.image_size, "as given"
-    if size is None:
-        size, why_size = _image_size(network, facts, gpu=gpu)
-    seen, why_seen = _images_seen(facts.images, gpu=gpu)
-    batch = given.batch_size or _batch_size(facts.images, gpu=gpu)
-    parts, why_parts = accumulation(network, size, batch, memory)
-    steps = max(LEAST_STEPS, math.ceil(seen / batch))
-    if steps * batch >= seen + batch:
-        why_seen = f"no fewer, though {seen:,} images, {seen / facts.images:.3g} times each, would be done sooner"
-    optimizer, why_rate = _optimizer(network, batch, given)
-    augment, why_augment = _augment(facts)
-    questions = facts.several_labels or given.loss == "sigmoid"
-    run = replace(
-        base.run,
-        steps=steps,
-        batch_size=batch,
-        accumulation=parts,
-        keep="best" if facts.validation else "last",
-        evaluations=10 if facts.validation else 0,
+    check_images(base.data.spec, facts)
+    check_rate(base.override(**explicit).optimizer, explicit, "adamw")
+    choices, gpu = Choices(explicit), device.type == "cuda"
+    size, why_size = _image_size(network, facts, gpu=gpu)
+    choices.add(f"image size {size[0]} x {size[1]}: {why_size}", image_size=size)
+    size = explicit.get("image_size", size)
+    batch = explicit.get("batch_size", _batch_size(facts.images, gpu=gpu))
+    choices.add(batch_size=batch)
+    _choose_steps(choices, facts.images, batch, gpu=gpu)
+    choose_accumulation(choices, network, size, batch, memory)
+    _choose_optimizer(choices, network, base.override(**explicit).start, batch)
+    _choose_augmentation(choices, facts)
+    choose_task(choices, facts, label_smoothing=0.1)
+    choices.add(
+        keep="best" if facts.has_validation else "last",
+        evaluations=10 if facts.has_validation else 0,
         checkpoints=5,
     )
-    config = replace(
-        base.override(loss="sigmoid" if questions else "softmax", label_smoothing=0.0 if questions else 0.1),
-        images=replace(preprocess, image_size=size),
-        augment=augment,
-        optimizer=optimizer,
-        run=run,
-    )
-    reasons = (
-        f"image size {size[0]} x {size[1]}: {why_size}",
-        f"{steps:,} steps of {batch}: {why_seen}" + why_parts,
-        why_rate,
-        f"augmentation: {why_augment}",
-    )
-    return Rule(config, reasons)
+    return choices.plan(replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment()))
 
 
-def _image_size(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tuple[int, int], str]:
-    own = network.image_size
-    small = facts.side is not None and facts.side < SMALL_SIDE
-    if small and max(own) > SMALL_SIZE:
-        why = f"images are small, {facts.side} pixels a side: at {own[0]} x {own[1]}, the model's, they only cost more"
-        return scaled_size(network, SMALL_SIZE), why
-    large = facts.side is not None and facts.side >= LARGE_SIZE
-    if gpu and large and max(own) < LARGE_SIZE and network.architecture == "ViT":
-        return scaled_size(network, LARGE_SIZE), f"images are large, {facts.side} pixels a side, and a GPU has the time"
-    return own, "the model's own"
+def check_images(spec: str, facts: DataFacts) -> None:
+    """Raise `ConfigError` if the data has no training image."""
+    if not facts.images:
+        raise ConfigError(f"data {spec!r} has no image to fine-tune on; add training images")
+
+
+def check_rate(optimizer: OptimizerConfig, explicit: Explicit, usual: str) -> None:
+    """Raise `ConfigError` if the user chose another optimizer than the `usual` one and no learning rate for it."""
+    if optimizer.kind != usual and "optimizer" in explicit and "learning_rate" not in explicit:
+        raise ConfigError(
+            f"optimizer={optimizer.kind!r} needs a learning_rate as well: the learning rates that are chosen "
+            f"automatically are for {usual!r}"
+        )
+
+
+def choose_task(choices: Choices, facts: DataFacts, *, label_smoothing: float) -> None:
+    """Choose the loss that the targets of the data need. Only the softmax loss has label smoothing."""
+    loss = choices.explicit.get("loss", "sigmoid" if facts.targets == "classes" else "softmax")
+    choices.add("loss sigmoid: an image can have several labels" if loss == "sigmoid" else "", loss=loss)
+    choices.add(label_smoothing=label_smoothing if loss == "softmax" else 0.0)
+
+
+def choose_accumulation(choices: Choices, network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> None:
+    """Choose the number of parts of a batch so that a step fits into the memory."""
+    parts = accumulation_parts(network, size, batch, memory)
+    reason = f"each batch in {parts} parts, to fit into {memory / 1e9:.3g} GB of memory" if parts > 1 else ""
+    choices.add(reason, accumulation=parts)
+
+
+def accumulation_parts(network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> int:
+    """Return the number of parts of a batch with which a step needs at most 0.7 of the memory.
+
+    The estimate is the closed form for CPUs. If nothing fits, every image is a part of its own.
+    """
+    config = network.with_image_size(size)
+    for parts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        needed = training_bytes(config, math.ceil(batch / parts), size, "bf16")
+        if parts >= batch or needed <= MEMORY_FRACTION * memory:
+            return min(parts, batch)
+    return batch
 
 
 def scaled_size(network: AnyConfig, longest: int) -> tuple[int, int]:
-    """The model's image size, brought to this longest side, where patches divide it."""
+    """Return the model's image size scaled to this longest side, or the nearest size that the network accepts."""
     height, width = network.image_size
     factor = longest / max(height, width)
-    scaled = round(height * factor), round(width * factor)
-    return network.nearest_size(*scaled)
+    return network.nearest_size(round(height * factor), round(width * factor))
 
 
-def _images_seen(images: int, *, gpu: bool) -> tuple[int, str]:
-    if gpu:
-        steps = 500 if images < FEW else 10_000 if images < MANY else 20_000
-        return 512 * steps, f"{steps:,} steps of 512 (BiT's rule for {images:,} images)"
-    seen = max(min(20 * images, 20_000), 3 * images)
-    return seen, f"{seen:,} images seen, {seen / images:.3g} times each (20,000 in all, but 3 to 20 times each)"
+def _image_size(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tuple[int, int], str]:
+    """Return an image size and the reason for it."""
+    own = network.image_size
+    small = facts.side is not None and facts.side < SMALL_SIDE
+    if small and max(own) > SMALL_SIZE:
+        why = f"the images are small (about {facts.side} pixels a side), so {own[0]} x {own[1]} would only cost more"
+        return scaled_size(network, SMALL_SIZE), why
+    large = facts.side is not None and facts.side >= LARGE_SIZE
+    if gpu and large and max(own) < LARGE_SIZE and network.architecture == "ViT":
+        why = f"the images are large (about {facts.side} pixels a side), and a GPU is fast enough"
+        return scaled_size(network, LARGE_SIZE), why
+    return own, "the model's own"
 
 
 def _batch_size(images: int, *, gpu: bool) -> int:
-    """On a CPU a large batch is no faster, and small ones leave more steps. Eight batches an epoch, if possible."""
+    """Return a power of two with about eight batches per epoch. On a CPU larger batches are no faster."""
     largest = 512 if gpu else 32
     return max(4, min(largest, 2 ** int(math.log2(max(images / 8, 4)))))
 
 
-def accumulation(network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> tuple[int, str]:
-    """Parts of a batch, so that a step needs at most 0.7 of the memory: by the closed form, which is of CPUs."""
-    config = replace(network, image_size=size)
-    for parts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-        if parts >= batch or training_bytes(config, math.ceil(batch / parts), size, "bf16") <= 0.7 * memory:
-            parts = min(parts, batch)
-            return parts, f", each in {parts} parts to fit into {memory / 1e9:.3g} GB of memory" if parts > 1 else ""
-    return batch, f", image by image to fit into {memory / 1e9:.3g} GB of memory"
+def _choose_steps(choices: Choices, images: int, batch: int, *, gpu: bool) -> None:
+    if "epochs" in choices.explicit:
+        choices.add(steps=None)
+        return
+    if gpu:
+        bit_steps = 500 if images < FEW else 10_000 if images < MANY else 20_000
+        seen = 512 * bit_steps
+        why = f"as many images as {bit_steps:,} steps of 512 (BiT's rule for {images:,} images)"
+    else:
+        seen = max(min(20 * images, 20_000), 3 * images)
+        why = f"each image is seen {seen / images:.3g} times"
+    steps = max(MIN_STEPS, math.ceil(seen / batch))
+    if steps * batch >= seen + batch:
+        why = "the smallest number of steps"
+    choices.add(f"{steps:,} steps of {batch} images: {why}", steps=steps)
 
 
-def _optimizer(network: AnyConfig, batch: int, given: Given) -> tuple[OptimizerConfig, str]:
-    width = network.stream_width
-    moving = "lora" if given.lora_rank is not None else "head" if given.train_blocks == 0 else "all"
-    rate = float(f"{RATES[moving] / width * math.sqrt(batch / 32):.2g}")
-    text = f"AdamW, learning rate {rate:g} (falls with the network's width, grows as the root of the batch)"
-    if moving != "all":
-        return OptimizerConfig(learning_rate=rate), f"{text}, more than for all weights since few of them move"
-    text += f", in each block {LAYER_DECAY} of that above"
-    return OptimizerConfig(learning_rate=rate, layer_decay=LAYER_DECAY), text
+def _choose_optimizer(choices: Choices, network: AnyConfig, start: StartConfig, batch: int) -> None:
+    trained = "lora" if start.lora_rank is not None else "head" if start.train_blocks == 0 else "all"
+    rate = float(f"{RATES[trained] / network.stream_width * math.sqrt(batch / 32):.2g}")
+    why = f"for a network of width {network.stream_width:,} and a batch size of {batch}"
+    if trained != "all":
+        why += ", higher because few weights are trained"
+    choices.add(f"learning rate {rate:g} with AdamW: {why}", learning_rate=rate)
+    if trained == "all":
+        choices.add(f"layer decay {LAYER_DECAY}: lower blocks change less than upper ones", layer_decay=LAYER_DECAY)
 
 
-def _augment(facts: DataFacts) -> tuple[Augment, str]:
-    mixup = 0.1 if facts.images >= FEW and not facts.several_labels else None
-    text = f"boxes of {CROP_AREA[0]:.0%} of the image or more, half mirrored (--no-flip where left and right differ)"
-    if mixup:
-        text += f", mixup {mixup} from {FEW:,} images on"
-    return Augment(flip=True, crop_area=CROP_AREA, mixup=mixup), text
+def _choose_augmentation(choices: Choices, facts: DataFacts) -> None:
+    choices.add("random mirroring: set --no-flip if left and right differ, as in text", flip=True)
+    if "preset" in choices.explicit:
+        return
+    choices.add(f"random crops of at least {CROP_AREA[0]:.0%} of the area", crop_area=CROP_AREA)
+    mixup = MIXUP if facts.images >= FEW and facts.targets == "class" else None
+    choices.add(f"mixup {mixup}: there are at least {FEW:,} training images" if mixup else "", mixup=mixup)
