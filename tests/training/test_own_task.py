@@ -137,6 +137,17 @@ def test_modules_beside_the_network_are_trained_saved_and_resumed(
     assert not torch.allclose(expected["decoder.0.weight"], fresh, atol=1e-3)
 
 
+def test_a_task_gets_as_many_views_of_each_image_as_it_asks_for(
+    colour_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Colour, "views", 3)
+    config = colour_config(run=str(tmp_path / "views"), steps=3, batch_size=5, accumulation=2)
+    setup = prepare(config)
+    batch = next(make_state(setup, make_network(setup, None)[0]).batches)
+    assert len(batch) == 15 and batch.views.tolist() == [0, 1, 2] * 5
+    train(config)
+
+
 def test_the_model_has_no_head(colour_config: Callable[..., TrainConfig]) -> None:
     result = train(colour_config(keep="best", steps=6))
     bundle = load(result.folder / "model")

@@ -173,6 +173,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
         seed=config.run.seed,
         readers=config.run.readers,
         crop=None if area is None else functools.partial(crop_box, config.run.seed, area=area),
+        views=config.task.views,
     )
     average = Average(objective, optimizer.average) if optimizer.average else None
     return TrainState(objective, make_optimizer(objective, optimizer), batches, average=average)
