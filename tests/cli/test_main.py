@@ -17,6 +17,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(verb in shown for verb in VERBS) and "75" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_no_verb_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,10 +35,11 @@ usage: vitrail VERB ...
 
 {verbs}
 
-`vitrail VERB --help` shows the options that matter most, --help-all shows every option, and --debug shows the
-traceback of an error. Exit codes: 0 done; 1 an internal error; 2 wrong usage or input; 75 stopped on request,
-resumable.
-Start with `vitrail train`: it trains on bundled images and takes a few minutes.
+`vitrail VERB --help` shows the options that matter most, --help-all shows
+every option, and --debug shows the traceback of an error.
+Exit codes: 0 done; 1 an internal error; 2 wrong usage or input; 75 stopped on
+request, resumable.
+Start with `vitrail train`: it trains on bundled images in a few minutes.
 """
 
 HELP = ("-h", "--help", "--help-all")
