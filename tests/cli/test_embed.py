@@ -140,7 +140,7 @@ def test_wrong_words(embed: Embed, tmp_path: Path) -> None:
     for words, message in (
         (("--split", "validation"), "has no validation split; it has: train, test"),
         (("--no-cache", "--cache", "x"), "--cache and --no-cache exclude each other"),
-        (("--batch-size", "0"), "batch_size=0 is less than 1"),
+        (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
     ):
         code, _, errors = embed(*words)
         assert code == 2 and message in errors
