@@ -50,7 +50,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that `vitrail --help` need not wait for torch."""
+    """Import a public name when it is first used, so that `vitrail --help` does not wait for torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")

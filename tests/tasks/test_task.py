@@ -68,7 +68,7 @@ def test_data_that_the_task_cannot_learn_is_refused() -> None:
 def test_metrics_are_shown_with_their_names() -> None:
     assert TaskMetric("mean_average_precision", is_fraction=True).text(0.12345) == "mean average precision 12.35%"
     assert TaskMetric("accuracy", is_fraction=True).text(0.12345, 1) == "accuracy 12.3%"
-    assert TaskMetric("r2").text(0.98765) == "r2 0.9877"
+    assert TaskMetric("r2", label="R²").text(0.98765) == "R² 0.9877"
 
 
 def test_a_summary_has_the_metrics_that_describe_the_model() -> None:

@@ -1,4 +1,4 @@
-"""Named, complete runs: functions that return a `TrainConfig`, and whose docstrings say what to expect of it."""
+"""Recipes: functions that return the `TrainConfig` of a complete run, with its expected result in their docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fashion-MNIST, all of it."""
+"""The whole of Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["fashion_mnist"]
 
 
 def fashion_mnist() -> TrainConfig:
-    """All 60,000 training images of Fashion-MNIST, on a network of 1.3 million parameters.
+    """A network of 1.3 million parameters on all 60,000 training images of Fashion-MNIST.
 
     Command: `vitrail train fashion-mnist`.
     Hardware: two CPU cores; any GPU.

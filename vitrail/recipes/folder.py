@@ -1,4 +1,4 @@
-"""Any folder of images, from scratch."""
+"""Training from scratch on any folder of images."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["folder"]
 
 
 def folder() -> TrainConfig:
-    """A small network on colour images of 64 x 64 pixels: where `vitrail train --data DIR` starts.
+    """A small network on colour images of 64 x 64 pixels. `vitrail train --data DIR` uses this recipe.
 
-    Command: `vitrail train --data DIR`, where DIR holds a folder of images for each class, or train/, val/ and test/
-    with such folders.
+    Command: `vitrail train --data DIR`. DIR has a folder of images per class, or train/, val/ and test/ with such
+    folders.
     Hardware: two CPU cores; any GPU.
-    Time and result depend on the images; a network from scratch needs hundreds of them in each class to be of use.
+    Time and result depend on the images. A network from scratch needs hundreds of images per class to be useful.
     """
     return TrainConfig(
         task=Classification(label_smoothing=0.1),

@@ -41,7 +41,7 @@ class Regression(Task):
     targets = ("numbers",)
     output_noun = "number"
     metrics = (
-        TaskMetric("r2"),
+        TaskMetric("r2", label="R²"),
         TaskMetric("mean_absolute_error", higher_is_better=False),
         TaskMetric("root_mean_squared_error", higher_is_better=False),
     )

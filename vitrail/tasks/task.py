@@ -69,10 +69,12 @@ class TaskMetric:
     """True for metrics in [0, 1] that are shown in percent."""
     describes_model: bool = True
     """True if it is shown and kept with the model, beside being in the journal."""
+    label: str = ""
+    """Its name in texts. By default the name with spaces."""
 
     def text(self, value: float, digits: int = 2) -> str:
         """Return the name and the value, such as "accuracy 89.30%", a percentage with so many digits."""
-        label = self.name.replace("_", " ")
+        label = self.label or self.name.replace("_", " ")
         return f"{label} {value:.{digits}%}" if self.is_fraction else f"{label} {value:.4g}"
 
 

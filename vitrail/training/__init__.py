@@ -1,1 +1,1 @@
-"""The one loop, and what it needs: state, optimiser, schedule, precision, checkpoints, journal. Start at `loop.py`."""
+"""Training runs. Start reading at `run.py` for a whole run, and at `loop.py` for its steps."""

@@ -208,7 +208,7 @@ class _Run:
         with StopRequest() as stop:
             examiner = self._examiner(state, probes)
             sinks = Sinks(journal, self.checkpoints, display)
-            monitor = Monitor(state, plan, sinks, self._intervals(), examiner, stop=stop, started=self.started)
+            monitor = Monitor(state, plan, sinks, _intervals(setup), examiner, stop=stop, started=self.started)
             display.begin(state.step, setup.steps, setup.config.task)
             try:
                 fit(state, plan, monitor)
@@ -233,18 +233,6 @@ class _Run:
             return self.checkpoints.restore(state)
         return ["the run ended before its first checkpoint: starting from the beginning"]
 
-    def _intervals(self) -> Intervals:
-        config, validation = self.setup.config.run, self.setup.splits.validation
-
-        def every(count: int) -> int:
-            return math.ceil(self.setup.steps / count)
-
-        return Intervals(
-            journal=min(50, every(100)),
-            evaluate=every(config.evaluations) if validation is not None and config.evaluations else None,
-            checkpoint=every(config.checkpoints),
-        )
-
     def _examiner(self, state: TrainState, probes: Sequence[Probe]) -> Examiner:
         setup, config = self.setup, self.setup.config
         return Examiner(
@@ -260,23 +248,12 @@ class _Run:
         )
 
     def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
-        setup, config = self.setup, self.setup.config
+        setup = self.setup
         for note in (*notes, *setup.splits.notes):
             self.display.note(note)
         for line in quick_check(setup.splits):
             self.display.say(line)
-        count = sum(parameter.numel() for parameter in network.parameters())
-        moving = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        name = config.start.init or config.model.name
-        if setup.objects.network is not None:
-            name = type(network).__name__
-        outputs = plural(len(config.task.output_names(setup.splits)), config.task.output_noun)
-        self.display.say(
-            f"{name} with {count:,} parameters{f', {moving:,} of them trained,' if moving < count else ''} on "
-            f"{len(setup.splits.train):,} images, {outputs}: {setup.steps:,} steps of "
-            f"{config.run.batch_size} in {config.run.precision} on {setup.device}{COMPILED[setup.compile]}, into "
-            f"{self.folder}"
-        )
+        self.display.say(f"{_summary(setup, network)}, into {self.folder}")
 
     def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
         """Measure the weights that are kept on the held-out splits, and write the model."""
@@ -318,7 +295,36 @@ class _Run:
 COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}
 
 
+def _intervals(setup: Setup) -> Intervals:
+    config, validation = setup.config.run, setup.splits.validation
+
+    def every(count: int) -> int:
+        return math.ceil(setup.steps / count)
+
+    return Intervals(
+        journal=min(50, every(100)),
+        evaluate=every(config.evaluations) if validation is not None and config.evaluations else None,
+        checkpoint=every(config.checkpoints),
+    )
+
+
+def _summary(setup: Setup, network: nn.Module) -> str:
+    """Return a sentence about the network, the data, the length of the run and the device."""
+    config = setup.config
+    parameters = list(network.parameters())
+    count = sum(one.numel() for one in parameters)
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    name = config.start.init or config.model.name if setup.objects.network is None else type(network).__name__
+    outputs = plural(len(config.task.output_names(setup.splits)), config.task.output_noun)
+    return (
+        f"{name} with {count:,} parameters{f', {trained:,} of them trained,' if trained < count else ''} on "
+        f"{len(setup.splits.train):,} images, {outputs}: {setup.steps:,} steps of {config.run.batch_size} in "
+        f"{config.run.precision} on {setup.device}{COMPILED[setup.compile]}"
+    )
+
+
 def _advice(error: NonFiniteLoss, checkpoints: Checkpoints) -> str:
+    """Return the message of a run that diverged."""
     kept = "it came before the first checkpoint"
     if steps := checkpoints.steps():
         kept = f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
