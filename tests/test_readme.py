@@ -1,4 +1,4 @@
-"""The README tells the truth: its example runs, its tree is the tree, its commands exist."""
+"""The README tells the truth: its example runs, the files that it names exist, and so do its commands."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_the_design_names_every_room() -> None:
         assert re.search(rf"\b{name}\b", design), f"docs/design.md does not name {path.relative_to(ROOT)}"
 
 
-def test_the_reading_order_exists() -> None:
-    for name in re.findall(r"^\d\. `([^`]+)`", README, flags=re.MULTILINE):
-        assert (ROOT / name).is_file()
+def test_the_files_that_it_names_exist() -> None:
+    named = re.findall(r"\]\((docs/[^)]+)\)", README) + re.findall(r"`(vitrail/[\w/.]+\.py)`", README)
+    assert len(named) > 8 and not [name for name in named if not (ROOT / name).is_file()]
 
 
 @pytest.mark.parametrize("line", re.findall(r"^vitrail (\w+)", README, flags=re.MULTILINE))
 def test_every_verb_it_shows_exists(line: str) -> None:
-    assert line in VERBS
+    assert line in {verb.split()[0] for verb in VERBS}
 
 
 def test_the_two_commands_are_targets() -> None:
