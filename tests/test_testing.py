@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.pipeline import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
@@ -21,7 +22,10 @@ from vitrail.models.network import Features
 from vitrail.models.resnet import ResNetConfig, RootConfig
 from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
-from vitrail.testing import check_evaluator, check_network
+from vitrail.tasks import Classification, Regression
+from vitrail.tasks.classification import ClassificationObjective
+from vitrail.tasks.task import LossOutput
+from vitrail.testing import check_evaluator, check_network, check_task
 from vitrail.weights.bundle import Bundle
 
 SMALL = ViTConfig(
@@ -325,3 +329,71 @@ def switch_mode(outputs: Outputs, *sources: Any) -> dict[str, float]:
 def test_a_broken_evaluator_is_named(evaluator: Any, message: str, splits: Splits, bundle: Bundle) -> None:
     with pytest.raises(AssertionError, match=message):
         check_evaluator(evaluator, bundle, splits.train, splits.train)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_classification_keeps_the_contract(several: bool, splits: Splits, colour_folder: Path) -> None:
+    if several:
+        rows = "".join(f"red/{number:02}.png,1,{number % 2}\nblue/{number:02}.png,0,1\n" for number in range(12))
+        (colour_folder / "labels.csv").write_text("file,warm,cold\n" + rows)
+        splits = open_data(str(colour_folder / "labels.csv"), validation_share=0.3)
+    check_task(Classification(loss="sigmoid" if several else "softmax", class_weights="balanced"), splits)
+
+
+def test_regression_keeps_the_contract(colour_folder: Path) -> None:
+    rows = "".join(f"red/{number:02}.png,{number},{'' if number % 3 else number / 7}\n" for number in range(12))
+    (colour_folder / "numbers.csv").write_text("file,age,height\n" + rows)
+    check_task(
+        Regression(loss="huber", delta=0.5),
+        open_data(str(colour_folder / "numbers.csv"), validation_share=0.3, numbers=("age", "height")),
+    )
+
+
+class Constant(ClassificationObjective):
+    """An objective with a mistake: the loss is that of `make`."""
+
+    make: Callable[[Constant, Batch], Any]
+
+    def forward(self, batch: Batch) -> Any:
+        return type(self).make(self, batch)
+
+
+def broken(make: Callable[[Constant, Batch], Any]) -> type[Classification]:
+    """A task whose objective returns what `make` does."""
+    objective = type("Broken", (Constant,), {"make": make})
+    return type("Task", (Classification,), {"objective": lambda self, network, splits: objective(network)})
+
+
+def all_pixels(objective: Constant, batch: Batch) -> LossOutput:
+    return LossOutput(objective.network(batch.images).mean() + batch.images.mean(), {})
+
+
+def counted(outputs: Outputs, train: Any, held_out: Any) -> dict[str, float]:
+    return {"images": 1.0, "skipped": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (int, "int is not a Task"),
+        (
+            type("Task", (Classification,), {"loss_metric": "error"}),
+            "loss_metric='error' is not one of the",
+        ),
+        (
+            type("Task", (Classification,), {"objective": lambda *_: nn.Identity()}),
+            "an Objective, not Identity",
+        ),
+        (type("Task", (Classification,), {"evaluator": lambda *_: counted}), "does not measure 'cross_entropy'"),
+        (broken(lambda objective, batch: 3.0), "an objective returns a LossOutput, not float"),
+        (
+            broken(lambda objective, batch: LossOutput(batch.images.mean((1, 2, 3)), {})),
+            "loss is not one finite",
+        ),
+        (broken(lambda objective, batch: LossOutput(objective.network.norm.weight.sum(), {})), "no gradient reaches"),
+        (broken(all_pixels), "an image that cannot be decoded changes the loss"),
+    ],
+)
+def test_a_broken_task_is_named(task: type[Any], message: str, splits: Splits, types_unchecked: None) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_task(task(), splits)

@@ -8,25 +8,33 @@ check_source(MySource("a/small/folder"))
 from __future__ import annotations
 
 import io
+import json
 import math
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.pipeline import Batch, Readers, TrainingBatches
 from vitrail.data.pixels.decode import decode
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, target_kind
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import Features
+from vitrail.models.variants import create
+from vitrail.plain import from_plain, to_plain
+from vitrail.tasks.task import LossOutput, Objective, Task
 from vitrail.weights.bundle import Bundle, weights_sha256
 
-__all__ = ["check_evaluator", "check_network", "check_source"]
+__all__ = ["check_evaluator", "check_network", "check_source", "check_task"]
 
 
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
@@ -172,6 +180,67 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
             same = math.isclose(repeated[name], value, rel_tol=1e-4, abs_tol=1e-6)
             assert same or (math.isnan(value) and math.isnan(repeated[name])), f"called {how}, it gives another {name}"
     return metrics
+
+
+def check_task(task: Any, splits: Splits) -> None:
+    """Check that a task fulfils the contract of `vitrail.tasks.task.Task`.
+
+    The task is asked for everything that training asks it for, with a small network for images of 28 x 21. The splits
+    should be small, and need a validation split. Raises `AssertionError`, which names the broken rule.
+    """
+    assert isinstance(task, Task), f"{type(task).__name__} is not a Task"
+    names = [metric.name for metric in task.metrics]
+    assert task.loss_metric in names, f"loss_metric={task.loss_metric!r} is not one of the task's metrics: {names}"
+    settings = json.loads(json.dumps(to_plain(task)))
+    assert from_plain(type(task), settings) == task, "the settings differ after they were written as JSON and read"
+    task.check_data(splits)
+    selection = task.selection(splits).name
+    outputs = task.output_names(splits)
+    preprocess = Preprocess(image_size=(28, 21))
+    torch.manual_seed(0)
+    network = create(
+        "ViT-Pico/7", image_size=(28, 21), width=16, depth=1, heads=2, mlp_width=16, num_classes=len(outputs)
+    )
+    objective = task.objective(network, splits)
+    assert isinstance(objective, Objective), f"objective() returns an Objective, not {type(objective).__name__}"
+    batches = TrainingBatches(
+        splits.train, preprocess, batch_size=4, seed=0, readers=Readers(threads=0), views=task.views
+    )
+    batch = next(batches)
+    batches.close()
+    _check_objective(objective, replace(batch, images=preprocess.normalise(batch.images)))
+    objective.eval()
+    bundle = task.bundle(objective, outputs, preprocess, {})
+    assert bundle.classes == outputs, f"bundle() has the outputs {bundle.classes}, and output_names() has {outputs}"
+    assert splits.validation is not None, "give splits with a validation split"
+    metrics = check_evaluator(task.evaluator(objective), bundle, splits.train, splits.validation)
+    for name in (task.loss_metric, selection):
+        assert name in metrics, f"the evaluator does not measure {name!r}"
+
+
+def _check_objective(objective: Objective, batch: Batch) -> None:
+    def loss_of(batch: Batch) -> Any:
+        torch.manual_seed(1)  # for objectives that draw numbers
+        return objective(batch)
+
+    output = loss_of(batch)
+    assert isinstance(output, LossOutput), f"an objective returns a LossOutput, not {type(output).__name__}"
+    for name, value in {"loss": output.loss, **output.metrics}.items():
+        assert value.ndim == 0 and value.isfinite(), f"{name} is not one finite number: {value}"
+    loss: Tensor = output.loss
+    torch.autograd.backward(loss)
+    for name, parameter in objective.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, f"no gradient reaches {name}; set requires_grad to False"
+            assert parameter.grad.isfinite().all(), f"the gradient of {name} is not finite"
+    valid = batch.valid.clone()
+    valid[0] = False
+    images = batch.images.clone()
+    images[0] = -images[0]
+    with torch.no_grad():
+        first = loss_of(replace(batch, valid=valid)).loss
+        second = loss_of(replace(batch, valid=valid, images=images)).loss
+    assert torch.allclose(first, second, atol=1e-6), "an image that cannot be decoded changes the loss: use batch.valid"
 
 
 def check_source(source: Any, *, decodes: bool = True) -> None:
