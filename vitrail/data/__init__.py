@@ -1,1 +1,1 @@
-"""Bytes -> order -> pixels -> batches."""
+"""Data sources, image decoding, augmentation, and the batches that training and evaluation read."""

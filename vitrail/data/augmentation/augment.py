@@ -32,7 +32,7 @@ Preset = Literal["none", "light1", "light2", "medium1", "medium2", "strong1", "s
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a preset. The fields of `Augment` with the same names explain them."""
+    """Settings of a preset. See the fields of the same name in `Augment`."""
 
     randaugment_layers: int = 0
     randaugment_magnitude: float = 10.0
@@ -50,7 +50,8 @@ PRESETS: dict[Preset, Settings] = {
     "strong2": Settings(2, 20.0, 0.8),
     "bp": Settings(2, 10.0, 0.2, (0.05, 1.0)),
 }
-"""The settings of AugReg (2106.10270, section 3.3) and of "Better plain ViT baselines" for ViT-S/16 (2205.01580)."""
+"""Settings by preset name, from AugReg (2106.10270, section 3.3) and, for `bp`, from "Better plain ViT baselines" for
+ViT-S/16 (2205.01580)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +59,29 @@ class Augment:
     """Random changes to training images before normalisation. Raise `ConfigError` if a field is out of its range."""
 
     preset: Preset = "none"
-    """Sets crop-area, randaugment-layers, randaugment-magnitude and mixup unless they are given. none to strong2 are
-    those of AugReg; bp is that of "Better plain ViT baselines"."""
+    """Preset for crop-area, randaugment-layers, randaugment-magnitude and mixup. An option that is set replaces the
+    preset's value. The presets none to strong2 come from AugReg, and bp comes from "Better plain ViT baselines"."""
     crop_area: tuple[float, float] | None = None
     """Smallest and largest fraction of the image's area that a random crop keeps; 1 1 keeps the whole image."""
     flip: bool = True
     """Mirror half of the images left to right."""
     shift: int = 0
-    """Move images by up to this many pixels in each direction. Borders repeat the edge."""
+    """Largest random shift in pixels, horizontally and vertically. Empty borders repeat the nearest pixel of the
+    image."""
     colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Largest changes of brightness, contrast and saturation, as fractions, and of the hue, in turns of its circle."""
+    """Strength of the random changes of brightness, contrast, saturation and hue. The first three are fractions from 0
+    to 1. The hue turns by up to this fraction of the colour circle, at most 0.5."""
     randaugment_layers: int | None = None
-    """Number of RandAugment operations per image, applied one after another; 0 for none."""
+    """Number of RandAugment operations per image; 0 turns RandAugment off."""
     randaugment_magnitude: float | None = None
     """Strength of the RandAugment operations, 0 to 30. By default 10."""
     erase: float = 0.0
     """Probability that a box of 10 to 40 % of each side turns grey (random erasing, 1708.04896)."""
     mixup: float | None = None
-    """Alpha of the beta distribution from which mixup draws how much of another image is blended in; 0 for none."""
+    """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
     cutmix: float = 0.0
-    """Alpha of CutMix, which pastes a box of another image; 0 for none. With mixup too, half of the images get each."""
+    """Alpha of CutMix, which pastes a box of another image; 0 turns it off. If mixup is on too, each image gets mixup
+    or CutMix with equal probability."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -108,16 +112,18 @@ class Augment:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """The fields that a preset can set, as they are used. `crop_area` is None if the whole image is kept."""
+        """The settings that apply: the fields of this object, with the preset's values for those that are None.
+        `crop_area` is None if no crop is made."""
         given = {item.name: getattr(self, item.name) for item in fields(Settings)}
         chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
         return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
 
     def __call__(self, batch: Batch, *, seed: int, classes: int = 0) -> Batch:
-        """Return the batch with changed images, and with `targets` if mixup or CutMix is on.
+        """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
 
-        `batch.epochs`, `batch.samples` and `batch.views`, on the CPU, decide how each image is changed. Images are
-        uint8, on any device. `classes` is the number of columns of the targets if the batch has labels only.
+        `batch.epochs`, `batch.samples` and `batch.views` are on the CPU and key the random numbers. The images are
+        uint8, on any device. If the batch has labels but no targets, `classes` sets the number of columns of the new
+        targets.
         """
         chosen, images = self.settings, batch.images
 
@@ -142,9 +148,9 @@ class Augment:
         return batch
 
     def placements(self, batch: Batch, placements: Sequence[Placement], *, seed: int) -> list[Placement]:
-        """Return where the images of a batch land once they are mirrored and moved, given where they landed before.
+        """Return the placements of the images after mirroring and shifting, from the placements before.
 
-        Other geometric changes, those of RandAugment, are not included.
+        Geometric operations of RandAugment are not included.
         """
         key = (batch.epochs.numpy(), batch.samples.numpy(), batch.views.numpy())
         moved = []

@@ -22,12 +22,13 @@ def crop_box(
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     view: int = 0,
 ) -> tuple[int, int, int, int]:
-    """Return top, left, height and width in pixels of a random box inside an image of `height` times `width`.
+    """Return a random box inside an image of `height` x `width` pixels, as top, left, height and width.
 
-    The fraction of the image's area is uniform in `area`, and the logarithm of width over height is uniform in `ratio`
-    (1409.4842; the bounds 0.05 and 3/4 are those of 2106.10270 and 2205.01580). The place is uniform. The first of ten
-    such boxes that fits is taken. If none fits, the result is the largest centred box with a ratio in the range. The
-    box is a pure function of the arguments.
+    The box covers a uniform fraction of the image's area, within `area`. The logarithm of its aspect ratio (width /
+    height) is uniform within the logarithms of `ratio` (1409.4842; the bounds 0.05 and 3/4 come from 2106.10270 and
+    2205.01580). Its position is uniform. Up to ten boxes are drawn, and the first that fits into the image is returned.
+    If none fits, the result is the largest centred box whose aspect ratio is in the range. The box is a pure function
+    of the arguments.
     """
     key = np.array([epoch], np.int64), np.array([sample], np.int64), np.array([view], np.int64)
     numbers = keyed_uniform(seed, *key, draws=4 * TRIES, first=Slot.CROP)

@@ -11,7 +11,8 @@ __all__ = ["Slot", "keyed_uniform", "symmetric_beta"]
 
 
 class Slot(IntEnum):
-    """The first draw of each use. A use that needed more draws than lie before the next use would share them."""
+    """Number of the first draw of each augmentation. An augmentation must not need more draws than there are before the
+    next one, because the two would then share draws."""
 
     MOVE = 0
     ERASE = 3
@@ -19,7 +20,7 @@ class Slot(IntEnum):
     JITTER = 48
     MIX = 56
     RANDAUGMENT = 64
-    """The last use, because the number of its draws grows with the number of layers."""
+    """RandAugment comes last, because it needs more draws if it has more layers."""
 
 
 def keyed_uniform(
@@ -31,11 +32,12 @@ def keyed_uniform(
     draws: int,
     first: int = 0,
 ) -> Float32[np.ndarray, "b draws"]:
-    """Return uniform numbers in [0, 1) of 24 bits each: `draws` of every (epoch, sample, view), from number `first` on.
+    """Return `draws` uniform numbers in [0, 1), of 24 bits each, for every (epoch, sample, view). The numbering of the
+    draws starts at `first`.
 
-    The key is hashed by the finaliser of SplitMix64 (Steele, Lea and Flood 2014), once per part. View 0 adds no part,
-    so its numbers are those of a sample with one view. The numbers are computed on the CPU, where code can look at them
-    without waiting for a device.
+    Each component of the key is hashed in turn by the finaliser of SplitMix64 (Steele, Lea and Flood 2014). View 0 is
+    not hashed, so view 0 gets the numbers that a sample with one view gets. The numbers are computed on the CPU, so
+    that code can read them without waiting for a device.
     """
     state = _mix(np.array([seed], np.uint64))
     state = _mix(state ^ epochs.view(np.uint64))
@@ -47,7 +49,8 @@ def keyed_uniform(
 
 
 def symmetric_beta(uniform: Float[np.ndarray, "b 2"], alpha: float) -> Float64[np.ndarray, " b"]:
-    """Return numbers from Beta(alpha, alpha) for alpha above 0, each from two uniform numbers, without rejection.
+    """Return numbers from Beta(alpha, alpha), for alpha > 0. Each number takes two uniform numbers, without rejection
+    sampling.
 
     T = sqrt(2 alpha (U^(-1 / alpha) - 1)) cos(2 pi V) follows Student's t with 2 alpha degrees of freedom (Bailey
     1994), and 1/2 + T / (2 sqrt(2 alpha + T^2)) then follows Beta(alpha, alpha).

@@ -14,13 +14,15 @@ from vitrail.data.augmentation.operations import on_device
 __all__ = ["DRAWS", "colour_jitter"]
 
 DRAWS = 8
-"""Numbers in [0, 1) per image: amounts of brightness, contrast, saturation and hue, and four for their order."""
+"""Random numbers per image: four for the strengths of brightness, contrast, saturation and hue, and four for the order
+of these changes."""
 
 
 def colour_jitter(
     images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 8"], strengths: Sequence[float]
 ) -> UInt8[Tensor, "b c h w"]:
-    """Apply the changes whose strength is above 0, as torchvision's ColorJitter defines them.
+    """Change brightness, contrast, saturation and hue at random, like torchvision's ColorJitter. A strength of 0 skips
+    that change.
 
     Factors of brightness, contrast and saturation are uniform in [max(0, 1 - strength), 1 + strength]. The hue turns by
     a uniform fraction of the colour circle in [-strength, strength]. Images are rounded to whole values after each

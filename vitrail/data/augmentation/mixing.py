@@ -1,8 +1,8 @@
 """Mixup and CutMix: an image and its target become a mixture of two samples of the batch.
 
-The partner of a sample is the next sample of the batch, and that of the last sample is the first. A view is mixed with
-the same view of the partner. The partner depends on the batch; how much of it is taken, and which part, depends on the
-sample alone.
+The partner of a sample is the next sample of the batch. The partner of the last sample is the first sample. A view is
+mixed with the same view of the partner. The partner depends on the batch, but the mixing weight and the CutMix box
+depend only on the sample.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from vitrail.errors import ConfigError
 __all__ = ["DRAWS", "cut_boxes", "mix", "mixup_shares"]
 
 DRAWS = 5
-"""Numbers in [0, 1) per image: one chooses mixup or CutMix, two give the amount, two the centre of the box (y, x)."""
+"""Random numbers per image: one chooses mixup or CutMix, two give the mixing weight, and two give the centre of the
+CutMix box (y, x)."""
 
 WHOLE = 1 << 16
-"""Amounts are multiples of 1 / WHOLE, so that mixing is exact in integers."""
+"""Denominator of the mixing weights. Integer weights make mixing exact."""
 
 
 def mix(batch: Batch, draws: Float32[np.ndarray, "b 5"], *, mixup: float, cutmix: float, classes: int) -> Batch:
-    """Return the batch mixed with itself, moved by one sample, with `targets` that hold the amount of each class.
+    """Return the batch with each sample mixed with the next one, and with `targets` that hold the amount of each class.
 
-    `mixup` and `cutmix` are the alpha of each; 0 turns it off. With both, each image draws which one it gets. Images
-    stay uint8, rounded. If the batch has no targets, they are made from the labels, with `classes` columns. A partner
-    that could not be decoded, or of which nothing is known, is not mixed in. Mixup blends numbers as it blends images.
-    Raise `ConfigError` without targets and classes, and for CutMix of numbers.
+    `mixup` and `cutmix` are the values of alpha; 0 turns a method off. If both are on, a random number chooses the
+    method for each image. Images are rounded to uint8. If the batch has no targets, they are made from the labels, with
+    `classes` columns. A partner that could not be decoded or has no target is not mixed in. For regression, mixup
+    blends the numbers with the same weights as the images.
+
+    Raise `ConfigError` if the batch has no targets and `classes` is missing, or if CutMix is on for regression.
     """
     views = batch.views_per_sample
     if batch.target_kind == "numbers" and cutmix:
@@ -70,16 +73,17 @@ def mix(batch: Batch, draws: Float32[np.ndarray, "b 5"], *, mixup: float, cutmix
         shares[index] = 1 - on_device(area, device) / (height * width) * taken
     share = shares[:, None]
     mixed = targets * share + targets.roll(-views, 0) * (1 - share)
-    if batch.target_kind == "numbers":  # an unknown number of a partner that is not mixed in must not spread
+    if batch.target_kind == "numbers":  # 0 x NaN is NaN, so the NaN of a partner that is not mixed in would spread
         mixed = torch.where(share == 1, targets, mixed)
     return replace(batch, images=images, targets=mixed, valid=batch.counted)
 
 
 def mixup_shares(uniform: Float32[np.ndarray, "n 2"], alpha: float) -> Int64[np.ndarray, " n"]:
-    """Return how much each image keeps of itself, in units of 1 / 65536: the larger of x and 1 - x, x from Beta.
+    """Return the weight of each image in its mixture, in units of 1 / 65536: max(x, 1 - x) with x from Beta(alpha,
+    alpha).
 
-    The image itself keeps the larger part, as in big_vision. This makes no other difference, because labels are mixed
-    alike.
+    The image has the larger weight and its partner the smaller one, as in big_vision. This does not change the method,
+    because labels are mixed with the same weights.
     """
     share = symmetric_beta(uniform, alpha)
     return np.rint(np.maximum(share, 1 - share) * WHOLE).astype(np.int64)
@@ -88,10 +92,10 @@ def mixup_shares(uniform: Float32[np.ndarray, "n 2"], alpha: float) -> Int64[np.
 def cut_boxes(
     uniform: Float32[np.ndarray, "n 4"], alpha: float, height: int, width: int
 ) -> tuple[Bool[np.ndarray, "n h"], Bool[np.ndarray, "n w"]]:
-    """Return the rows and columns of the boxes that come from the partner (CutMix, 1905.04899).
+    """Return the rows and the columns of the CutMix boxes, which are pasted from the partner (1905.04899).
 
-    A box has the image's shape and 1 - lambda of its area, with lambda from Beta(alpha, alpha). Its centre is uniform,
-    and the part outside the image is lost.
+    A box has the aspect ratio of the image and the fraction 1 - lambda of the image's area, with lambda from
+    Beta(alpha, alpha). The centre of the box is uniform in the image. The box is clipped to the image.
     """
     side_share = np.sqrt(1 - symmetric_beta(uniform[:, :2], alpha))
     inside = []
@@ -103,6 +107,7 @@ def cut_boxes(
 
 
 def _one_hot(labels: Int64[Tensor, " b"], classes: int) -> Float[Tensor, "b classes"]:
-    """Return the labels as amounts of each class. Their range is not checked, because the CPU would have to wait."""
+    """Return the labels as one-hot vectors. The range of the labels is not checked, because the CPU would have to
+    wait."""
     targets = torch.zeros(len(labels), classes, device=labels.device)
     return targets.scatter_(1, labels.clamp(min=0)[:, None], 1.0)

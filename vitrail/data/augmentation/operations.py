@@ -1,7 +1,8 @@
-"""Changes to a batch of uint8 images, each image by its own amount, on the device that holds them.
+"""Image operations on a batch of uint8 images, on the device of the batch. Each image has its own strength.
 
-Operations that Pillow has give exactly its pixels: they repeat its integer or float32 arithmetic in its order. No
-result depends on the other images of the batch, and no code waits for the device.
+Operations that Pillow also has give exactly the same pixels as Pillow, because they repeat Pillow's integer or float32
+arithmetic in the same order. The result for an image does not depend on the other images of the batch. No code waits
+for the device.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ __all__ = [
 ]
 
 GREY = 128
-"""Level that fills the places that a change leaves empty."""
+"""Grey level of pixels that an operation leaves empty."""
 
 Images = UInt8[Tensor, "n c h w"]
 
 
 def on_device(array: Shaped[np.ndarray, "*shape"], device: torch.device) -> Tensor:
-    """Return the array on the device, copied from pinned memory, because a plain copy could make the CPU wait."""
+    """Return the array on the device. The copy uses pinned memory, because the CPU could have to wait for any other
+    copy."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -52,13 +54,13 @@ def blend(low: Tensor, high: Tensor, factors: Tensor) -> Tensor:
 
 
 def brightness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Blend black (factor 0) and the image (1), or extrapolate beyond, as Pillow's ImageEnhance.Brightness."""
+    """Change the brightness like Pillow's ImageEnhance.Brightness: factor 0 gives black, and 1 gives the image."""
     values = torch.arange(256, dtype=torch.float32, device=images.device)
     return by_table(images, blend(torch.zeros_like(values), values, factors[:, None, None]))
 
 
 def contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Blend the mean grey (factor 0) and the image (1), or extrapolate beyond, as Pillow's ImageEnhance.Contrast."""
+    """Change the contrast like Pillow's ImageEnhance.Contrast: factor 0 gives the mean grey, and 1 gives the image."""
     grey = _grey(images)
     pixels = grey[0].numel()
     mean = (2 * grey.sum(dim=(1, 2, 3), dtype=torch.int64) + pixels).div(2 * pixels, rounding_mode="floor")
@@ -67,7 +69,7 @@ def contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def saturation(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Blend the grey image (factor 0) and the image (1), or extrapolate, as Pillow's ImageEnhance.Color.
+    """Change the saturation like Pillow's ImageEnhance.Color: factor 0 gives the grey image, and 1 gives the image.
 
     Images with one channel stay as they are.
     """
@@ -77,7 +79,8 @@ def saturation(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Blend the smoothed image (factor 0) and the image (1), or extrapolate, as Pillow's ImageEnhance.Sharpness.
+    """Change the sharpness like Pillow's ImageEnhance.Sharpness: factor 0 gives a smoothed image, and 1 gives the
+    image.
 
     Pixels at the border stay as they are.
     """
@@ -86,7 +89,7 @@ def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
     values = images.short()
     rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
     total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * values[:, :, 1:-1, 1:-1]
-    smooth = (2 * total + 13).float().div_(26).floor_()  # the weights are 1, and 5 in the middle, which sum to 13
+    smooth = (2 * total + 13).float().div_(26).floor_()  # the weight is 5 in the middle and 1 elsewhere; the sum is 13
     sharp = images.clone()
     sharp[:, :, 1:-1, 1:-1] = blend(smooth, images[:, :, 1:-1, 1:-1].float(), factors[:, None, None, None])
     return sharp
@@ -118,7 +121,7 @@ def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
 
 
 def autocontrast(images: Images) -> Images:
-    """Stretch each channel to 0 to 255, as Pillow's ImageOps.autocontrast."""
+    """Stretch the levels of each channel to the range 0 to 255, like Pillow's ImageOps.autocontrast."""
     flat = images.flatten(2)
     least, most = flat.amin(2, keepdim=True).double(), flat.amax(2, keepdim=True).double()
     # PyTorch would compute number / tensor as number x (1 / tensor), which rounds differently from Pillow.
@@ -129,7 +132,7 @@ def autocontrast(images: Images) -> Images:
 
 
 def equalize(images: Images) -> Images:
-    """Spread the values of each channel so that all are about equally frequent, as Pillow's ImageOps.equalize."""
+    """Equalize the histogram of each channel, like Pillow's ImageOps.equalize."""
     values = images.flatten(2).long()
     counts = torch.zeros(*values.shape[:2], 256, dtype=torch.int64, device=images.device)
     counts.scatter_add_(2, values, torch.ones_like(values))
@@ -141,9 +144,10 @@ def equalize(images: Images) -> Images:
 
 
 def transform(images: Images, matrices: Float64[np.ndarray, "n 6"]) -> Images:
-    """Take pixel (x, y) from the pixel nearest to (a x + b y + c, d x + e y + f), or grey if that lies outside.
+    """Apply an affine map: pixel (x, y) becomes the pixel nearest to (a x + b y + c, d x + e y + f).
 
-    This is Pillow's Image.transform (AFFINE, NEAREST): pixels are looked up at their centres, in units of 2^-16 pixels.
+    A pixel from outside the image is grey. This is Pillow's Image.transform (AFFINE, NEAREST), which maps the centres
+    of pixels and computes in units of 2^-16 pixels.
     """
     _, channels, height, width = images.shape
     middle = matrices[:, [2, 5]] + 0.5 * (matrices[:, [0, 3]] + matrices[:, [1, 4]])
@@ -167,12 +171,12 @@ def box_mask(
 
 
 def fill(images: Images, rows: Bool[np.ndarray, "n h"], columns: Bool[np.ndarray, "n w"]) -> Images:
-    """Turn a box of each image grey, given by its rows and its columns."""
+    """Turn a box of each image grey. `True` marks the rows and the columns of the box."""
     return images.masked_fill(box_mask(rows, columns, images.device), GREY)
 
 
 def _grey(images: Images) -> UInt8[Tensor, "n 1 h w"]:
-    """Return the ITU-R 601-2 luma in 16-bit fixed point, as Pillow converts RGB to L."""
+    """Return the ITU-R 601-2 luma, computed in 16-bit fixed point as Pillow does."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.int().tensor_split(3, dim=1)

@@ -1,7 +1,7 @@
 """RandAugment (Cubuk et al., 1909.13719): operations drawn from sixteen, applied one after another with one magnitude.
 
-The operations and their arguments for each magnitude are those of google-research/big_vision, with which AugReg
-(2106.10270) and "Better plain ViT baselines" (2205.01580) trained; docs/augmentation.md has the table.
+The operations and the arguments for each magnitude come from google-research/big_vision, which AugReg (2106.10270) and
+"Better plain ViT baselines" (2205.01580) used. See the table in docs/augmentation.md.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from vitrail.data.augmentation.operations import on_device
 __all__ = ["DRAWS", "OPERATIONS", "apply_operations", "randaugment"]
 
 DRAWS = 4
-"""Numbers in [0, 1) per operation of an image: the operation, its direction, and the centre of a box (y, x)."""
+"""Random numbers per operation: one for the operation, one for its direction, and two for the centre of a box (y,
+x)."""
 
 REFERENCE_SIDE = 224
-"""Image side in pixels for which lengths are stated. They are scaled for images of another size."""
+"""Image side in pixels to which shifts and box sizes refer. For images of another size, they are scaled in
+proportion."""
 
 Images = UInt8[Tensor, "n c h w"]
 Draws = Float32[np.ndarray, "n 4"]
 Kernel = Callable[[Tensor, Sequence[str], np.ndarray, float], Tensor]
-"""Takes images, the names of their operations, their draws and the magnitude, and returns the changed images."""
+"""Function of the images, the name of the operation for each image, the random numbers and the magnitude. It returns
+the changed images."""
 
 
 def randaugment(images: Images, draws: Float32[np.ndarray, "n layers 4"], *, magnitude: float) -> Images:
-    """Apply one operation per layer of `draws`, chosen for each image by its own draws."""
+    """Apply one random operation per layer to each image. `draws` holds the random numbers of each image and layer."""
     for layer in range(draws.shape[1]):
         chosen = (draws[:, layer, 0] * len(OPERATIONS)).astype(int)
         names = [NAMES[number] for number in chosen]
@@ -40,7 +43,7 @@ def randaugment(images: Images, draws: Float32[np.ndarray, "n layers 4"], *, mag
 
 
 def apply_operations(images: Images, names: Sequence[str], draws: Draws, *, magnitude: float) -> Images:
-    """Apply to each image the operation of its name. Operations that share a computation are applied together."""
+    """Apply the operation in `names` to each image. Operations that share a kernel are applied together."""
     groups: dict[Kernel, list[int]] = {}
     for place, name in enumerate(names):
         groups.setdefault(OPERATIONS[name], []).append(place)
@@ -59,7 +62,8 @@ def _plainly(operation: Callable[[Images], Images]) -> Kernel:
 
 
 def _enhance(operation: Callable[[Images, Float32[Tensor, " n"]], Images]) -> Kernel:
-    """Return the kernel of an operation with a factor: 0.1 at magnitude 0, 1 (no change) at 5, 1.9 at 10."""
+    """Return the kernel of an operation that takes a factor. The factor is 0.1 at magnitude 0, 1 (no change) at
+    magnitude 5, and 1.9 at magnitude 10."""
 
     def enhance(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:
         factors = np.full(len(names), magnitude / 10 * 1.8 + 0.1, np.float32)
@@ -98,7 +102,7 @@ def _transform(images: Images, names: Sequence[str], draws: Draws, magnitude: fl
 
 
 def _matrix(name: str, level: float, height: int, width: int) -> tuple[float, float, float, float, float, float]:
-    """Return the matrix from a pixel of the result to its origin. `level` is the signed magnitude divided by 10."""
+    """Return the affine matrix that maps a pixel of the result to the image. `level` is the signed magnitude / 10."""
     if name == "Rotate":
         angle = math.radians(30 * level)
         cosine, sine, x, y = math.cos(angle), math.sin(angle), width / 2, height / 2

@@ -1,4 +1,4 @@
-"""A check of a data set before training: what is wrong with it, and how that affects training."""
+"""Checks of a data set before training. A report lists the problems and their effects on training."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ def check_data(
 ) -> Report:
     """Check every image of `splits`, or `sample` of them, and return a report.
 
-    A sample is chosen by a hash and represents every split and class in proportion. Labels are always counted for all
-    images. `max_skipped` is the setting of training: the fraction of training images that may fail to decode. A million
-    small images took 570 MB of memory at the peak, during the search for copies. Broken images are findings, not
-    errors. Raises `ConfigError` if an argument is out of range.
+    The sample is chosen by a hash and holds the same fraction of every split and class. Labels are always counted for
+    all images. `max_skipped` is the fraction of training images that may fail to decode, as in `DataConfig`. A broken
+    image is a finding, not an error. Raises `ConfigError` if an argument is out of range.
     """
     if sample is not None and sample < 1:
         raise ConfigError(f"sample={sample} is less than 1; check at least one image")
@@ -69,10 +68,10 @@ def check_data(
 
 
 def quick_check(splits: Splits) -> tuple[str, ...]:
-    """Return three lines for the start of a run: the numbers of images, the sizes of some, and the worst finding.
+    """Return three lines of text for the start of a run: image counts, image sizes, and the most severe finding.
 
-    Only labels and a few images are examined: up to 64 training images are decoded, for up to 0.3 seconds. A broken
-    image is a finding, not an error.
+    All labels are examined. Up to 64 training images are decoded, within about 0.3 seconds. A broken image is a
+    finding, not an error.
     """
     sources = named_sources(splits)
     counts = {name: count(name, source, 0) for name, source in sources.items()}
@@ -96,7 +95,7 @@ def quick_check(splits: Splits) -> tuple[str, ...]:
 
 
 def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
-    """Return the indices of the images to check in every source."""
+    """Return, for each source, the indices of the images to check."""
     total = sum(map(len, sources))
     if sample is None or sample >= total:
         return [np.arange(len(source)) for source in sources]
@@ -106,7 +105,7 @@ def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
 
 
 def _glance(source: Source) -> Looks:
-    """Examine a few images spread evenly over a source, one after the other, until the time is up."""
+    """Examine images at even distances in a source, one after another, until the time limit."""
     begun = time.perf_counter()
     rows = np.unique(np.linspace(0, len(source) - 1, min(QUICK_IMAGES, len(source))).astype(np.int64))
     results = []

@@ -18,35 +18,28 @@ from vitrail.errors import DataError
 __all__ = ["Duplicates", "Neighbours", "alike", "find_duplicates", "neighbours", "same"]
 
 RADIUS = 0.05
-"""Largest distance between two thumbnails of 8 x 8 pixels, normalised to mean 0 and length 1, for which the images are
-compared in more detail."""
+"""Largest distance between the thumbnails of two images that may be near duplicates. Thumbnails have 8 x 8 pixels
+and are normalised to mean 0 and length 1."""
 
 DIFFERENCE = 0.1
-"""Largest root mean square difference of near duplicates at 24 x 24 pixels in RGB, as a fraction of the contrast.
-
-Recall was measured on 200 smooth random pictures saved again as JPEG. At quality 50 to 90 and at the same or twice the
-size, all are found. At half the size, 92 % are found at quality 50 and 98 % at quality 75. Of the 72 million pairs of
-the bundled clothes, three count as near duplicates, and two of these are correct.
-"""
+"""Largest root mean square difference of near duplicates, as a fraction of the contrast. Images are compared at 24 x 24
+pixels in RGB. docs/data-check.md has the measured recall."""
 
 SIDE = 24
 FLATTEST = 3.0
-"""Contrast in grey levels below which a thumbnail is too flat to be compared."""
+"""Smallest contrast of a thumbnail in grey levels. Flatter thumbnails are not compared."""
 
 AXES = 8
-"""Number of axes along which thumbnails are sorted into cells."""
+"""Number of dimensions of the grid into which thumbnails are sorted."""
 
 MOST_COMPARISONS = 200_000_000
-"""Largest number of pairs of thumbnails that are compared, nearest along the first axis first.
-
-It bounds the time if very many images look alike. 70,000 images of clothes, which are quite alike, took 95 million
-comparisons and 8 s of one core. A million images as diverse as photographs took 13 million comparisons and 6 s (two
-cores of an AMD EPYC 9004, 2026-11).
-"""
+"""Largest number of pairs of thumbnails that are compared. The limit bounds the time if very many images look alike.
+Pairs that are near along the first axis are compared first."""
 
 MOST_NEIGHBOURS = 1_000_000
 MOST_COMPARED = 20_000
-"""Largest number of pairs that are decoded again and compared, nearest first. It bounds the time and the memory."""
+"""Largest number of image pairs that are decoded again and compared in detail. The limit bounds time and memory. The
+nearest pairs are compared first."""
 
 SAMPLE = 20_000
 BLOCK = 1 << 17
@@ -54,17 +47,18 @@ BLOCK = 1 << 17
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Pairs of rows, the lower row first, and the distances between their thumbnails."""
+    """Pairs of images whose thumbnails are close. Each pair is two row numbers of `Looks`, the smaller one first, with
+    the distance between the thumbnails."""
 
     pairs: Int64[np.ndarray, "p 2"]
     distances: Float32[np.ndarray, " p"]
     complete: bool
-    """False if so many images look alike that not all pairs were compared."""
+    """False if the limit on comparisons was reached, so that some pairs were not compared."""
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Groups of at least two rows of `Looks`, each in ascending order."""
+    """Groups of duplicate images. A group holds at least two row numbers of `Looks`, in ascending order."""
 
     exact: list[Int64[np.ndarray, " _"]]
     """Groups of images with identical pixels."""
@@ -76,7 +70,8 @@ class Duplicates:
 def find_duplicates(
     looks: Looks, sources: Sequence[Source], *, threads: int | None = None, progress: Progress | None = None
 ) -> Duplicates:
-    """Return the exact and near duplicates among all decoded images. Candidates for near duplicates are read again."""
+    """Return the exact and near duplicates among all decoded images. Near duplicates are verified by reading both
+    images again."""
     ok = looks.ok
     exact = sorted((ok[group] for group in same(looks.pixels[ok])), key=lambda group: int(group[0]))
     copies = {int(group[0]): group for group in exact}
@@ -104,9 +99,10 @@ def same(values: UInt64[np.ndarray, " n"]) -> list[Int64[np.ndarray, " _"]]:
 def neighbours(thumbnails: UInt8[np.ndarray, "n 8 8"], radius: float = RADIUS) -> Neighbours:
     """Return all pairs of thumbnails whose distance, after normalisation to mean 0 and length 1, is at most `radius`.
 
-    Flat thumbnails are excluded. Two points that are close in space are close along every axis. Thumbnails are
-    therefore sorted into the cells of a grid along some axes; those near an edge are in both cells. Within a cell, a
-    thumbnail is compared with those that follow closely along one more axis.
+    Flat thumbnails are excluded. Two thumbnails that are close are also close along every axis. Thumbnails are
+    therefore sorted into the cells of a grid, and a thumbnail near the edge of a cell is in the neighbouring cell too.
+    Within a cell, thumbnails are sorted along one more axis, and each is compared only with the following thumbnails
+    within `radius`.
     """
     blocks = [thumbnails[start : start + BLOCK] for start in range(0, len(thumbnails), BLOCK)]
     usable = np.flatnonzero(np.concatenate([np.zeros(0), *(block.std(axis=(1, 2)) for block in blocks)]) >= FLATTEST)
@@ -148,7 +144,8 @@ def alike(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Bool[np.ndarray, " p"]:
-    """Return which pairs of rows show the same picture. Images are decoded again and compared in RGB at 24 x 24."""
+    """Return True for each pair of rows that shows the same picture. Both images are decoded again and compared at 24 x
+    24 pixels in RGB."""
     rows = np.unique(pairs)
     pictures = np.zeros((len(rows), SIDE, SIDE, 3), np.uint8)
     gone = np.zeros(len(rows), bool)
@@ -177,7 +174,7 @@ def alike(
 
 
 def _places(thumbnails: np.ndarray, usable: np.ndarray) -> Float32[np.ndarray, "n axes"]:
-    """Return the coordinates of thumbnails along their principal components, which are computed from a sample."""
+    """Return the principal component scores of thumbnails. The components are computed from a sample."""
     sample = _unit(thumbnails[usable[:: max(1, len(usable) // SAMPLE)]])
     axes = np.linalg.eigh(sample.T @ sample)[1][:, ::-1][:, :AXES]
     places = np.zeros((len(usable), AXES), np.float32)
@@ -187,7 +184,8 @@ def _places(thumbnails: np.ndarray, usable: np.ndarray) -> Float32[np.ndarray, "
 
 
 def _cells(places: np.ndarray, radius: float) -> tuple[UInt64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
-    """Return the keys of cells and the rows in them. Two places within `radius` share the cell of their midpoint."""
+    """Return cell numbers and the rows in each cell. Two points within `radius` are both in the cell of their
+    midpoint."""
     rows = np.arange(len(places))
     keys = np.zeros(len(places), np.uint64)
     margin = radius / 2 * 1.001

@@ -19,15 +19,15 @@ from vitrail.errors import plural
 __all__ = ["Examined", "image_findings", "kinds_of", "sizes_of"]
 
 FEWEST = 20
-"""Smallest number of images among which outliers are searched for."""
+"""Smallest number of images for which outliers are searched."""
 
 FAR = 6.0
-"""Robust z-score from which on an image is an outlier: its distance from the median, in robust deviations."""
+"""Smallest robust z-score of an outlier: the distance from the median divided by the robust standard deviation."""
 
 LEAST_DEVIATIONS = {"area": 0.35, "shape": 0.15, "brightness": 12.0, "contrast": 10.0}
-"""Lower bounds of the deviations. Without them, the smallest difference would be an outlier if nearly all images are
-equal. Area and shape are in logarithms (so an outlier has 8 times the area or 2.5 times the aspect ratio), the others
-in grey levels."""
+"""Lower bounds of the robust standard deviations. Without these bounds, a tiny difference would be an outlier if nearly
+all images are equal. Brightness and contrast are in grey levels. Area and shape are natural logarithms: with these
+bounds, an outlier differs from the median by a factor of at least 8 in area or 2.5 in aspect ratio."""
 
 CONVERTED: tuple[tuple[Oddity, str, str, str], ...] = (
     (Oddity.TRANSPARENT, "transparent", "with transparency", "These images are placed on a white background."),
@@ -106,7 +106,7 @@ def kinds_of(looks: Looks) -> dict[str, int]:
 def _singles(
     examined: Examined, rows: np.ndarray, detail: Callable[[int], str] = lambda row: ""
 ) -> tuple[tuple[Example, ...], ...]:
-    """Return the examples of some rows, each as a group of one."""
+    """Return one group per row, with the example of that row."""
     return first([examined.example(row, detail(row))] for row in rows.tolist())
 
 
@@ -176,9 +176,9 @@ def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
 
 
 def _within(examined: Examined, groups: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the parts of groups that lie in one split and have at least two members.
+    """Yield, for each group and split, the members of the group in that split if there are at least two.
 
-    Near duplicates count only if their pixels differ.
+    Near duplicates with identical pixels are skipped, because they are already exact duplicates.
     """
     looks = examined.looks
     near = groups is examined.duplicates.near
@@ -190,7 +190,7 @@ def _within(examined: Examined, groups: Sequence[np.ndarray]) -> Iterator[np.nda
 
 
 def _across(examined: Examined, groups: Sequence[np.ndarray]) -> tuple[str, int]:
-    """Return text about the copies between splits, and the number of held-out images that are copies."""
+    """Return a description of the copies across splits, and the number of held-out images that are copies."""
     between = dict.fromkeys(combinations(examined.sources, 2), 0)
     held_out = 0
     for group in groups:
@@ -209,7 +209,7 @@ def _across(examined: Examined, groups: Sequence[np.ndarray]) -> tuple[str, int]
 
 
 def _mixed(examined: Examined, group: np.ndarray) -> list[int]:
-    """Return a group's rows with those of different splits next to each other, so that the first few show the leak."""
+    """Return the rows of a group, alternating between splits, so that the first few rows show the leak."""
     splits = examined.looks.split[group]
     ranks = np.array([int((splits[:place] == splits[place]).sum()) for place in range(min(len(group), 1000))])
     return [int(group[place]) for place in np.lexsort((splits[: len(ranks)], ranks))]
@@ -259,9 +259,10 @@ def _different(examined: Examined) -> Iterator[Finding]:
 
 
 def _far(quantity: str, values: np.ndarray) -> np.ndarray:
-    """Return which values are outliers by their distance from the median.
+    """Return True for each value that is an outlier.
 
-    The unit is the median absolute deviation times 1.4826, which is the standard deviation of normal values.
+    A value is an outlier if it is more than `FAR` robust standard deviations from the median. The robust standard
+    deviation is 1.4826 times the median absolute deviation, which for normal values is the standard deviation.
     """
     distance = np.abs(values - np.median(values))
     return distance > FAR * max(1.4826 * float(np.median(distance)), LEAST_DEVIATIONS[quantity])

@@ -15,7 +15,7 @@ from vitrail.errors import listed, plural
 __all__ = ["balance_of", "count", "label_findings", "named_sources"]
 
 UNEVEN = 10
-"""Ratio of the largest class to the smallest class from which on the imbalance is a warning."""
+"""Smallest ratio of the largest class to the smallest class for which the imbalance is a warning."""
 
 
 def named_sources(splits: Splits) -> dict[str, Source]:
@@ -25,7 +25,7 @@ def named_sources(splits: Splits) -> dict[str, Source]:
 
 
 def count(name: str, source: Source, looked_at: int) -> SplitCounts:
-    """Count the samples of a split: those of each class, and those without a target."""
+    """Count the samples of a split per class, and the samples without a target."""
     has_classes = target_kind(source) != "numbers"
     per_class = [0] * len(source.classes) if has_classes else []
     unlabelled = 0
@@ -50,7 +50,7 @@ def balance_of(train: SplitCounts) -> Balance | None:
 
 def label_findings(classes: Sequence[str], splits: Mapping[str, SplitCounts]) -> Iterator[Finding]:
     train = splits["train"]
-    if not classes:  # unlabelled on purpose
+    if not classes:  # the data was opened as unlabelled
         return
     yield from _unlabelled(splits)
     if not train.per_class:  # numbers

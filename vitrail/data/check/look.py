@@ -1,4 +1,4 @@
-"""The examination of single images. Of each image, a check keeps a few numbers, a hash and a thumbnail of 64 bytes."""
+"""Examination of single images. A check keeps a few numbers, a hash and a thumbnail of 64 bytes per image."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ Progress = Callable[[int, int], None]
 """A function that is called with the number of images examined so far and the total number."""
 
 SIDE = 8
-"""Side in pixels of the thumbnails that are used to search for near duplicates."""
+"""Side in pixels of the thumbnails for the search for near duplicates."""
 
 CHUNK = 64
-"""Number of images that a thread takes at a time: small enough to show progress, large enough to cost no time."""
+"""Number of images that a thread examines at a time. It is small enough to show progress and large enough to be
+fast."""
 
 FLAT = 4
 """Largest difference between the darkest and the brightest pixel of a blank image, in grey levels."""
 
 REASONS = 1000
-"""Largest number of broken images whose reasons are kept. Further broken images are only counted."""
+"""Largest number of broken images for which the reason is kept. Further broken images are only counted."""
 
 ORIENTATION = 0x0112
 """The EXIF tag for the orientation of a picture."""
@@ -79,7 +80,7 @@ class Seen:
     height: int
     oddities: int
     pixels: int
-    """Hash of size and pixels, 64 bits. A grey picture has the same hash with one channel as with three."""
+    """64-bit hash of size and pixels. A grey picture has the same hash with one channel as with three."""
     mean: float
     """Mean of the grey levels, 0 to 255."""
     contrast: float
@@ -106,9 +107,9 @@ class Looks:
         self.contrast = np.zeros(count, np.float32)
         self.thumbnails = np.zeros((count, SIDE, SIDE), np.uint8)
         self.kinds: list[str] = []
-        """Formats and modes that the numbers in `kind` stand for."""
+        """Formats and modes. `kind` holds indices into this list."""
         self.reasons: dict[int, str] = {}
-        """Reasons why images could not be read or decoded, by row, for the first thousand such rows."""
+        """Reasons why images could not be read or decoded, by row, for the first thousand broken images."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -138,7 +139,8 @@ def look_at_all(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Looks:
-    """Decode `rows[i]` of `sources[i]` in threads. An image that fails gets a state in its row; it is not an error."""
+    """Examine the samples `rows[i]` of `sources[i]` in threads. An image that cannot be decoded is not an error; its
+    state says so."""
     split = np.repeat(np.arange(len(rows), dtype=np.uint8), [len(part) for part in rows])
     index = np.concatenate(rows).astype(np.int64)
     looks = Looks(split, index)
@@ -159,7 +161,7 @@ def look_at_all(
 
 @contextmanager
 def in_threads(work: Callable[[int], T], places: Sequence[int], threads: int | None) -> Iterator[Iterator[T]]:
-    """Yield the results of `work` in order of the places. After Ctrl-C or an error, remaining work is cancelled."""
+    """Yield the results of `work` in order. After Ctrl-C or an error, the remaining work is cancelled."""
     pool = ThreadPoolExecutor(threads or default_threads())
     try:
         yield pool.map(work, places)
@@ -212,7 +214,7 @@ def _is_grey(picture: Image.Image, grey: Image.Image) -> bool:
     if picture.mode == "L":
         return True
     red, green, blue = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST).split()
-    if red.tobytes() != green.tobytes() or green.tobytes() != blue.tobytes():  # cheap test that decides most cases
+    if red.tobytes() != green.tobytes() or green.tobytes() != blue.tobytes():  # this cheap test decides most images
         return False
     return bool((np.asarray(picture) == np.asarray(grey)[..., None]).all())
 
@@ -227,7 +229,7 @@ def _header(data: bytes) -> tuple[str, Oddity]:
             odd |= Oddity.CMYK
         if picture.mode.startswith("I;16"):
             odd |= Oddity.DEEP
-        tagged = "exif" in picture.info or picture.format == "TIFF"  # else Pillow would decode the pixels
+        tagged = "exif" in picture.info or picture.format == "TIFF"  # for other files, Pillow would decode the pixels
         if tagged and _says(lambda: picture.getexif().get(ORIENTATION, 1) != 1):
             odd |= Oddity.TURNED
         if _says(lambda: picture.format != "JPEG" and getattr(picture, "is_animated", False)):
@@ -236,9 +238,9 @@ def _header(data: bytes) -> tuple[str, Oddity]:
 
 
 def _says(question: Callable[[], bool]) -> bool:
-    """Return the answer to a question about a header, False if the header is damaged there.
+    """Return the answer to a question about a header, or False if that field of the header is damaged.
 
-    Such an image can still be decoded.
+    An image with a damaged field can still be decoded.
     """
     try:
         return question()

@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML file: counts, findings, and thumbnails of the images they are about."""
+"""A report as one self-contained HTML file, with counts, findings, and thumbnails of example images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OF_EACH_CLASS = 5
 
 
 def page(report: Report, splits: Splits, title: str) -> str:
-    """Return the HTML of a report. A few hundred images at most are read again and embedded."""
+    """Return the HTML of a report. At most a few hundred images are read again and embedded."""
     sources = named_sources(splits)
     counts = {one: sum(finding.severity == one for finding in report.findings) for one in ("error", "warning", "note")}
     verdict = ", ".join(plural(number, one) for one, number in counts.items() if number) or "no problem found"
@@ -99,9 +99,9 @@ def _figure(one: Example, source: Source) -> str:
 
 
 def _classes(train: Source) -> Iterator[str]:
-    """Yield a few training images of every class, which show at once if labels and images belong together.
+    """Yield a few training images of every class, so that the reader can see if the labels match the images.
 
-    If the data has no classes, the images are chosen from all of them.
+    If the data has no classes, images are chosen from the whole split.
     """
     if target_kind(train) == "numbers" or not train.classes:
         yield "<h2>Examples</h2>"

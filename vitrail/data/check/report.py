@@ -1,4 +1,4 @@
-"""The result of a check: counts, sizes and findings, as plain values that JSON can hold."""
+"""The result of a check: counts, sizes and findings, in types that can be saved as JSON."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Example:
     key: str
     """Key of the sample, with unprintable characters escaped."""
     label: str | None
-    """Names of the image's classes, or None if it has no label."""
+    """Names of the image's classes, or None if the image has no label."""
     detail: str = ""
-    """Particulars of this image, such as the reason why it cannot be decoded."""
+    """Details about this image, such as the reason why it cannot be decoded."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class Finding:
     """A fact about a data set that its owner should know."""
 
     kind: str
-    """Identifier of this kind of finding, the same in every report. docs/data-check.md lists all kinds."""
+    """Identifier of the finding, such as "blank", the same in every report. docs/data-check.md lists all
+    identifiers."""
     severity: Severity
     count: int
     """Number of images, or of classes, that the finding is about."""
@@ -64,24 +65,25 @@ class SplitCounts:
     images: int
     looked_at: int
     per_class: tuple[int, ...]
-    """Number of images of each class. An image with several labels counts for each of them. Empty if the targets are
-    numbers or there are none."""
+    """Number of images per class. An image with several labels counts for each label. Empty if the targets are numbers
+    or the split has no targets."""
     unlabelled: int
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The distribution of the training images over the classes that have any."""
+    """The distribution of the training images over the classes. Classes without training images are ignored."""
 
     largest: int
     smallest: int
     effective: float
-    """Number of classes of equal size that have the same entropy: exp of the entropy of the class fractions."""
+    """Effective number of classes: exp of the entropy of the class fractions. It equals the number of classes if all
+    have the same size."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths and heights in pixels of the decoded images, upright and ordered by area."""
+    """Widths and heights of the decoded images in pixels, after rotation by the EXIF tag, ordered by area."""
 
     smallest: tuple[int, int]
     median: tuple[int, int]
@@ -107,7 +109,7 @@ class Report:
     findings: tuple[Finding, ...]
     """All findings, the most severe first."""
     notes: tuple[str, ...]
-    """The notes from opening the data, such as what was cut off or skipped."""
+    """The notes from opening the data, for example about a new validation split or skipped files."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -128,7 +130,7 @@ def example(split: str, source: Source, index: int, detail: str = "") -> Example
 
 
 def names_of(label: Target, classes: Sequence[str]) -> str | None:
-    """Return the names of a target's classes, or its numbers with their names; None if nothing is known."""
+    """Return the class names of a target, or the names and values of its numbers, or None if the target is None."""
     if label is None:
         return None
     if isinstance(label, tuple) and any(isinstance(number, float) for number in label):
@@ -137,7 +139,7 @@ def names_of(label: Target, classes: Sequence[str]) -> str | None:
 
 
 def first(groups: Iterable[Iterable[Example]]) -> tuple[tuple[Example, ...], ...]:
-    """Return as many groups, and members of each, as a report holds."""
+    """Return the first groups and the first members of each group, up to the limits of a report."""
     found: list[tuple[Example, ...]] = []
     for group in groups:
         if len(found) == MOST_GROUPS:
