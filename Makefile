@@ -25,8 +25,9 @@ $(REFERENCE): $(READY)
 demo: setup
 	$(BIN)/vitrail train
 
+# One thread for each process: the matrices of tests are tiny, and processes that share cores slow each other down.
 test: setup check
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not network"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not network"
 
 test-slow: $(REFERENCE)
 	$(BIN)/python -m pytest -m "slow and not gpu and not network"
