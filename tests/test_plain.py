@@ -182,5 +182,7 @@ def test_sizes_in_words(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "1 XB", "1.5.2GB"])
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"shard_size={re.escape(repr(text))} is not a number of bytes, like 4GB"):
+    with pytest.raises(
+        ConfigError, match=f"shard_size={re.escape(repr(text))} is not a size in bytes; write for example 4GB"
+    ):
         byte_count(text, "shard_size")

@@ -111,8 +111,8 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
         if attempt + 1 < attempts:
             time.sleep(2**attempt)
     raise repository.error(
-        f"the download of {file} of {repository.title} broke off ({reason}); complete files are kept in the cache "
-        f"{hub.constants.HF_HUB_CACHE}, so try again"
+        f"{file} of {repository.title} could not be downloaded: {reason}. Run the command again; finished files are "
+        f"kept in {hub.constants.HF_HUB_CACHE}."
     )
 
 

@@ -54,7 +54,7 @@ def byte_count(text: str, field: str) -> int:
     """Return the number of bytes that "1500000000", "1.5GB" or "2GiB" means. Raise `ConfigError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
     if match is None:
-        raise ConfigError(f"{field}={text!r} is not a number of bytes, like 4GB, 1.5GiB, 800MB or 1500000000")
+        raise ConfigError(f"{field}={text!r} is not a size in bytes; write for example 4GB, 1.5GiB or 1500000000")
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
 

@@ -100,7 +100,7 @@ def test_the_hidden_layer_can_be_left_out(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["{ours}", "{out}", "--to", "gogle"], "--to: 'gogle' is not a layout; nearest: google"),
-        (["{ours}", "{out}", "--to", "google"], "'no suffix' is not .npz"),
+        (["{ours}", "{out}", "--to", "google"], "the file name must end in .npz"),
         (["{ours}", "{out}.npz", "--to", "bit"], "a Vision Transformer cannot be written as bit"),
         (["{ours}", "{out}", "--to", "timm", "--layout", "tmm"], "--layout: 'tmm' does not exist; nearest: timm"),
         (["{ours}-no", "{out}", "--to", "timm"], "ours-no' does not exist"),

@@ -59,7 +59,7 @@ def test_refusals_have_code_2(
     source = str(folder(1))
     for words, message in (
         ([source, source], "is not empty and has no shards to continue; choose another folder"),
-        ([source, str(tmp_path / "out"), "--shard-size", "much"], "--shard-size: 'much' is not a number of bytes"),
+        ([source, str(tmp_path / "out"), "--shard-size", "much"], "--shard-size: 'much' is not a size in bytes"),
         ([str(tmp_path / "nothing"), str(tmp_path / "out")], "does not exist"),
     ):  # fmt: skip
         assert main(["data", "pack", *words]) == 2

@@ -245,7 +245,7 @@ def test_a_download_that_breaks_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, w
     else:
         hub.shrunk["model.safetensors"] = 4000
     text = message("org/name")
-    assert "the download of model.safetensors of model 'org/name' broke off (" in text and "try again" in text
+    assert "model.safetensors of model 'org/name' could not be downloaded: " in text and "Run the command again" in text
     assert not (folder.parent / new / "model.safetensors").exists()
     with monkeypatch.context() as patch:  # offline, the branch is still the commit that is whole
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -268,7 +268,7 @@ def test_a_server_that_goes_down_between_files(hub: Hub) -> None:
         return handle(revision)
 
     hub.repositories["org/name"].resolve = once  # type: ignore[method-assign]
-    assert re.search(r"download of config.json of model 'org/name' broke off \(.*500", message("org/name"))
+    assert re.search(r"config.json of model 'org/name' could not be downloaded: .*500", message("org/name"))
 
 
 @pytest.mark.parametrize("blocked", ["home", "home/hub"])

@@ -257,8 +257,8 @@ def test_a_file_by_itself(tmp_path: Path) -> None:
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
     assert bundle.notes[:2] == (
         "there is no config.json: model_type='dinov2', layer_norm_eps=1e-06 and the exact GELU are assumed",
-        "there is no preprocessor_config.json: the usual is assumed (short side to 256, crop of 224, bicubic, "
-        "ImageNet's mean and standard deviation)",
+        "there is no preprocessor_config.json: the default of the model family is assumed (short side to 256, "
+        "crop of 224, bicubic, ImageNet's mean and standard deviation)",
     )
     with pytest.raises(BundleError, match=r"does not contain the number of attention heads, .* give heads="):
         load(file, device="cpu")
@@ -387,8 +387,8 @@ def test_preprocessing_that_is_not_there(tmp_path: Path) -> None:
     bundle = load(folder, device="cpu")
     assert bundle.preprocess == Preprocess(image_size=(32, 48))
     assert bundle.notes[0] == (
-        "there is no preprocessor_config.json: the usual is assumed (squashed, bilinear, 0.5 for mean and "
-        "standard deviation)"
+        "there is no preprocessor_config.json: the default of the model family is assumed (squashed, bilinear, "
+        "0.5 for mean and standard deviation)"
     )
 
 
@@ -561,9 +561,9 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path, make
         ({**DINOV2, "patch_size": (7, 14)}, r"takes square patches and images: patch_size=\(7, 14\)"),
         (
             {**DINOV2, "mlp_width": 20},
-            r"mlp_width = mlp_ratio \* width, with a whole number mlp_ratio; no mlp_ratio gives mlp_width=20 for",
+            r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \* width for a whole number",
         ),
-        ({**SWIGLU, "mlp_width": 20}, r"mlp_width = two thirds of mlp_ratio \* width, rounded up to a multiple of 8"),
+        ({**SWIGLU, "mlp_width": 20}, r"it must be two thirds of mlp_ratio \* width, rounded up to a multiple of 8"),
     ],
 )
 def test_what_has_no_place_is_refused(tmp_path: Path, make_bundle: Make, fields: dict[str, Any], message: str) -> None:
@@ -604,7 +604,10 @@ def test_a_folder_that_is_there_is_replaced(tmp_path: Path, make_bundle: Make) -
         ({"layer_norm_eps": "tiny"}, "layer_norm_eps='tiny' must be int or float"),
         ({"image_size": "large"}, "image_size='large' must be int or list"),
         ({"image_size": [32]}, r"image_size=\[32\] must be one number of pixels, or \[height, width\]"),
-        ({"image_size": 32}, r"for 24 patches; image_size=\(32, 32\) in config.json makes 4 x 4 of 8 x 8 pixels"),
+        (
+            {"image_size": 32},
+            r"for 24 patches, but image_size=\(32, 32\) in config\.json gives 4 x 4 patches of 8 x 8 pixels",
+        ),
         ({"num_hidden_layers": 3}, "missing: encoder.layer.2.layernorm_before.weight"),
         ({"num_hidden_layers": 1}, r"unexpected: encoder.layer.1.attention.attention.query.weight \(64, 64\)"),
         ({"qkv_bias": False}, r"unexpected: encoder.layer.0.attention.attention.key.bias \(64,\)"),
@@ -630,11 +633,11 @@ def test_heads_that_are_at_odds(tmp_path: Path) -> None:
         ("vit.embeddings.cls_token", "missing: embeddings.cls_token"),
         (
             "vit.embeddings.position_embeddings",
-            "embeddings.position_embeddings must have 3 dimensions, which give the sizes; it is missing",
+            "embeddings.position_embeddings is missing; it must be 3-dimensional",
         ),
         (
             "vit.encoder.layer.0.intermediate.dense.bias",
-            "encoder.layer.0.intermediate.dense.bias must have .* it is missing",
+            "encoder.layer.0.intermediate.dense.bias is missing; it must be 1-dimensional",
         ),
         ("classifier.weight", "missing: classifier.weight"),
     ],
@@ -649,7 +652,7 @@ def test_tensors_that_are_not_there(tmp_path: Path, lost: str, message: str) -> 
 def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
     tensors, *_ = reference("hf_vit_hub")
     tensors["vit.embeddings.position_embeddings"] = torch.zeros(25, 64)
-    with pytest.raises(BundleError, match=r"must have 3 dimensions, which give the sizes; it has the shape \(25, 64\)"):
+    with pytest.raises(BundleError, match=r"has the shape \(25, 64\); it must be 3-dimensional"):
         load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
 
 

@@ -21,11 +21,11 @@ __all__ = ["BY_HEAD", "EVALUATORS", "Evaluator", "Together", "evaluators_of", "m
 class Evaluator(Protocol):
     """Measures a model on held-out images, for the command line, for training's validation and for probes of a run.
 
-    `outputs` has the model, and computes its features and predictions. An evaluator of features learns from the images
-    of `train`. It must not change the model's weights. The result has metrics by name, among them `images`, the number
-    of measured images, and `skipped`, the number of images that could not be decoded. Accuracies are in [0, 1].
-    NAME_low and NAME_high are the ends of the 95 % interval of the metric NAME; NAME_deviation is its standard
-    deviation over seeds.
+    `outputs` computes the features and predictions of the model. An evaluator of frozen features fits a simple model to
+    the features of `train`. An evaluator must not change the weights of the model. It returns metrics by name. Two of
+    the metrics are `images`, the number of measured images, and `skipped`, the number of images that could not be
+    decoded. Accuracies are in [0, 1]. NAME_low and NAME_high are the ends of the 95 % interval of the metric NAME.
+    NAME_deviation is the standard deviation of the metric NAME over seeds.
     """
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]: ...
@@ -38,17 +38,18 @@ EVALUATORS: dict[str, type[ByAccuracy] | type[ByRegression] | type[ByLinear] | t
     "fewshot": ByFewShot,
     "knn": ByNeighbours,
 }
-"""Evaluators by name. Their fields are their settings, and an instance is an `Evaluator`."""
+"""Classes of evaluators by name. The fields of a class are the settings of the evaluator."""
 
 
 BY_HEAD: dict[OutputKind, str] = {"softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression"}
-"""The evaluator of a model's own head, by the kind of its outputs."""
+"""Name of the evaluator of a model's own head, for each meaning of the outputs."""
 
 
 def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Evaluator]:
-    """Return evaluators by their names, which are separated by commas, like "linear,knn", each with its settings.
+    """Return the evaluators in a comma-separated list of names, like "linear,knn".
 
-    `settings` holds fields by evaluator: {"knn": {"k": [20]}}. Raise `ConfigError` for an unknown name or setting.
+    `settings` maps names of evaluators to fields, like {"knn": {"k": [20]}}. Raise `ConfigError` for an unknown name or
+    setting.
     """
     result: dict[str, Evaluator] = {}
     for name in (text.strip() for text in names.split(",")):
@@ -62,7 +63,8 @@ def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None =
 
 
 def measure(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-    """Return the metrics of several evaluators, which share features and predictions. Raise their errors."""
+    """Return the metrics of several evaluators, which share features and predictions. Errors of an evaluator pass
+    through."""
     metrics: dict[str, float] = {}
     for name in sorted(evaluators, key=lambda name: name == "fewshot"):  # last: it uses the features of the others
         metrics |= evaluators[name](outputs, train, held_out)

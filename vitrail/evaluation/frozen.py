@@ -20,10 +20,10 @@ from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
 __all__ = ["ByFewShot", "ByLinear", "ByNeighbours"]
 
 SHOTS = (1, 5, 10, 25)
-"""Default numbers of images per class, as far as every class has that many."""
+"""Default numbers of shots. A number is used only if every class has that many images."""
 
 NEIGHBOURS = (1, 5, 10, 20, 100)
-"""Default numbers of neighbours, as far as there are that many images."""
+"""Default numbers of neighbours. A number is used only if there are that many training images."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,16 @@ class ByLinear:
     """Logistic regression on frozen features, or ridge regression if the targets are numbers (`linear_probe`)."""
 
     penalties: tuple[float, ...] = ()
-    """By default those of `linear_probe`, which are others for numbers than for classes."""
+    """Penalties to try. If empty, `PENALTIES` is used for classes and `RIDGE_PENALTIES` for numbers."""
     held_out: float = 0.1
-    """Fraction of the training images that chooses the penalty. Then all training images are fitted."""
+    """Fraction of the training images on which the penalty is chosen. The final fit uses all training images."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `linear`, the accuracy, or `linear_r2` and further metrics of numbers; `linear_penalty`; and
-        `training_images`. Raise the errors of `linear_probe`."""
+        """Return the metrics of the probe, `linear_penalty` and `training_images`.
+
+        For classes, the accuracy is called `linear`. For numbers, the metrics are `linear_r2` and so on. Errors of
+        `linear_probe` pass through.
+        """
         known, asked = _both_known("linear", outputs, train, held_out)
         found = linear_probe(
             known.features,
@@ -57,7 +60,7 @@ class ByFewShot:
     """Least squares on the frozen features of a few images per class (`few_shot`)."""
 
     shots: tuple[int, ...] = ()
-    """Images per class. By default 1, 5, 10 and 25, as far as every class has that many."""
+    """Numbers of images per class. If empty, the numbers among 1, 5, 10 and 25 that every class has are used."""
     seeds: int = 3
     """Number of draws."""
     l2: float | Literal["loo"] = 1024.0
@@ -69,9 +72,10 @@ class ByFewShot:
         check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `fewshot_5` and so on, the mean over seeds, and `fewshot_5_deviation`.
+        """Return `fewshot_5`, the mean accuracy over seeds with 5 shots, `fewshot_5_deviation`, and so on for each
+        number of shots.
 
-        Raise the errors of `few_shot`, and `DataError` unless each image has at most one label.
+        If an image has several labels, raise `DataError`. Errors of `few_shot` pass through.
         """
         truth = _single_labels(train)
         _single_labels(held_out)
@@ -111,10 +115,10 @@ class ByFewShot:
     def _drawn(
         self, outputs: Outputs, train: Source, truth: SingleLabels, most: int
     ) -> tuple[Float32[np.ndarray, "k d"], SingleLabels, Int64[np.ndarray, " k"]]:
-        """Return the features that `few_shot` reads, the truth of all usable images, and the rows of the features.
+        """Return the features of the drawn images, the truth of all usable images, and the rows of the drawn images.
 
-        Only features of drawn images are computed: 25 shots with 3 seeds draw 6 % of ImageNet. If a drawn image cannot
-        be decoded, it is skipped and all images are drawn again.
+        Only the features of drawn images are computed. If a drawn image cannot be decoded, it is skipped and all images
+        are drawn again.
         """
         usable = np.flatnonzero(truth.known)
         found: dict[int, np.ndarray] = {}
@@ -139,16 +143,20 @@ class ByFewShot:
 
 @dataclass(frozen=True)
 class ByNeighbours:
-    """A vote of the nearest frozen features, or their weighted mean if the targets are numbers (`knn`)."""
+    """Nearest neighbours in frozen features: a vote for classes, or a weighted mean for numbers (`knn`)."""
 
     k: tuple[int, ...] = ()
-    """Numbers of neighbours. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of images."""
+    """Numbers of neighbours. If empty, the numbers among 1, 5, 10, 20 and 100 that do not exceed the number of training
+    images are used."""
     temperature: float = 0.07
-    """The vote of a neighbour counts exp(cosine / temperature)."""
+    """Temperature of the weights. A neighbour has the weight exp(cosine / temperature)."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `knn_20` and so on, the accuracy, or `knn_20_r2` and further metrics of numbers; and
-        `training_images`. Raise the errors of `knn`."""
+        """Return the metrics for each number of neighbours, and `training_images`.
+
+        For classes, the accuracy with 20 neighbours is called `knn_20`. For numbers, the metrics are `knn_20_r2` and so
+        on. Errors of `knn` pass through.
+        """
         known, asked = _both_known("knn", outputs, train, held_out)
         rows = knn(
             known.features,
@@ -178,15 +186,17 @@ class _Labelled:
 
 
 def _both_known(name: str, outputs: Outputs, train: Source, held_out: Source) -> tuple[_Labelled, _Labelled]:
-    """Return the features to learn from and those to measure. Raise `DataError`, before anything is computed, if no
-    image of either source has a label."""
+    """Return the features of the labelled images of `train` and `held_out`.
+
+    If one of the sources has no labelled image, raise `DataError` before any feature is computed.
+    """
     for source in (train, held_out):
         check_known(source, name)
     return _labelled(outputs, train), _labelled(outputs, held_out)
 
 
 def _labelled(outputs: Outputs, source: Source) -> _Labelled:
-    """Raise `DataError` if no image can be decoded."""
+    """Return the features of the labelled images of a source. Raise `DataError` if no image can be decoded."""
     found = outputs.features(source)
     skipped = len(found.skipped)
     if not len(found):
@@ -198,7 +208,8 @@ def _labelled(outputs: Outputs, source: Source) -> _Labelled:
 
 
 def _single_labels(source: Source) -> SingleLabels:
-    """Return the truth for few-shot. Raise `DataError` unless it is one class per image, and known for an image."""
+    """Return the labels of a source. Raise `DataError` if images have several labels or numbers, or if no image is
+    labelled."""
     truth = truth_of(source)
     if not isinstance(truth, SingleLabels):
         theirs = {"classes": "can have several", "numbers": "have numbers and no classes"}[truth.kind]
@@ -208,5 +219,5 @@ def _single_labels(source: Source) -> SingleLabels:
 
 
 def _named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under an evaluator's name: accuracy as NAME, any other as NAME_METRIC."""
+    """Return metrics under the name of an evaluator. The accuracy is called NAME, and any other metric NAME_METRIC."""
     return {name if metric == "accuracy" else f"{name}_{metric}": value for metric, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Evaluators of the model's own head. Nothing is learned, so they do not read the training split."""
+"""Evaluators of the model's own head. These evaluators fit nothing and do not read the training split."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ __all__ = ["Accuracy", "ByAccuracy", "ByRegression", "NumberErrors", "with_inter
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 accuracy and cross-entropy, computed batch by batch: what training measures on its validation split.
+    """Top-1 accuracy and cross-entropy, computed batch by batch. Training uses this evaluator for validation.
 
     Memory does not grow with the number of classes, and no batch waits for the previous one's result. `ByAccuracy`
     measures more, with intervals.
     """
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `accuracy` in [0, 1], `cross_entropy` in nats, and the numbers of `images` that were measured and
-        `skipped` because they could not be decoded.
+        """Return `accuracy` in [0, 1], `cross_entropy` in nats, and the numbers of measured `images` and `skipped`
+        images. An image is skipped if it cannot be decoded.
 
-        If images can have several labels, the likeliest class has to be one of them, `cross_entropy` is summed over the
-        yes-or-no questions of the classes, and `mean_average_precision` is the mean over classes of how well each
-        class's images are ranked before the others.
+        If images can have several labels, a prediction is correct if the likeliest class is one of the labels.
+        `cross_entropy` is then the sum of the binary cross-entropies of all classes, and `mean_average_precision` is
+        returned too.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=outputs.bundle.device)  # cross-entropy, counted
         found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, decoded or not, likeliest class; still on the device
@@ -71,14 +71,16 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ByAccuracy:
-    """Accuracy of the head with intervals, calibration and more: the metrics of all images that `report` computes."""
+    """Metrics of the head over all images: accuracy with intervals, calibration, and the other metrics of `report`."""
 
     bootstrap: int = 1000
     """Resamples for each interval; 0 for no intervals."""
     real: str = ""
-    """"public", or a file real.json: also measure ImageNet's validation images by the ReaL labels."""
+    """Reassessed labels of ImageNet's validation images: "public" for the published ones, or a file real.json. If
+    empty, the accuracy by reassessed labels is not measured."""
     class_names: str = ""
-    """File of WordNet ids and names in the order of the head (`read_synsets`), to match the data's classes by."""
+    """File of WordNet ids and names in the order of the head's outputs (`read_synsets`). It is used to match the
+    classes of the data to the outputs."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics. The classes of `held_out` may differ from the model's (`map_classes`).
@@ -122,11 +124,12 @@ class ByAccuracy:
 
 @dataclass(frozen=True)
 class NumberErrors:
-    """R², mean absolute error and root mean squared error, batch by batch: what training of numbers validates by."""
+    """R², mean absolute error and root mean squared error, computed batch by batch. Regression training uses this
+    evaluator for validation."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, which are means over the numbers, and the
-        numbers of `images` that were measured and `skipped`. Without any image or known number, there is no metric."""
+        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs, and the counts
+        `images` and `skipped`. If no number is known, only the counts are returned."""
         found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, decoded or not, predicted; on the device
 
         def take(batch: Batch, predicted: Tensor) -> None:
@@ -144,16 +147,17 @@ class NumberErrors:
 
 @dataclass(frozen=True)
 class ByRegression:
-    """Errors of predicted numbers with intervals: the metrics of all images that `regression_report` computes."""
+    """Errors of predicted numbers over all images, with intervals (`regression_report`)."""
 
     bootstrap: int = 1000
     """Resamples for each interval; 0 for no intervals."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`: means over the numbers, and if there are
-        several numbers also NAME:r2 and so on for each.
+        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs. If there are
+        several outputs, each output also has metrics called NAME:r2 and so on.
 
-        Raise `ConfigError` for a model that predicts no numbers, and `DataError` for other targets than its numbers.
+        Raise `ConfigError` if the model does not predict numbers, and `DataError` if the targets are not the numbers
+        that the model predicts.
         """
         if not isinstance(check_known(held_out, "regression"), Numbers):
             raise DataError("regression needs numbers, and the targets of this data are classes; use accuracy")
@@ -183,14 +187,16 @@ def _number_metrics(prefix: str, metrics: NumberMetrics) -> dict[str, float]:
 
 
 def with_interval(name: str, metric: Metric) -> dict[str, float]:
-    """Return a metric by its name, and the ends of its interval as NAME_low and NAME_high if it has one."""
+    """Return the value of a metric as NAME. If the metric has an interval, also return the ends as NAME_low and
+    NAME_high."""
     if metric.low is None or metric.high is None:
         return {name: metric.value}
     return {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
 
 
 def _cross_entropies(logits: Float[Tensor, "b classes"], batch: Batch, output: OutputKind) -> Float[Tensor, " b"]:
-    """Return the cross-entropy of each sample in nats; of sigmoid outputs, summed over yes-or-no questions."""
+    """Return the cross-entropy of each sample in nats. For sigmoid outputs, it is the sum of the binary
+    cross-entropies."""
     labels = batch.labels.clamp(min=0)
     if batch.targets is None and output == "softmax":
         return F.cross_entropy(logits, labels, reduction="none")

@@ -18,11 +18,11 @@ __all__ = ["Outputs"]
 
 
 class Outputs:
-    """A model, and its features and predictions of every sample of a source, which are computed at first use.
+    """A model, with features and predictions for every sample of a source. Both are computed at first use.
 
-    `cache` is the folder in which features are kept between runs; None keeps none. `on_progress` is called with the
-    number of samples that are done and the number of all, `on_note` with sentences for the user, and `on_skip` with
-    each sample that cannot be decoded. `skipped` collects the reasons by the samples' keys.
+    `cache` is the folder that stores features between runs. With None, features are not stored. `on_progress` is called
+    with the number of samples that are done and the number of all, `on_note` with sentences for the user, and `on_skip`
+    with each sample that cannot be decoded. `skipped` maps the key of each skipped sample to the reason.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Outputs:
         self.note = on_note or (lambda text: None)
         self.on_skip = on_skip or (lambda item: None)
         self.skipped: dict[str, str] = {}
-        # Each result is stored with its source, because a source that is freed could leave its id to another one.
+        # Each result is stored together with the source, because the id of a freed source can be reused.
         self._features: dict[int, tuple[Source, FeatureSet]] = {}
         self._predictions: dict[int, tuple[Source, Predictions]] = {}
 
@@ -80,7 +80,8 @@ class Outputs:
         return self._features[id(source)][1]
 
     def predictions(self, source: Source) -> Predictions:
-        """Return the outputs of the head, for a source with the model's classes. Raise the errors of `predict_all`."""
+        """Return the outputs of the head. The source must have the classes of the model. Raise the errors of
+        `predict_all`."""
         if id(source) not in self._predictions:
             found = predict_all(
                 self.bundle.network,
@@ -96,7 +97,7 @@ class Outputs:
         return self._predictions[id(source)][1]
 
     def each_batch(self, source: Source, take: Callable[[Batch, Tensor], None]) -> tuple[Skipped, ...]:
-        """Call `take` with every batch of a source and the head's outputs, and keep neither.
+        """Call `take` with every batch of a source and the outputs of the head. Batches and outputs are not stored.
 
         Return the samples that could not be decoded. Raise the errors of `predictions.predict.each_batch`.
         """

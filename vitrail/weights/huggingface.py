@@ -253,8 +253,8 @@ def _check_dinov2(config: ViTConfig) -> None:
         if config.activation == "swiglu":
             rule = f"two thirds of {rule}, rounded up to a multiple of 8"
         raise BundleError(
-            f"Hugging Face's DINOv2 has mlp_width = {rule}, with a whole number mlp_ratio; no mlp_ratio gives "
-            f"mlp_width={config.mlp_width} for width={config.width}"
+            f"mlp_width={config.mlp_width} does not fit Hugging Face's DINOv2: it must be {rule} for a whole number "
+            f"mlp_ratio (width={config.width})"
         )
 
 

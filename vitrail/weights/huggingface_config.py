@@ -157,8 +157,8 @@ def _image_size(
     grid = size[0] // patch[0], size[1] // patch[1]
     if grid[0] * grid[1] != places:
         raise BundleError(
-            f"{tensors.path} has positions for {places} patches; image_size={size} in config.json makes {grid[0]} x "
-            f"{grid[1]} of {patch[0]} x {patch[1]} pixels"
+            f"{tensors.path}: the position embedding is for {places} patches, but image_size={size} in config.json "
+            f"gives {grid[0]} x {grid[1]} patches of {patch[0]} x {patch[1]} pixels; correct image_size"
         )
     whole = grid[0] * patch[0], grid[1] * patch[1]
     if whole != size:
@@ -170,7 +170,7 @@ def _shape(tensors: TensorFile, name: str, dimensions: int) -> tuple[int, ...]:
     shape = tensors.shapes.get(name)
     if shape is None or len(shape) != dimensions:
         found = "is missing" if shape is None else f"has the shape {shape}"
-        raise BundleError(f"{tensors.path}: {name} must have {dimensions} dimensions, which give the sizes; it {found}")
+        raise BundleError(f"{tensors.path}: {name} {found}; it must be {dimensions}-dimensional")
     return shape
 
 

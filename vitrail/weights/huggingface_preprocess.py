@@ -65,7 +65,10 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool
     notes = []
     if not content:
         how = "short side to 256, crop of 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
-        notes.append(f"there is no preprocessor_config.json: the usual is assumed ({how} mean and standard deviation)")
+        notes.append(
+            "there is no preprocessor_config.json: the default of the model family is assumed "
+            f"({how} mean and standard deviation)"
+        )
     filled = {
         "resample": 3 if dinov2 else 2,
         **(IMAGENET if dinov2 and config.channels == 3 else HALF),

@@ -95,7 +95,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str,
     Raise `BundleError` for a suffix that is not one of `suffixes`, and `SaveError` if the file cannot be written.
     """
     if path.suffix not in suffixes:
-        raise BundleError(f"cannot write {str(path)!r}: {path.suffix or 'no suffix'!r} is not {' or '.join(suffixes)}")
+        raise BundleError(f"cannot write {str(path)!r}: the file name must end in {' or '.join(suffixes)}")
     path = path.resolve()
     partial = partial_path(path)
     with saving("the weights", path):

@@ -215,7 +215,7 @@ def test_nothing_is_fetched_for_other_heads_and_data(serve: Callable[..., list[s
 
 
 def test_a_list_of_other_classes_is_refused(list_file: Path) -> None:
-    with pytest.raises(DataError, match="not those of the list: 'thing 999' is where the list has 'thing 0'"):
+    with pytest.raises(DataError, match="list: class 0 is 'thing 999' in the model and 'thing 0' in the list"):
         map_classes(NAMES[::-1], IDS[:3], mapping=list_file)
     with pytest.raises(DataError, match="the list has 1,000 WordNet ids, and the model 7 outputs"):
         map_classes(NUMBERS[:7], IDS[:3], mapping=list_file)

@@ -29,7 +29,8 @@ PART = 2**23
 
 
 def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Truth) -> None:
-    """Raise `DataError` unless there are features, with a known truth for each. `what` names the features."""
+    """Raise `DataError` if there are no features, or if the truth of a feature is unknown. `what` names the features in
+    the message."""
     if len(features) != len(truth) or not len(features):
         raise DataError(
             f"{what}: {len(features):,} features and {len(truth):,} labels; give at least one feature, and a label for "
@@ -53,7 +54,7 @@ def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) 
 
 
 def check_same_kind(train: Truth, test: Truth) -> None:
-    """Raise `DataError` unless both are of one kind, with the same number of classes or numbers."""
+    """Raise `DataError` if the two truths differ in kind, or in the number of classes or outputs."""
     if (train.kind, train.columns) != (test.kind, test.columns):
         raise DataError(
             f"targets to learn from are {train.kind} with {train.columns} columns, and those to test on are "
@@ -69,16 +70,17 @@ def parts(rows: int, width: int) -> Iterator[slice]:
 
 
 def tensor(features: Float[np.ndarray, "n d"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "n d"]:
-    """Return a copy as a tensor. Features that are mapped from a file are read-only, which tensors cannot be."""
+    """Return a copy of the features as a tensor. Features mapped from a file are read-only, and PyTorch has no
+    read-only tensors."""
     return torch.from_numpy(np.array(features, copy=True)).to(dtype)
 
 
 def moments(
     features: Float[np.ndarray, "n d"], rows: Int64[np.ndarray, " m"]
 ) -> tuple[Float64[Tensor, " d"], Float64[Tensor, " d"]]:
-    """Return mean and standard deviation (divided by n) of every column over some rows, in float64.
+    """Return the mean and standard deviation (divided by n) of every column over some rows, in float64.
 
-    Raise `DataError` that names the first row with a number that is not finite.
+    If a number is not finite, raise `DataError` with the index of the first such row.
     """
     width = features.shape[1]
     total, squares = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
@@ -93,7 +95,7 @@ def moments(
 
 
 def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) -> None:
-    """Raise `DataError` that names the first of these rows with a number that is not finite."""
+    """Raise `DataError` with the index of the first row that has a number that is not finite."""
     finite = values.isfinite().all(dim=1)
     if not finite.all():
         row = rows[int(finite.int().argmin())]
@@ -101,7 +103,7 @@ def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) ->
 
 
 def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray, " n"]:
-    """Return the position of each row, from 0, among the rows of its label, in an order drawn by the seed.
+    """Return the position of each row, from 0, in a random order of the rows with the same label.
 
     The order within a class depends only on the seed, the label and the number of rows of that label.
     """
@@ -111,7 +113,7 @@ def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray,
 
 
 def _places(labels: Int64[np.ndarray, " n"], order: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-    """Return the number of rows of the same label that come before each row in an order."""
+    """Return, for each row, the number of rows with the same label that come earlier in `order`."""
     grouped = order[np.argsort(labels[order], kind="stable")]
     values, first = np.unique(labels[grouped], return_index=True)
     places = np.empty(len(labels), np.int64)

@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 CONSTANT = 100.0
-"""The constant feature for the intercept. It is large because its weight is regularised too."""
+"""The constant feature for the intercept. A large constant keeps the weight small, so that regularisation hardly
+affects the intercept."""
 LOO_GRID = tuple(2.0**power for power in range(20, -11, -1))
 """The strengths that "loo" chooses from, strongest first."""
 NAMED = 10
@@ -44,14 +45,14 @@ class FewShotRow:
 
     shots: int
     images: int
-    """Training images: fewer than shots times classes if some class has fewer."""
+    """Number of training images. It is below shots times classes if a class has fewer images than shots."""
     accuracies: tuple[float, ...]
     """The accuracy for each seed."""
     l2: tuple[float, ...]
     """The strength of the regularisation for each seed."""
     mean: float
     std: float | None
-    """Standard deviation over seeds, divided by one less than their number; None for a single seed."""
+    """Sample standard deviation over the seeds (divided by n - 1). It is None for a single seed."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,13 @@ def few_shot(
     """Measure few-shot linear regression as in the paper's section 4.1 (arXiv 2010.11929), with the settings of
     big_vision's evaluator (`fit_least_squares`).
 
-    `seeds` are seeds, or the number of seeds from 0. `l2` is the strength of the regularisation, or "loo" to choose it
-    for each draw from 2^-10 to 2^20. If only the features of images that will be drawn (`draw_shots`) were computed,
-    `of_rows` has their rows in `train_truth`, in rising order.
+    `seeds` is a list of seeds, or a number n for the seeds 0 to n - 1. `l2` is the strength of the regularisation, or
+    "loo" to choose it for each draw from 2^-10 to 2^20. If `train` has only the features of the drawn images
+    (`draw_shots`), `of_rows` holds the rows of these images in `train_truth`, in rising order.
 
-    Raise `DataError` if a class has fewer images than shots (with `allow_fewer`, all of its images are used), and for
-    unknown labels, different widths and features that are not finite; `ConfigError` for settings out of range.
+    With `allow_fewer`, a class with fewer images than shots uses all its images; otherwise such a class raises
+    `DataError`. Unknown labels, different widths and features that are not finite raise `DataError`, and settings out
+    of range raise `ConfigError`.
     """
     shots = tuple(shots)
     seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
@@ -115,7 +117,7 @@ def few_shot(
 
 
 def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[np.ndarray, " drawn"]:
-    """Return the rows of `shots` images per class, in rising order; all rows of a class that has fewer.
+    """Return the rows of `shots` images per class, in rising order. A class with fewer images contributes all its rows.
 
     The rows for fewer shots are among those for more shots. The rows of a class depend on the seed, the index of the
     class and its number of images, but not on other classes.
@@ -126,13 +128,14 @@ def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[
 def fit_least_squares(
     features: Float[np.ndarray, "n d"], labels: Int64[np.ndarray, " n"], *, num_classes: int, l2: Strength
 ) -> tuple[LinearMap, float]:
-    """Return the linear map with the least squared error onto +1 for the own class and -1 for others, and its l2.
+    """Return the least-squares map onto +1 for the true class and -1 for every other class, and the l2 that was used.
 
     Features are standardised, (x - mean) / (std + 1e-5) over these rows, and get a constant feature of 100. The map w
-    minimises ||X w - y||^2 + l2 ||w||^2. In float64, by the eigenvectors of the smaller of X^T X and X X^T.
+    minimises ||X w - y||^2 + l2 ||w||^2. It is computed in float64 from the eigenvectors of X^T X or X X^T, whichever
+    is smaller.
 
-    With l2="loo", the strength is the one with the least leave-one-out squared error, or the strongest of equal ones.
-    Mean and standard deviation are not recomputed without the row, so the errors have a closed form: e_i = r_i /
+    With l2="loo", the strength with the least leave-one-out squared error is chosen. The strongest one wins a tie. The
+    mean and standard deviation include the row that is left out. Therefore the errors have a closed form: e_i = r_i /
     (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is used instead of accuracy
     because leave-one-out accuracy is always 0 for a class with one image.
     """
@@ -152,7 +155,8 @@ def _best(system: _Tall | _Wide) -> float:
 
 
 class _Tall:
-    """At least as many rows as features: X^T X = q diag(lambda) q^T, and w = q (lambda + l2)^-1 q^T X^T y."""
+    """Solution for at least as many rows as features: X^T X = q diag(lambda) q^T, and w = q (lambda + l2)^-1 q^T X^T
+    y."""
 
     def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
         self.y = y
@@ -171,7 +175,7 @@ class _Tall:
 
 
 class _Wide:
-    """Fewer rows than features: X X^T = q diag(lambda) q^T, and w = X^T q (lambda + l2)^-1 q^T y."""
+    """Solution for fewer rows than features: X X^T = q diag(lambda) q^T, and w = X^T q (lambda + l2)^-1 q^T y."""
 
     def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
         self.x = x
@@ -200,7 +204,7 @@ def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> 
 
 
 def check_counts(counts: Int64[np.ndarray, " classes"], shots: int, names: Sequence[str] | None) -> None:
-    """Raise `DataError` that names the classes with fewer images than shots."""
+    """If a class has fewer images than shots, raise `DataError` with the names of all such classes."""
     few = np.flatnonzero(counts < shots)
     if not len(few):
         return

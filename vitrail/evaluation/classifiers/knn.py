@@ -1,4 +1,4 @@
-"""Nearest neighbours: a vote, or for numbers a weighted mean, of the stored features with the largest cosines."""
+"""Nearest neighbours by cosine similarity. Classes are predicted by a vote, and numbers by a weighted mean."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ QUERIES = 8192
 ROWS, STORED = 1024, 16384
 """Queries and stored features whose similarities are in memory at once: 64 MB."""
 BLOCK = 32
-"""Similarities in a block, of which the maximum is compared first."""
+"""Number of similarities in a block. The maximum of a block is compared before the values inside it."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest stored rows of consecutive queries, nearest first, equal ones in their order."""
+    """The nearest stored rows of consecutive queries, nearest first. Equally near rows are in the order of their
+    indices."""
 
     first: int
     """Index of the first query."""
     indices: Int64[np.ndarray, "b k"]
     similarities: Float32[np.ndarray, "b k"]
-    """Cosines."""
+    """Cosine similarities of the query and its neighbours."""
 
 
 @dataclass(frozen=True)
 class NeighbourRow:
-    """Metrics of k neighbours."""
+    """Metrics of the prediction from k neighbours."""
 
     k: int
     metrics: dict[str, float]
@@ -56,11 +57,12 @@ def knn(
 ) -> tuple[NeighbourRow, ...]:
     """Predict the truth of test features from their nearest training features, for several numbers of neighbours.
 
-    A neighbour has the weight exp(cosine / temperature), as in DINO (arXiv 2104.14294, after 1805.01978, with 0.07). An
-    infinite temperature gives all neighbours the same weight. The score of a class is its fraction of the weights. The
-    prediction of a number is the weighted mean of the neighbours' known numbers.
+    A neighbour has the weight exp(cosine / temperature), as in DINO (arXiv 2104.14294) and instance discrimination
+    (arXiv 1805.01978), which use a temperature of 0.07. An infinite temperature gives all neighbours the same weight.
+    The score of a class is its fraction of the weights. The prediction of a number is the weighted mean of the
+    neighbours' known numbers.
 
-    Raise `ConfigError` for a k above the number of training features or a temperature that is not above 0, and
+    Raise `ConfigError` if a k exceeds the number of training features or the temperature is not above 0, and
     `DataError` for an unknown truth, different widths or features that are not finite.
     """
     _check_settings(k, temperature)
@@ -79,7 +81,7 @@ def knn_leave_one_out(
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
 ) -> tuple[NeighbourRow, ...]:
-    """Measure as `knn` does, with the prediction of every row from the nearest other rows."""
+    """Measure as `knn` does, but predict every row from the nearest of all other rows."""
     _check_settings(k, temperature)
     check_truth("features", features, truth)
     found = nearest(features, None, max(k), device=device)
@@ -93,11 +95,11 @@ def nearest(
     *,
     device: torch.device | str = "cpu",
 ) -> Iterator[Neighbours]:
-    """Yield the k nearest stored features of every query, or without queries those of every stored feature.
+    """Yield the k nearest stored features of every query. Without queries, every stored feature is a query.
 
     A stored feature is not its own neighbour. The search is exact: all cosines are computed, in float32. A feature of
-    zeros has a cosine of 0 with all. Memory beyond the features does not grow with their number: it is 0.4 GB for 200
-    neighbours among 1,000,000 of width 384, and at worst, if all features are equal, 1.4 GB.
+    zeros has a cosine of 0 with every feature. Memory use does not grow with the number of features (docs/transfer.md
+    has measurements).
 
     Raise `ConfigError` for a k out of range, and `DataError` for different widths or features that are not finite.
     """
@@ -140,7 +142,8 @@ def _unit(features: Float[np.ndarray, "n d"], begin: int, count: int, device: to
 
 
 def _leave_out(similarities: Float32[Tensor, "b c"], own: int) -> None:
-    """Exclude each query from its own neighbours. The first query is stored in column `own`, the next one behind it."""
+    """Exclude each query from the neighbours of itself. The first query is in column `own`, and each further query is
+    in the next column."""
     rows = torch.arange(len(similarities), device=similarities.device)
     inside = (rows + own >= 0) & (rows + own < similarities.shape[1])
     similarities[rows[inside], rows[inside] + own] = -torch.inf
@@ -160,10 +163,10 @@ class _Found:
         )
 
     def with_more(self, similarities: Float32[Tensor, "b c"], begin: int) -> _Found:
-        """Return the nearest rows with those of more stored features, from index `begin` on; c is a multiple of BLOCK.
+        """Return the nearest rows, including c more stored features from index `begin` on. c is a multiple of BLOCK.
 
-        The k-th largest of the blocks' maxima is a lower bound for the k nearest, so blocks whose maximum is lower are
-        read only once.
+        The k-th largest maximum of a block is a lower bound for the k nearest. Blocks with a lower maximum are
+        therefore read only once.
         """
         b, k = self.similarities.shape
         blocks = similarities.view(b, -1, BLOCK)
@@ -206,7 +209,9 @@ def _vote(
     metrics = {count: streaming_metrics(truth) for count in rising}
     for block in found:
         nearness = block.similarities.astype(np.float64)
-        weights = np.exp((nearness - nearness[:, :1]) / temperature)  # of the nearest 1, so none is infinite
+        weights = np.exp(
+            (nearness - nearness[:, :1]) / temperature
+        )  # the nearest neighbour gets weight 1, so no weight is infinite
         sums = _Sums(stored_truth, len(weights))
         for rank in range(rising[-1]):
             sums.add(block.indices[:, rank], weights[:, rank])

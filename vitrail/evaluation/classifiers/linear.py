@@ -1,4 +1,4 @@
-"""The linear probe: a linear model of frozen features, whose penalty is chosen on held-out rows."""
+"""The linear probe: a linear model of frozen features. The penalty is chosen on held-out rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RIDGE_PENALTIES = tuple(10 ** (2 - step / 2) for step in range(17))
 
 @dataclass(frozen=True)
 class LinearMap:
-    """Scores of features that are not standardised: features @ weight + bias."""
+    """A linear map for features that are not standardised. The scores are features @ weight + bias."""
 
     weight: Float64[np.ndarray, "d outputs"]
     bias: Float64[np.ndarray, " outputs"]
@@ -51,9 +51,9 @@ class LinearMap:
         return (tensor(features) @ torch.from_numpy(self.weight) + torch.from_numpy(self.bias)).numpy()
 
     def measure(self, features: Float[np.ndarray, "n d"], truth: Truth) -> dict[str, float]:
-        """Return the metrics of its scores (`streaming_metrics`).
+        """Return the metrics of the scores (`streaming_metrics`).
 
-        Raise `DataError` for features of another width, or with numbers that are not finite.
+        Raise `DataError` if the features have another width or are not finite.
         """
         metrics = streaming_metrics(truth)
         for part in parts(len(features), max(self.weight.shape)):
@@ -64,7 +64,7 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A penalty that was tried, and the metrics of its fit on the held-out rows."""
+    """A penalty, and the metrics on the held-out rows after a fit with this penalty."""
 
     penalty: float
     metrics: dict[str, float]
@@ -76,10 +76,10 @@ class LinearResult:
     """The result of `linear_probe`."""
 
     metrics: dict[str, float]
-    """Metrics of the test features, which are measured once."""
+    """Metrics on the test features. They are measured only with the chosen penalty."""
     penalty: float
     sweep: tuple[SweepRow, ...]
-    """From the strongest penalty to the weakest; empty if there was only one."""
+    """Results for each penalty, strongest first. Empty if there was only one penalty."""
     model: LinearMap
 
 
@@ -101,10 +101,10 @@ def linear_probe(
     + penalty / 2 * sum of squared weights. Numbers are fitted by ridge regression (`RidgeRegression`). The default
     penalties are `PENALTIES` and `RIDGE_PENALTIES`.
 
-    If there are several penalties, a fraction `held_out` of the training rows of every class is held out, except for
-    the only row of a class. The other rows are fitted with every penalty. The penalty with the largest accuracy, mean
-    average precision or R² on the held-out rows is chosen, and the strongest of equal ones. Then all training rows are
-    fitted. A float32 copy of the training features is held on the device.
+    If there are several penalties, a fraction `held_out` of the training rows of every class is held out. A class with
+    a single row keeps it for the fit. The remaining rows are fitted with every penalty. The penalty with the largest
+    accuracy, mean average precision or R² on the held-out rows is chosen. The strongest penalty wins a tie. Finally all
+    training rows are fitted with the chosen penalty. A float32 copy of the training features is held on the device.
 
     Raise `DataError` for an unknown truth, different widths and features that are not finite, and `ConfigError` for
     settings out of range.
@@ -182,7 +182,7 @@ def _sweep(
 
 
 def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
-    """Return the rows to fit and the rows held out: a fraction of every class, at least one row, and never all rows."""
+    """Return the rows to fit and the held-out rows, a fraction of every class. Both have at least one row."""
     labels = truth.groups()
     counts = np.bincount(labels)
     counts_kept = np.minimum(np.maximum(np.rint(held_out * counts), 1), counts - 1)

@@ -18,11 +18,11 @@ __all__ = ["Fit", "LogisticRegression"]
 MEMORY = 10
 """Number of steps that L-BFGS keeps."""
 PART = 2**20
-"""Logits in memory at once: 4 MB. Smaller parts make threads wait for each other more often; larger ones exceed the
-processor's cache."""
+"""Number of logits in memory at once: 4 MB. With fewer logits, threads wait for each other more often; more logits
+would exceed the processor's cache."""
 
 Vector = Float64[Tensor, "coordinates classes"]
-"""Weights, or a direction in their space. The last row has the intercepts."""
+"""Weights, or a search direction. The last row has the intercepts."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Fit:
     """Mean cross-entropy in nats + penalty / 2 * sum of squared weights."""
     iterations: int
     gradient: float
-    """The largest absolute derivative of the objective. It is at most the tolerance, unless rounding or the limit of
-    iterations ended the fit earlier."""
+    """The largest absolute derivative of the objective. If it exceeds the tolerance, rounding errors or the limit of
+    iterations ended the fit."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,16 @@ class _Value:
 class LogisticRegression:
     """Minimises mean cross-entropy + penalty / 2 * sum of squared weights, with free intercepts.
 
-    For single labels, the cross-entropy is that of the softmax. For several labels, it is summed over the yes-or-no
-    questions of the classes: one-versus-rest.
-    scikit-learn's `LogisticRegression(C=1 / (penalty * n))` has the same minimum.
+    For single labels, the objective uses the cross-entropy of the softmax. For several labels, it uses the sum of the
+    binary cross-entropies of all classes (one-versus-rest). scikit-learn's `LogisticRegression(C=1 / (penalty * n))`
+    has the same minimum.
 
-    Features should be centred and of similar scale. Products run in the features' number format and on their device.
-    Weights and gradients stay in float64 on the CPU.
+    Features should be centred and of similar scale. Matrix products run in the number format and on the device of the
+    features. Weights and gradients stay in float64 on the CPU.
 
-    L-BFGS (Liu and Nocedal 1989) starts each direction with an approximate inverse of the Hessian. Here it is the
-    inverse of spread * covariance + penalty for each class, which is exact if p (1 - p) does not depend on the
-    features. On 45,000 x 768 features of 100 classes it took at most 13 iterations for each penalty of a warm-started
-    sweep; the identity took up to 84.
+    L-BFGS (Liu and Nocedal 1989) starts each direction with an approximate inverse of the Hessian. Here the
+    approximation for each class is the inverse of spread * covariance + penalty. It is exact if p (1 - p) does not
+    depend on the features, and needs far fewer iterations than the identity.
     """
 
     def __init__(self, features: Float[Tensor, "n d"], truth: SingleLabels | MultiLabels) -> None:
@@ -76,7 +75,8 @@ class LogisticRegression:
     ) -> Fit:
         """Return the minimum for a penalty above 0.
 
-        The search begins at `start`, or at zero, and ends when no derivative of the objective exceeds the tolerance.
+        The search starts from `start`, by default from zero weights. It ends when no derivative of the objective
+        exceeds the tolerance.
         """
         point = torch.zeros(self.features.shape[1] + 1, self.num_classes, dtype=torch.float64)
         if start is not None:
@@ -120,7 +120,7 @@ class LogisticRegression:
         return _Value(objective, total, spread.cpu().double() / count)
 
     def _preconditioner(self, spread: Float64[Tensor, " classes"], penalty: float) -> Callable[[Vector], Vector]:
-        spread = spread.clamp(min=1e-6)  # it is 0 for a class without samples
+        spread = spread.clamp(min=1e-6)  # the spread is 0 for a class without samples
         curvature = self.variances[:, None] * spread + penalty
 
         def apply(vector: Vector) -> Vector:
@@ -130,7 +130,8 @@ class LogisticRegression:
         return apply
 
     def _search(self, point: Vector, value: _Value, direction: Vector, penalty: float) -> tuple[Vector, _Value] | None:
-        """Return a step that meets the weak Wolfe conditions, by halving and doubling, or None."""
+        """Search a step that meets the weak Wolfe conditions, by halving and doubling. Return None if no step is
+        found."""
         slope = _dot(value.gradient, direction)
         noise = torch.finfo(self.features.dtype).eps * abs(value.objective)
         step, low, high = 1.0, 0.0, math.inf
@@ -160,7 +161,7 @@ def _softmax(
 def _sigmoid(
     logits: Float[Tensor, "b classes"], targets: Shaped[Tensor, "b classes"]
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b classes"], Float[Tensor, "b classes"]]:
-    """Return the same as `_softmax` for yes-or-no questions."""
+    """Return the same values as `_softmax`, but for one binary classification per class."""
     answers = targets.to(logits)
     losses = F.binary_cross_entropy_with_logits(logits, answers, reduction="none").sum(dim=1)
     probabilities = logits.sigmoid()
@@ -170,7 +171,7 @@ def _sigmoid(
 def _inverse_product(
     gradient: Vector, history: list[tuple[Vector, Vector, float]], precondition: Callable[[Vector], Vector]
 ) -> Vector:
-    """Return the approximate inverse Hessian of the history, times the gradient (the two loops of L-BFGS)."""
+    """Return the product of the approximate inverse Hessian and the gradient (the two loops of L-BFGS)."""
     result = gradient.clone()
     factors = []
     for step, change, curvature in reversed(history):

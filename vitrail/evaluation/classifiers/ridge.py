@@ -18,7 +18,7 @@ __all__ = ["RidgeRegression"]
 
 @dataclass(frozen=True)
 class _System:
-    """The outputs whose numbers are known for the same rows, with sums over these rows, all centred."""
+    """The centred normal equations of the outputs whose numbers are known for the same rows."""
 
     outputs: Int64[np.ndarray, " k"]
     feature_mean: Float64[Tensor, " d"]
@@ -32,9 +32,10 @@ class _System:
 
 
 class RidgeRegression:
-    """Minimises, for each output, mean squared error + penalty * sum of squared weights, with free intercepts.
+    """Ridge regression of each output: minimises mean squared error + penalty * sum of squared weights. Intercepts are
+    not penalised.
 
-    An unknown number skips its row for this output alone. scikit-learn's `Ridge(alpha=penalty * n)` has the same
+    A row with an unknown number is skipped for that output only. scikit-learn's `Ridge(alpha=penalty * n)` has the same
     minimum. Sums run in float64.
     """
 
@@ -49,9 +50,10 @@ class RidgeRegression:
         ]
 
     def fit(self, penalty: float, *, start: Fit | None = None) -> Fit:
-        """Return the minimum for a penalty above 0. An output without known numbers has weights of 0.
+        """Return the weights that minimise the objective for a penalty above 0. If no number of an output is known, the
+        weights of that output are 0.
 
-        `start` is not needed, because the minimum has a closed form.
+        `start` is ignored, because the solution has a closed form.
         """
         weight = torch.zeros(self.width, self.columns, dtype=torch.float64)
         bias = torch.zeros(self.columns, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 An entry is a folder NAME with `features.npy` and `entry.json`. It appears only when it is complete. Until then, the
 folder is NAME.partial and has a file `done` with a byte for each sample. Features are written to disk before these
-bytes, so a process that is killed loses only its last seconds of work.
+bytes. A killed process therefore loses only a few seconds of work.
 
 Processes coordinate by `flock` on NAME.lock. The system releases a lock when its process ends, so no process waits for
 one that has died. A process that finds the lock taken waits, because the other one started earlier and computes the
@@ -57,10 +57,10 @@ THERE, UNDECODABLE = 1, 2
 """Values of a sample in `done`; 0 means that it is not computed yet."""
 
 RECORD_SECONDS = 5.0
-"""Time between two updates of `done`: the most work that a killed process loses."""
+"""Seconds between two updates of `done`. A killed process loses at most this much work."""
 
 SAMPLED = 16
-"""Number of images that are hashed if a source has no `stamp_of` its samples."""
+"""Number of images that are hashed if the source has no method `stamp_of`."""
 
 CHUNK = 2**25
 """Bytes of features that are copied at a time."""
@@ -105,7 +105,7 @@ def default_cache() -> Path:
 
 
 def weights_fingerprint(network: nn.Module) -> str:
-    """Return a hash of the network's config and weights. It takes 3 % of the time of a batch of 32 images."""
+    """Return a hash of the network's config and weights."""
     kind = f"{type(network).__qualname__} {getattr(network, 'config', None)!r}"
     return hashlib.sha256(f"{kind}\n{weights_sha256(network)}".encode()).hexdigest()
 
@@ -113,8 +113,8 @@ def weights_fingerprint(network: nn.Module) -> str:
 def data_fingerprint(source: Source) -> str:
     """Return a hash of all keys and targets in order, and of everything known about the images without decoding them.
 
-    Files, shards and Parquet files are distinguished by size and times, arrays by their pixels. If a source provides
-    neither (`stamp_of`), 16 images spread over it are read and hashed; a change to another image is not detected.
+    Files, shards and Parquet files are identified by size and modification time, arrays by their pixels. If a source
+    has no `stamp_of`, 16 evenly spaced images are read and hashed. A change to any other image is then not detected.
     """
     digest = hashlib.sha256(fingerprint(source).encode())
     if isinstance(getattr(source, "identity", None), str):  # the fingerprint includes it
@@ -135,7 +135,8 @@ def data_fingerprint(source: Source) -> str:
 
 
 def map_features(path: Path, shape: tuple[int, int]) -> Float32[np.ndarray, "n d"]:
-    """Return a file of features, mapped and read-only. Raise `DataError` if it has another shape or is truncated."""
+    """Return the features in a file, memory-mapped and read-only. Raise `DataError` if the file has another shape or is
+    truncated."""
     try:
         features = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
@@ -147,7 +148,7 @@ def map_features(path: Path, shape: tuple[int, int]) -> Float32[np.ndarray, "n d
 
 @dataclass(frozen=True)
 class Entry:
-    """The entry of a cache for the features of `samples` samples, `width` numbers each. Writing raises `SaveError`."""
+    """The cache entry of one set of features, an array of (`samples`, `width`). Failed writes raise `SaveError`."""
 
     cache: Path
     identity: Identity
@@ -156,7 +157,7 @@ class Entry:
 
     @property
     def folder(self) -> Path:
-        """The folder of the entry. Names of entries of the same data begin alike."""
+        """The folder of the entry. Entries of the same data have a common prefix in the folder name."""
         values = json.dumps(to_plain(self.identity), sort_keys=True)
         return self.cache / f"{self._data}-{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
@@ -169,19 +170,20 @@ class Entry:
         return self.identity.data[:16]
 
     def read(self) -> Kept | None:
-        """Return the content of the entry; None if there is no entry. Raise `DataError` if it is damaged."""
+        """Return the content of the entry, or None if there is no entry. Raise `DataError` if the entry is damaged."""
         return self._read(self.folder) if self.folder.exists() else None
 
     def whole(self) -> Kept | None:
-        """Return the content of the entry; None if there is no entry or it is damaged."""
+        """Return the content of the entry, or None if the entry is missing or damaged."""
         with contextlib.suppress(DataError):
             return self.read()
         return None
 
     def others(self) -> str | None:
-        """Return how other cached features of the same data differ: "other weights", "other preprocessing, precision".
+        """Describe how other cached features of the same data differ, for example "other weights" or "other
+        preprocessing, precision".
 
-        If there are several, it describes those that differ least. None if there are none.
+        The entry with the fewest differences is described. Return None if the cache has no other features of this data.
         """
         found: list[list[str]] = []
         for path in self.cache.glob(f"{self._data}-*/{ABOUT}"):
@@ -197,7 +199,7 @@ class Entry:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:
-        """Yield a lock that is not held yet; None if the disk has no locks."""
+        """Yield a lock that is not held yet, or None if the file system does not support locks."""
         with saving("features", self.folder):
             self.cache.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder.with_name(f"{self.folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -215,9 +217,10 @@ class Entry:
             os.close(lock)
 
     def adopt(self) -> Kept | None:
-        """Return the content of the entry, which may be complete but not renamed yet because its writer was killed.
+        """Return the content of a complete entry, or None if there is no complete entry.
 
-        Call it only with an exclusive lock. A damaged entry is removed. None if there is no complete entry.
+        If the writer was killed after the last sample and before the renaming, the entry is renamed here. A damaged
+        entry is removed. The caller must hold the exclusive lock.
         """
         if (kept := self.whole()) is not None:
             return kept
@@ -229,10 +232,10 @@ class Entry:
         return None
 
     def finish(self, reason: Callable[[int], str]) -> Kept:
-        """Turn the partial folder into the entry, when all samples are done, and return its content.
+        """Turn the partial folder into the entry after all samples are done, and return the content of the entry.
 
-        Call it only with an exclusive lock. `reason` returns why a sample could not be decoded. Raise `DataError` if
-        the disk does not return what was written.
+        The caller must hold the exclusive lock. `reason` returns the reason why a sample could not be decoded. Raise
+        `DataError` if the disk does not return what was written.
         """
         with saving("features", self.folder):
             with contextlib.closing(Partial(self)) as partial:
@@ -284,11 +287,12 @@ class Lock:
         self._descriptor = descriptor
 
     def share(self) -> None:
-        """Hold the lock together with other processes that fill the entry."""
+        """Acquire the lock in shared mode. Several processes that fill the entry can hold it at once."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def alone(self, on_wait: Callable[[], None]) -> None:
-        """Hold the lock exclusively, once no other process has it. `on_wait` is called if this has to wait."""
+        """Acquire the lock exclusively, and wait until all other processes have released it. `on_wait` is called once
+        before a wait."""
         try:  # the system releases the shared lock first, so two processes that share it do not deadlock
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -297,10 +301,9 @@ class Lock:
 
 
 class Partial:
-    """An entry that is being filled, by one process or by several at different rows. All methods raise `SaveError`.
+    """An entry that one or more processes are filling, each at different rows. All methods raise `SaveError`.
 
-    Rows are written to the file and not to a mapping of it, because a full disk would kill a process that writes to a
-    mapping.
+    Rows are written with ordinary writes, because a full disk kills a process that writes to a memory-mapped file.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -321,17 +324,18 @@ class Partial:
                 _reserve(self._features, size)
             _write_at(
                 self._features, header, 0
-            )  # every time, because the process that made the file may have been killed before this
+            )  # in every process, because the one that made the file may have been killed before reserving the space
             self._done = os.open(folder / DONE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def done(self) -> UInt8[np.ndarray, " n"]:
-        """Return the recorded value of each sample; 0 means that it is not computed yet."""
+        """Return the recorded value of each sample. 0 means that the sample is not computed yet."""
         with saving("features", self._folder):
             read = os.pread(self._done, self._samples, 0)
         return np.frombuffer(read.ljust(self._samples, b"\0"), np.uint8)
 
     def write(self, first: int, values: Float32[np.ndarray, "b d"], valid: Bool[np.ndarray, " b"]) -> None:
-        """Write the features of successive samples from `first` on. `valid` marks the samples that could be decoded."""
+        """Write the features of consecutive samples, starting at row `first`. `valid` marks the samples that could be
+        decoded."""
         with saving("features", self._folder):
             _write_at(self._features, np.ascontiguousarray(values).tobytes(), self._start + first * self._row)
         self._pending.append((first, np.where(valid, THERE, UNDECODABLE).astype(np.uint8).tobytes()))
@@ -370,7 +374,8 @@ def _header(rows: int, width: int) -> bytes:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Reserve bytes on the disk if it supports that, so that a disk that is too small is noticed before the work."""
+    """Reserve disk space if the file system supports it, so that a full disk is detected before any features are
+    computed."""
     try:
         os.posix_fallocate(file, 0, size)
     except AttributeError:

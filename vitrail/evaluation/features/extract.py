@@ -35,21 +35,23 @@ __all__ = ["FeatureSet", "default_cache", "extract"]
 Keep = Callable[
     [Int64[np.ndarray, " b"], Float32[np.ndarray, "b d"], Bool[np.ndarray, " b"], tuple[Skipped, ...]], None
 ]
-"""Takes the rows of a batch in the source, their features, a mask of decoded samples, and the skipped samples."""
+"""Function that is called with the indices of a batch's samples in the source, the features, a mask of decoded samples,
+and the skipped samples."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureSet:
-    """One vector for each sample that could be decoded, in the source's order, and the truth."""
+    """One feature vector and the truth for each sample that could be decoded, in the order of the source."""
 
     features: Float32[np.ndarray, "n d"]
-    """Features that come from a file are mapped and read-only; they may be larger than memory."""
+    """Feature vectors. If they come from a file, the array is memory-mapped and read-only, and may be larger than
+    memory."""
     truth: Truth
     keys: tuple[str, ...]
-    """The samples' names in their source."""
+    """Keys of the samples in the source."""
     classes: tuple[str, ...]
     skipped: tuple[Skipped, ...] = ()
-    """Samples that could not be decoded. They have no row."""
+    """Samples that could not be decoded. `features` has no row for a skipped sample."""
 
     def __post_init__(self) -> None:
         counts = {len(self.features), len(self.truth), len(self.keys)}
@@ -77,20 +79,21 @@ def extract(
     on_progress: Callable[[int], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> FeatureSet:
-    """Return `network.embed` of every sample, as float32. Matrix products run in `precision`.
+    """Return the output of `network.embed` for every sample, as float32. Matrix products run in `precision`.
 
-    With a folder as `cache` (`default_cache()` is the usual one), features that were computed before with the same
-    weights, data, preprocessing and precision are read from files, mapped, and new features are kept there. An
-    extraction that was stopped continues where it was, and gives the same bytes if the batch size is the same. If
-    another process computes the same features, this one waits for it. Several `ranks` that are called with the same
-    arguments share the work, and each returns all features, even if some ranks start late or die; the bytes do not
-    depend on the number of ranks. Without a cache, each rank computes everything.
+    `cache` is a folder, such as `default_cache()`. New features are stored in this folder. Features of the same
+    weights, data, preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues
+    where it stopped, and gives the same bytes if the batch size is the same. If another process computes the same
+    features, this call waits for the other process.
 
-    A cache that cannot be written does not end the extraction: the features are then computed in memory and not kept.
+    Several `ranks` that are called with the same arguments share the work. Each rank returns all features, even if
+    other ranks start late or die. The bytes do not depend on the number of ranks. Without a cache, each rank computes
+    everything.
 
-    `on_progress` is called with the number of samples that are done, and `on_note` with sentences for the user: that
-    features come from the cache, that the cache has other features of the same data, that it is damaged or cannot be
-    written. Raise `ConfigError`, and the `DataError`s of the source.
+    If the cache cannot be written, the features are computed in memory and not stored.
+
+    `on_progress` is called with the number of samples that are done. `on_note` is called with messages for the user
+    about the state of the cache. Raise `ConfigError` for invalid settings. A `DataError` of the source passes through.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
@@ -160,7 +163,8 @@ def _in_memory(job: _Job) -> Kept:
 
 
 def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None]) -> Kept | None:
-    """Return features from the cache, which are computed first if necessary; None if the disk has no locks."""
+    """Return features from the cache, and compute missing features first. Return None if the file system does not
+    support locks."""
     device = next(job.network.parameters()).device
     identity = Identity(
         data_fingerprint(job.source), weights_fingerprint(job.network), job.preprocess,

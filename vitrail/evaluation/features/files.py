@@ -25,7 +25,7 @@ from vitrail.plain import from_plain, to_plain
 __all__ = ["check_features_folder", "load_features", "parquet_library", "save_features", "save_parquet"]
 
 FORMAT = 2
-"""Format 1 had `several_labels` instead of `target_kind`; it is read as well."""
+"""Version of the files. Version 1, which has `several_labels` instead of `target_kind`, can be read too."""
 FEATURES, KEYS, ABOUT = NAMES = "features.npy", "keys.jsonl", "features.json"
 PARQUET_ROWS = 8192
 """Rows of a row group."""
@@ -50,11 +50,11 @@ class _Written:
 
 
 def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Write a folder that `load_features` reads. Features that are in the folder are replaced.
+    """Write a folder that `load_features` reads. Earlier features in the folder are replaced.
 
-    `features.npy` has the vectors. `keys.jsonl` has a line for each vector, with its key and its "label" (the index of
-    a class, a list of indices, or null) or its "numbers". `features.json` has the class names, the skipped samples and
-    `about`, plain values of the caller. Raise `SaveError`.
+    `features.npy` has the vectors. `keys.jsonl` has one line per vector, with the "key" of the sample and either a
+    "label" (a class index, a list of class indices, or null) or "numbers". `features.json` has the class names, the
+    skipped samples and `about`, which is any JSON object. Raise `SaveError` if a file cannot be written.
     """
     kind = features.truth.kind
     written = _Written(
@@ -100,9 +100,10 @@ def check_features_folder(path: Path, *, overwrite: bool) -> None:
 def save_parquet(features: FeatureSet, path: Path) -> None:
     """Write the columns key (string), label and feature (float32, of fixed length).
 
-    The label is an int64 (null for none), or a list of them if images can have several labels; instead of it, the
-    column numbers is a list of float64 (null for unknown). Class names are in the schema's metadata, as JSON under
-    "classes". Raise `SaveError`, and `DataError` if pyarrow is not installed.
+    For single labels, `label` is an int64, or null for an unlabelled image. For several labels, `label` is a list of
+    int64. Regression targets have a column `numbers` instead, a list of float64 with null for an unknown number. Class
+    names are in the schema's metadata, as JSON under "classes". Raise `SaveError`, and `DataError` if pyarrow is not
+    installed.
     """
     arrow = parquet_library()
     truth = features.truth
@@ -150,12 +151,13 @@ def _name_of(kind: TargetKind) -> str:
 
 
 def _printable(key: str) -> str:
-    """Return a key as text: names of files can have any bytes, and a column of strings cannot."""
+    """Return a key as valid Unicode. File names can hold any bytes, but a column of strings cannot."""
     return key.encode("utf-8", "backslashreplace").decode()
 
 
 def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Truth]:
-    """Return a key for each feature, and the truth. Raise `DataError` that names the line that does not fit."""
+    """Return the key and the truth of each feature. If a line is invalid, raise `DataError` with the number of the
+    line."""
     keys: list[str] = []
     targets: list[Target] = []
     try:

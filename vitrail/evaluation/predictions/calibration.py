@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 BINS = 15
-"""Number of bins of equal width, as in Guo et al. (1706.04599, section 2 and table 1)."""
+"""Number of bins of equal width (Guo et al. 1706.04599, section 2 and table 1)."""
 
 TEMPERATURES = (1e-3, 1e3)
 """The range of `fit_temperature`."""
@@ -47,24 +47,23 @@ class PerSample(NamedTuple):
     confidence: Float64[np.ndarray, " n"]
     """The probability of the likeliest class."""
     cross_entropy: Float64[np.ndarray, " n"]
-    """Cross-entropy in nats: minus the logarithm of the label's probability; with sigmoid outputs, summed over the
-    yes-or-no questions of all classes."""
+    """Cross-entropy in nats. With sigmoid outputs, it is the sum of the binary cross-entropies of all classes."""
     brier: Float64[np.ndarray, " n"]
-    """Brier score: squared difference between probabilities and truth, summed over classes (Brier 1950). It is 0 to 2
-    with softmax outputs."""
+    """Brier score: squared difference between probabilities and truth, summed over classes (Brier 1950). With softmax
+    outputs, it is between 0 and 2."""
 
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """A bar of a reliability diagram: samples whose confidence is above `lower` and at most `upper`."""
+    """A bar of a reliability diagram, for the samples with a confidence above `lower` and at most `upper`."""
 
     lower: float
     upper: float
     images: int
     accuracy: float | None
-    """Fraction of correct samples; None for an empty bin."""
+    """Fraction of correct samples, or None for an empty bin."""
     confidence: float | None
-    """Mean confidence; None for an empty bin."""
+    """Mean confidence, or None for an empty bin."""
 
 
 def per_sample(
@@ -74,9 +73,9 @@ def per_sample(
     scores: OutputKind = "softmax",
     temperature: float = 1.0,
 ) -> PerSample:
-    """Return likeliest class, confidence and losses of each sample, with the probabilities of logits / temperature.
+    """Return the likeliest class, confidence and losses of each sample, from the probabilities of logits / temperature.
 
-    Raise `DataError` for labels that are not columns, `ConfigError` for a temperature that is not positive.
+    Raise `DataError` if a label is not a column of the logits, and `ConfigError` if the temperature is not positive.
     """
     check_labels(labels, logits.shape[1])
     if not (0 < temperature < math.inf):
@@ -99,7 +98,7 @@ def per_sample(
 def binary_cross_entropy(
     logits: Float[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]
 ) -> Float64[np.ndarray, " n"]:
-    """Return the cross-entropy of each image in nats, summed over the yes-or-no questions of the classes."""
+    """Return the sum over classes of the binary cross-entropy of each image, in nats."""
     losses = np.empty(len(logits))
     for rows, block in _blocks(logits):
         losses[rows] = np.logaddexp(0, block).sum(axis=1) - (targets[rows] * block).sum(axis=1)
@@ -109,7 +108,8 @@ def binary_cross_entropy(
 def calibration_gaps(
     confidence: Float64[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], *, bins: int = BINS
 ) -> Float64[np.ndarray, "n bins"]:
-    """Return correctness (1 or 0) minus confidence of each sample, in the column of its bin."""
+    """Return a matrix with one row per sample. The column of the sample's bin holds correctness (1 or 0) minus
+    confidence, and all other columns are 0."""
     gaps = np.zeros((len(confidence), bins))
     gaps[np.arange(len(confidence)), _bin_of(confidence, bins)] = correct - confidence
     return gaps
@@ -118,7 +118,7 @@ def calibration_gaps(
 def expected_calibration_error(
     confidence: Float64[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], *, bins: int = BINS
 ) -> float:
-    """Return the mean over samples of |accuracy - confidence| of their bins (Guo et al. 1706.04599, equation 3)."""
+    """Return the mean of |accuracy - confidence| over bins, weighted by samples (Guo et al. 1706.04599, equation 3)."""
     return float(np.abs(calibration_gaps(confidence, correct, bins=bins).mean(axis=0)).sum())
 
 
@@ -141,10 +141,10 @@ def fit_temperature(
 ) -> float:
     """Return the temperature that minimises the cross-entropy of logits / temperature (Guo et al. 1706.04599, 4.2).
 
-    Fit it on held-out samples, and report metrics of other samples. It changes no likeliest class. The cross-entropy is
-    convex in 1 / temperature, so there is one minimum. Newton steps inside a shrinking bracket find it to a relative
-    error below 1e-9. The result is limited to [0.001, 1000]: if every sample is correct, the minimum is at 0, and if
-    the logits mislead, it is at infinity.
+    Fit the temperature on held-out samples, and report metrics of other samples. The temperature does not change which
+    class is likeliest. The cross-entropy is convex in 1 / temperature, so there is one minimum. Newton steps inside a
+    shrinking bracket find it to a relative error below 1e-9. The result is limited to [0.001, 1000], because the
+    minimum is at 0 if every sample is correct, and at infinity if the logits are worse than chance.
     """
     check_labels(labels, logits.shape[1])
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
@@ -185,7 +185,7 @@ def _slope(
 def _probabilities(
     block: Float64[np.ndarray, "b classes"], scores: OutputKind
 ) -> tuple[Float64[np.ndarray, "b classes"], Float64[np.ndarray, " b"]]:
-    """Return probabilities, and the cross-entropy before the label's logit is subtracted."""
+    """Return the probabilities and the logarithm of the softmax denominator."""
     if scores == "sigmoid":
         return np.exp(-np.logaddexp(0, -block)), np.logaddexp(0, block).sum(axis=1)
     top = block.max(axis=1, keepdims=True)

@@ -253,11 +253,18 @@ def _order(head: Sequence[str], synsets: Sequence[Synset]) -> list[int]:
         return columns
     if len(head) != len(synsets):
         raise DataError(f"the list has {len(synsets):,} WordNet ids, and the model {len(head):,} outputs")
-    pairs = [(_usual(name), synset.names[0]) for name, synset in zip(head, synsets, strict=True) if synset.names]
+    pairs = [
+        (index, _usual(name), synset.names[0])
+        for index, (name, synset) in enumerate(zip(head, synsets, strict=True))
+        if synset.names
+    ]
     is_named = list(head) != [str(number) for number in range(len(head))]
-    if is_named and pairs and sum(mine == theirs for mine, theirs in pairs) < len(pairs) / 2:
-        mine, theirs = next((mine, theirs) for mine, theirs in pairs if mine != theirs)
-        raise DataError(f"the model's classes are not those of the list: {mine!r} is where the list has {theirs!r}")
+    if is_named and pairs and sum(mine == theirs for _, mine, theirs in pairs) < len(pairs) / 2:
+        index, mine, theirs = next(pair for pair in pairs if pair[1] != pair[2])
+        raise DataError(
+            f"the model's classes do not match the list: class {index} is {mine!r} in the model and {theirs!r} in the "
+            "list"
+        )
     return list(range(len(head)))
 
 
