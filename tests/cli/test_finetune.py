@@ -138,6 +138,26 @@ def test_several_labels_have_figures_of_their_own(
     assert re.search(r"mean average precision +[\d.]+%", out) and "likeliest class is a label" in out
 
 
+def test_numbers_are_fine_tuned(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, random, lines = tmp_path / "grey", np.random.default_rng(0), ["file,<age>,name"]
+    data.mkdir()
+    for number in range(40):
+        grey = int(random.integers(0, 250))
+        Image.fromarray(np.full((20, 30 + number, 3), grey, np.uint8)).save(data / f"{number}.png")
+        lines.append(f"{number}.png,{grey},x")
+    (data / "ages.csv").write_text("\n".join(lines), encoding="utf-8")
+    words = [str(model), "--data", str(data), "--run", str(tmp_path / "run"), "--validation-share", "0.4"]
+    assert main(["finetune", *words, *QUICK, "--numbers", "<age>"]) == 0
+    out = capsys.readouterr().out
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"<age>: R² +(-?[\d.]+)", out)
+    assert f"<strong>R² {shown}</strong>" in page and re.search(r"<age>: mean absolute error +[\d.]+", out)
+    assert "task regression: the targets are numbers" in out and "accuracy" not in out
+    assert "difficult class" not in out
+    assert main(["finetune", *words, *QUICK, "--numbers", "name", "--overwrite"]) == 2
+    assert "name" in capsys.readouterr().err
+
+
 def test_the_papers_protocol(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,9 +245,9 @@ def test_images_that_chose_the_weights_are_not_called_unseen(
 ) -> None:
     words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--max-skipped", "0.1"]
     assert main([*words, *QUICK]) == 0
-    assert "these images chose which weights to keep as well" in capsys.readouterr().out
+    assert "the best weights were chosen on these images" in capsys.readouterr().out
     assert main([*words, "--overwrite", "--keep", "last", *QUICK]) == 0
-    assert "chose which weights" not in capsys.readouterr().out
+    assert "best weights" not in capsys.readouterr().out
 
 
 def test_evaluation_says_where_training_held_nothing_out(

@@ -27,6 +27,7 @@ from vitrail.transfer.charts import (
     legend,
     line_chart,
     reliability_diagram,
+    scatter_plot,
     shorten,
 )
 
@@ -298,6 +299,36 @@ def test_a_heat_map_names_rows_and_columns() -> None:
     ]  # fmt: skip
 
 
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from([1e-7, 1.0, 3e4, 2e9]).flatmap(lambda most: st.floats(-most, most))] * 2),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_a_scatter_plot_has_a_dot_for_each_sample(points: list[tuple[float, float]]) -> None:
+    titles = [f"{EVIL} {number}" for number in range(len(points))]
+    drawing = Drawing(scatter_plot(points, titles, label="x"))
+    drawing.check_inside()
+    dots = drawing.dots("dot sample")
+    (_, pixel), (_, vertical) = drawing.scale("middle"), drawing.scale("end")
+    assert pixel == pytest.approx(-vertical, rel=1e-3), "both axes have one scale"
+    for (x, y), (true, predicted) in zip(values_of(drawing, [dot[:2] for dot in dots]), points, strict=True):
+        assert abs(x - true) <= 0.05 * pixel and abs(y - predicted) <= 0.05 * pixel
+    ((start, end),) = drawing.path("ideal")
+    assert end[0] - start[0] == pytest.approx(start[1] - end[1], abs=0.02), "the diagonal is at 45 degrees"
+    labels = sorted(
+        (float(text.attrib["x"]), len("".join(text.itertext())))
+        for text in drawing.all("text")
+        if text.get("text-anchor") == "middle" and "".join(text.itertext())[-1].isdigit()
+    )
+    for (left, before), (right, after) in itertools.pairwise(labels):
+        assert right - left >= DIGIT_WIDTH * (before + after) / 2 or len(labels) <= 4
+    assert [title.text for title in drawing.all("title")][
+        -1
+    ] == f"</title><script>alert('1 & 2')</script>\\u202e\\x00 {len(points) - 1}"
+
+
 def luminance(colour: tuple[float, ...]) -> float:
     """Of a colour from 0 to 255, as WCAG 2 defines it."""
     shares = [part / 255 for part in colour]
@@ -336,6 +367,7 @@ def test_styles_are_those_that_are_drawn() -> None:
         chart,
         reliability_diagram(bins((0.5, 0.5, 2)), None, label="x"),
         confusion_matrix([(0, 0, 1)], ["a"], label="x"),
+        scatter_plot([(0.0, 1.0)], ["a"], label="x"),
     ]
     used = {word for text in charts for css in re.findall(r'class="([^"]*)"', text) for word in css.split()}
     assert used - {"one"} <= {*re.findall(r"\.([a-z]+)", STYLE)}

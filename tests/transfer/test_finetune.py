@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import vitrail
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import DataError, RunError
+from vitrail.evaluation.predictions.regression import RegressionReport
+from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
@@ -135,6 +138,46 @@ def test_data_is_opened_once_and_read_by_all_runs(
     chosen = plan(tiny_bundle, data, config, explicit=explicit)
     assert finetune(chosen.config, data, tiny_bundle).page is not None
     assert opened == [colours / "train", colours / "test"]
+
+
+def test_numbers_are_learned_and_reported(
+    tiny_bundle: Bundle, model: Path, brightness: Path, in_folder: Path, read_page: Callable[[str], Any]
+) -> None:
+    numbers = ("brightness", "half <&>")
+    config = TrainConfig().override(data=str(brightness), numbers=numbers, task="regression", init=str(model))
+    data = config.data.open_whole()
+    chosen = plan(tiny_bundle, data, config, explicit={"precision": "float32", "steps": 150, "loss": "huber"})
+    assert chosen.config.task == Regression(loss="huber") and chosen.config.augment.mixup is None
+    assert "task regression: the targets are numbers" in chosen.reasons
+    assert any("set --crop-area 1 1" in reason for reason in chosen.reasons)
+    found = finetune(chosen.config, data, tiny_bundle)
+    assert isinstance(found.report, RegressionReport) and found.split == "test" and found.report.images == 15
+    assert found.report.metrics.r2.value == pytest.approx(found.run.metrics["test_r2"]) and found.page is not None
+    assert found.report.metrics.r2.value > 0.8, "brightness is easy to see"
+    bundle = vitrail.load(found.run.folder / "model")
+    assert bundle.output == "numbers" and bundle.classes == numbers
+    page = read_page(found.page.read_text(encoding="utf-8"))
+    shown = "\n".join(page.text)
+    assert "on 15 test images of 2 numbers." in shown and "--numbers brightness" in shown
+    for text in ("Validation R²", "Predicted and true values", "Residuals", "Largest errors", "half <&>", "huber"):
+        assert text in shown
+    assert "Calibration" not in shown and "Confusion" not in shown
+    assert page.names.count("svg") == 5, "loss, R², learning rate and two scatter plots"
+    assert page.names.count("img") == min(len(found.report.worst), 20) > 0
+
+
+def test_the_papers_protocol_learns_numbers(
+    tiny_bundle: Bundle, model: Path, brightness: Path, in_folder: Path
+) -> None:
+    base = TrainConfig().override(task="regression", init=str(model), device="cpu")
+    config = base.override(data=str(brightness), numbers=("brightness",))
+    explicit = {"image_size": (14, 21), "batch_size": 8, "steps": 8, "precision": "float32", "validation_share": 0.3}
+    data = config.data.open_whole()
+    chosen = plan(tiny_bundle, data, config, "paper", explicit)
+    found = finetune(chosen.config, data, tiny_bundle, rates=(1e-6, 0.01))
+    assert [trial.metric.name for trial in found.trials] == ["r2", "r2"]
+    assert found.trials[0].value > found.trials[1].value and found.trials[0].rate == 0.01
+    assert "validation_r2" not in found.run.metrics and found.run.metrics["test_r2"] < 1
 
 
 def test_a_folder_that_is_there_is_said_before_rates_are_tried(

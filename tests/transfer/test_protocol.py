@@ -102,7 +102,7 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_
         1e-5,
         0.1,
     ]
-    assert list(trials) == sorted(trials, key=lambda trial: (-trial.accuracy, trial.rate))
+    assert list(trials) == sorted(trials, key=lambda trial: (-trial.value, trial.rate))
     for trial in trials:
         assert trial.folder == tmp_path / "rates" / f"{trial.rate:g}"
         record = json.loads((trial.folder / "run.json").read_text())
@@ -161,7 +161,7 @@ def test_a_stopped_trial_continues(
         with pytest.raises(Stopped):
             tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
     (found,) = tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
-    assert found.accuracy == expected[0].accuracy
+    assert found.value == expected[0].value
     assert "resumed" in (found.folder / "journal.jsonl").read_text()
 
 

@@ -18,10 +18,11 @@ from vitrail.evaluation.truth import MultiLabels, SingleLabels
 from vitrail.transfer import sections
 from vitrail.transfer.sections import (
     calibration_section,
+    class_rows,
     classes_section,
     confusion_section,
+    headline,
     mistakes_section,
-    summary_section,
 )
 
 
@@ -71,28 +72,30 @@ def table_of(read_page: Callable[[str], Any]) -> Callable[[Iterator[str]], list[
     return read
 
 
-def test_the_summary_has_every_figure(table_of: Callable[..., list[list[str]]]) -> None:
+def test_the_summary_has_every_metric() -> None:
     found = report(made([(0, 0)] * 3 + [(1, 0)], 6), bootstrap=100)
     low, high = found.accuracy.low, found.accuracy.high
     assert low is not None and high is not None
-    shown = table_of(summary_section(found, "test"))
-    assert shown[0] == ["metric", "test", "95% interval"]
-    assert shown[1] == ["accuracy", "75.00%", f"{low:.2%} to {high:.2%}"]
-    assert [row[0] for row in shown[2:]] == ["balanced accuracy", "top-5 accuracy", "cross-entropy, nats"]
-    assert shown[2][1] == "50.00%" and shown[3][1] == "100.00%"
-    without = table_of(summary_section(report(made([(0, 0), (1, 0)]), bootstrap=0), "validation"))
-    assert without[1] == ["accuracy", "50.00%", "-"] and len(without) == 4
+    shown = class_rows(found)
+    assert shown[0] == ("accuracy", "75.00%", f"{low:.2%} to {high:.2%}")
+    names = ["balanced accuracy", "top-5 accuracy", "cross-entropy, nats", "calibration error"]
+    assert [row[0] for row in shown[1:]] == names
+    assert shown[1][1] == "50.00%" and shown[2][1] == "100.00%"
+    assert headline(found) == ("75.00% accuracy", f"{low:.1%} to {high:.1%}")
+    without = report(made([(0, 0), (1, 0)]), bootstrap=0)
+    assert class_rows(without)[0] == ("accuracy", "50.00%", "-") and len(class_rows(without)) == 4
+    assert headline(without) == ("50.00% accuracy", "")
 
 
-def test_the_summary_of_several_labels(table_of: Callable[..., list[list[str]]]) -> None:
+def test_the_summary_of_several_labels() -> None:
     found = report(several(), bootstrap=0)
     assert found.multi_label is not None and found.multi_label.mean_average_precision is not None
-    shown = {row[0]: row[1] for row in table_of(summary_section(found, "test"))}
+    shown = {name: value for name, value, _ in class_rows(found)}
     assert shown["mean average precision"] == f"{found.multi_label.mean_average_precision:.2%}"
     assert shown["all labels right"] == "75.00%" and shown["likeliest class is a label"] == "50.00%"
-    assert "micro F1" in shown and "accuracy" not in shown
+    assert "micro F1" in shown and "accuracy" not in shown and headline(found)[0] == "75.00% all labels right"
     nothing = replace(several(), truth=MultiLabels(np.zeros((4, 3), np.uint8)))
-    assert "mean average precision" not in {row[0] for row in table_of(summary_section(report(nothing), "test"))}
+    assert "mean average precision" not in {row[0] for row in class_rows(report(nothing))}
 
 
 def test_pairs_are_listed_by_how_often_they_are_confused(table_of: Callable[..., list[list[str]]]) -> None:

@@ -162,7 +162,7 @@ def test_strictly_a_task_that_is_not_there_is_an_error(bundle: Bundle, file: Pat
 def test_a_task_that_cannot_be_measured_is_left_out_with_the_reason(bundle: Bundle, file: Path) -> None:
     written(file, "[evaluators.knn]\nk = [1]", "[evaluators.fewshot]\nshots = [99]")
     near = run_suite(Outputs(bundle), read_suite(file)).rows[0]
-    assert near.reason is not None and "99 shots need 99 training images of each class" in near.reason
+    assert near.reason is not None and "99 shots need 99 training images per class" in near.reason
 
 
 def test_a_suite_of_which_nothing_can_be_measured_is_an_error(bundle: Bundle, file: Path) -> None:
@@ -191,6 +191,15 @@ def test_a_suite_that_is_run_again_takes_features_from_the_cache(bundle: Bundle,
 def test_a_split_that_is_asked_for_must_be_there(bundle: Bundle, file: Path) -> None:
     written(file, "held_out_fraction = 0.3", 'held_out_fraction = 0.3\nsplit = "test"')
     assert "has no test split" in str(run_suite(Outputs(bundle), read_suite(file)).rows[0].reason)
+
+
+def test_tasks_of_numbers_are_measured_by_r2(bundle: Bundle, brightness: Path, tmp_path: Path) -> None:
+    path = tmp_path / "numbers.toml"
+    task = f'name = "grey"\ngroup = "numbers"\ndata = "{brightness}"\nnumbers = ["brightness"]'
+    path.write_text(f'name = "numbers"\n[evaluators.linear]\n[evaluators.knn]\nk = [1]\n[[tasks]]\n{task}\n')
+    result = run_suite(Outputs(bundle), read_suite(path))
+    assert result.rows[0].metrics["linear_r2"] > 0.8 and "linear_mean_absolute_error" in result.rows[0].metrics
+    assert result.columns() == ("linear_r2", "knn_1_r2"), "errors are in the units of each task"
 
 
 # --- files that are wrong

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.command import Call, Command, Example
@@ -17,7 +18,6 @@ from vitrail.cli.fields import Option, Positional
 from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_of, task_options
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
-from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.report import ClassificationReport
 from vitrail.models.config import override_fields
 from vitrail.settings import bare_names
@@ -27,6 +27,7 @@ from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
 from vitrail.transfer.finetune import FinetuneResult, Protocol, evaluate_run, finetune, plan
 from vitrail.transfer.protocol import Trial, is_trial
+from vitrail.transfer.report import AnyReport, summary_rows
 from vitrail.transfer.rules import Plan
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -143,7 +144,7 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData,
         raise ConfigError(f"--init: MODEL {model} is what fine-tuning starts from; leave --init out")
     explicit = {name: value for name, value in given.items() if name not in ("model", "protocol")}
     initial = load(model, device="cpu")
-    base = TrainConfig().override(init=model, **explicit)
+    base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
     data = base.data.open_whole()
     chosen = plan(initial, data, base, protocol, explicit)
     display.say("settings chosen for this data and machine:")
@@ -153,24 +154,15 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData,
 
 
 def _tried(trial: Trial) -> str:
-    return f"learning rate {trial.rate:g}: {trial.accuracy:.2%} of the held-out images"
+    return f"learning rate {trial.rate:g}: {trial.metric.text(trial.value)} on the held-out images"
 
 
-def _figures(found: ClassificationReport) -> Iterator[tuple[str, Metric]]:
-    """What is shown of all images together, by name."""
-    if (several := found.multi_label) is None:
-        yield "accuracy", found.accuracy
-    else:
-        if several.mean_average_precision is not None:
-            yield "mean average precision", Metric(several.mean_average_precision)
-        yield "all labels right", several.exact_match
-        yield "likeliest class is a label", found.accuracy
-    if found.balanced_accuracy is not None:
-        yield "balanced accuracy", found.balanced_accuracy
-    if found.top5 is not None:
-        yield "among the first 5", found.top5
-    if found.calibration is not None:
-        yield "calibration error", found.calibration.error
+def _worst_classes(report: AnyReport) -> Iterator[str]:
+    """Yield a line for each of the three classes that are recognised least often, if there are classes."""
+    if isinstance(report, ClassificationReport):
+        for row in sorted(report.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)[:3]:
+            if row.accuracy is not None and row.accuracy < 1:
+                yield f"difficult class: {row.name}, {row.accuracy:.1%} of {row.images:,} images are right"
 
 
 def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
@@ -182,21 +174,19 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
         display.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
         table = Table(title=f"{result.split} split, {found.images:,} images", title_justify="left", box=SIMPLE_HEAD)
-        for column in ("", "figure", "95 % interval"):
+        for column in ("", "metric", "95 % interval"):
             table.add_column(column, justify="left" if not column else "right")
-        for name, figure in _figures(found):
-            interval = "" if figure.low is None else f"{figure.low:.2%} to {figure.high:.2%}"
-            table.add_row(name, f"{figure.value:.2%}", interval)
+        for row in summary_rows(found):
+            table.add_row(*map(escape, row))
         display.console.print(table)
         if result.split == "validation" and run.bundle.provenance["kept"] == "best":
-            display.say("these images chose which weights to keep as well, so expect a little less of new ones")
-        for row in sorted(found.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)[:3]:
-            if row.accuracy is not None and row.accuracy < 1:
-                display.say(f"hard: {row.name}, {row.accuracy:.1%} of {row.images:,}")
+            display.say("the best weights were chosen on these images, so expect slightly worse metrics on new images")
+        for line in _worst_classes(found):
+            display.say(line)
     summary = run.summary
     display.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
     if result.page is not None:
-        display.say(f"Curves, confusions and the worst mistakes: {result.page}")
+        display.say(f"Report with training curves and the largest errors: {result.page}")
     model = run.folder / "model"
     words = ("vitrail", "predict", str(model), str(run.folder / "examples"))
     display.say(f"The model is in {model}. Try it:\n  {shlex.join(words)}")

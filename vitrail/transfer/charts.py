@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines over steps, a reliability diagram and a confusion matrix."""
+"""Charts as inline SVG: lines over steps, a reliability diagram, a confusion matrix and a scatter plot."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vitrail.transfer.axes import UNBOUNDED, Axis, make_axis
 
 __all__ = [
     "STYLE",
+    "UNBOUNDED",
     "MarkedPoint",
     "Point",
     "Series",
@@ -20,6 +21,7 @@ __all__ = [
     "legend",
     "line_chart",
     "reliability_diagram",
+    "scatter_plot",
     "shorten",
 ]
 
@@ -48,6 +50,7 @@ svg text { fill: var(--dim); }
 .line.two { stroke: var(--warning); stroke-dasharray: 5 4; }
 .dot { fill: var(--note); stroke: Canvas; } .dot.two { fill: var(--warning); }
 .faint { opacity: .45; }
+.dot.sample { fill-opacity: .5; stroke: none; }
 svg .strong { fill: CanvasText; font-weight: 600; }
 .heat { fill: var(--heat); }
 svg .count { fill: CanvasText; } svg .count.on { fill: var(--on-heat); }
@@ -168,6 +171,25 @@ def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[Calibr
     return _svg(width, height, label, parts)
 
 
+def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) -> str:
+    """Return a chart of predicted over true values, with a dot per sample and the line on which both are equal.
+
+    Each point is a true and a predicted value, both finite. `titles` describe the points, in their order.
+    """
+    common, longest = _common_axis([value for point in points for value in point])
+    left, top, right = 26 + longest, 12.0, WIDTH - 2 - longest / 2
+    area = _PlotArea(left, top, right, top + right - left, common, common)
+    height = area.bottom + 40
+    parts = [
+        area.grid(),
+        _text((area.left + area.right) / 2, height - 8, "true", "middle"),
+        _vertical_text(12.0, (area.top + area.bottom) / 2, "predicted"),
+        _diagonal(area),
+        *(_dot(area, point, 2.5, "sample", title) for point, title in zip(points, titles, strict=True)),
+    ]
+    return _svg(WIDTH, height, label, parts)
+
+
 def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str], *, label: str) -> str:
     """Return a confusion matrix: rows are true classes, columns predicted ones, the shade is the fraction of the row.
 
@@ -273,6 +295,17 @@ class _PlotArea:
                 *(_text(self.x(tick), self.bottom + 16, x_axis.label(tick, x_unit), "middle") for tick in x_axis.ticks),
             ]
         )
+
+
+def _common_axis(values: Sequence[float]) -> tuple[Axis, float]:
+    """Return an axis for x and y of a square chart, with ticks whose labels do not overlap, and the widest label."""
+    for steps in (5, 4, 3, 2):
+        common = make_axis(values, steps=steps)
+        widest = DIGIT_WIDTH * max(len(common.label(tick)) for tick in common.ticks)
+        distance = (WIDTH - 28 - 1.5 * widest) * common.step / (common.high - common.low)
+        if widest + DIGIT_WIDTH <= distance:
+            break
+    return common, widest
 
 
 def _diagonal(area: _PlotArea) -> str:

@@ -13,9 +13,11 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.evaluation.predictions.calibration import fit_temperature
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
-from vitrail.evaluation.predictions.report import ClassificationReport, report
-from vitrail.evaluation.truth import SingleLabels
+from vitrail.evaluation.predictions.regression import regression_report
+from vitrail.evaluation.predictions.report import report
+from vitrail.evaluation.truth import SingleLabels, truth_of
 from vitrail.machine import available_memory, pick_device
+from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.monitoring.display import Display
@@ -28,13 +30,16 @@ from vitrail.transfer.protocol import (
     plan_by_paper,
     trials_folder,
 )
-from vitrail.transfer.report import write_report
+from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import NO_SETTINGS, Explicit, Plan, facts_of, plan_by_rule
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["FinetuneResult", "Protocol", "evaluate_run", "finetune", "plan"]
 
 Protocol = Literal["rule", "paper"]
+
+MAX_POINTS = 500
+"""Images in a scatter plot of the report."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class FinetuneResult:
     run: RunResult
     split: str | None
     """The split that was measured: test, or validation if there is no test split; None if neither has a label."""
-    report: ClassificationReport | None
+    report: AnyReport | None
     page: Path | None
     """The file of the report."""
     trials: tuple[Trial, ...] = ()
@@ -63,7 +68,8 @@ def plan(
     The rule, or the paper's protocol, replaces settings of `config` except those in `explicit`. Raise `ConfigError` if
     the data has no training image, or if settings contradict each other.
     """
-    config = config.override(**explicit)
+    usual = Regression.name if data.whole.target_kind == "numbers" else config.task.name
+    config = config.override(**{"task": usual, **explicit})
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
     data = replace(data, mixed=())
@@ -114,33 +120,39 @@ def evaluate_run(run: RunResult, config: TrainConfig, splits: Splits, trials: tu
     temperature is fitted on the validation split. Without a test split no temperature is fitted, because no other
     images are left to judge it.
     """
-    held_out = _labelled(splits)
+    named = (("test", splits.test), ("validation", splits.validation))
+    held_out = {name: source for name, source in named if source is not None and truth_of(source).known.any()}
     if not held_out:
         return FinetuneResult(run, None, None, None, trials)
     split, source = next(iter(held_out.items()))
     predictions = _predictions(run.bundle, source, config)
-    temperature = None
-    if split == "test" and "validation" in held_out:
-        judged = _predictions(run.bundle, held_out["validation"], config).labelled()
-        if isinstance(judged.truth, SingleLabels) and len(judged):
-            temperature = fit_temperature(judged.logits, judged.truth.values, scores=judged.scores)
-    found = report(predictions, temperature=temperature)
+    found: AnyReport
+    if run.bundle.output == "numbers":
+        found = regression_report(predictions, points=MAX_POINTS)
+    else:
+        fits = split == "test" and "validation" in held_out
+        temperature = _temperature(run.bundle, held_out["validation"], config) if fits else None
+        found = report(predictions, temperature=temperature)
     model = run.folder / "model"
     commands = (
         ("vitrail", "predict", str(model), str(run.folder / "examples")),
-        ("vitrail", "evaluate", str(model), "--data", config.data.spec, "--split", split),
+        ("vitrail", "evaluate", str(model), "--data", config.data.spec, "--split", split, *_numbers(config)),
     )
     page = write_report(run.folder, run.bundle, source, split, found, next_commands=tuple(map(shlex.join, commands)))
     return FinetuneResult(run, split, found, page, trials)
 
 
-def _labelled(splits: Splits) -> dict[str, Source]:
-    """Return the test and the validation split, each if any of its images has a label."""
-    return {
-        name: source
-        for name, source in (("test", splits.test), ("validation", splits.validation))
-        if source is not None and any(source.target(index) is not None for index in range(len(source)))
-    }
+def _temperature(bundle: Bundle, source: Source, config: TrainConfig) -> float | None:
+    """Return the calibration temperature of a model, or None if images can have several labels."""
+    judged = _predictions(bundle, source, config).labelled()
+    if not isinstance(judged.truth, SingleLabels) or not len(judged):
+        return None
+    return fit_temperature(judged.logits, judged.truth.values, scores=judged.scores)
+
+
+def _numbers(config: TrainConfig) -> tuple[str, ...]:
+    """Return the option that names the numeric columns, if there are any."""
+    return ("--numbers", *config.data.numbers) if config.data.numbers else ()
 
 
 def _predictions(bundle: Bundle, source: Source, config: TrainConfig) -> Predictions:

@@ -15,6 +15,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import AnyConfig
+from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
@@ -79,10 +80,12 @@ TRIALS_SUFFIX = "-learning-rates"
 
 
 class Trial(NamedTuple):
-    """A run that tried a learning rate, and its accuracy on the held-out images."""
+    """A run that tried a learning rate, and its main metric on the held-out images."""
 
     rate: float
-    accuracy: float
+    value: float
+    """The value of the metric."""
+    metric: TaskMetric
     folder: Path
 
 
@@ -124,7 +127,7 @@ def plan_by_paper(
     choices.add(
         f"random crops of at least {CROP_AREA[0]:.0%} of the area, and mirroring", flip=True, crop_area=CROP_AREA
     )
-    choose_task(choices, facts, label_smoothing=0.0)
+    choose_task(choices, base.task.name, facts, label_smoothing=0.0)
     choices.add(keep="last", checkpoints=5)
     if "learning_rate" in explicit:
         choices.add("all training images are learned from, because the learning rate is given", validation_share=0.0)
@@ -168,6 +171,10 @@ def choose_rate(
     splits = config.data.cut(data)
     if not splits.validation:
         raise ConfigError(no_images)
+    metric = config.task.selection(splits)
+    if not metric.describes_model:  # a run returns only the metrics that describe its model
+        metric = replace(config.task, select=None).selection(splits)
+    name = f"validation_{metric.name}"
     start = fingerprint(splits.train, splits.validation, splits.test), weights_sha256(initial.network)
     trials = []
     for rate in rates:
@@ -178,11 +185,12 @@ def choose_rate(
             metrics = resume(place, data=data, display=display, measure_test=False).metrics
         elif metrics is None:
             metrics = train(trial_config, data=data, initial=initial, display=display, measure_test=False).metrics
-        if "validation_accuracy" not in metrics:  # no held-out image has a label and can be decoded
+        if name not in metrics:  # no held-out image has a label and can be decoded
             raise ConfigError(no_images)
-        trials.append(Trial(rate, metrics["validation_accuracy"], place))
+        trials.append(Trial(rate, metrics[name], metric, place))
         on_trial(trials[-1])
-    return tuple(sorted(trials, key=lambda trial: (-trial.accuracy, trial.rate)))
+    sign = -1 if metric.higher_is_better else 1
+    return tuple(sorted(trials, key=lambda trial: (sign * trial.value, trial.rate)))
 
 
 def _finished_metrics(config: TrainConfig, place: Path, start: tuple[str, str]) -> dict[str, float] | None:

@@ -11,27 +11,33 @@ from typing import Any
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.source import Source
+from vitrail.data.splits import Splits
 from vitrail.errors import plural
 from vitrail.evaluation.predictions.bootstrap import LEVEL
+from vitrail.evaluation.predictions.regression import RegressionReport
 from vitrail.evaluation.predictions.report import ClassificationReport
 from vitrail.files import partial_path, saving
 from vitrail.page import document, escape, table
 from vitrail.plain import to_plain
+from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.record import read_record
-from vitrail.transfer import charts
+from vitrail.transfer import charts, number_sections, sections
 from vitrail.transfer.charts import MarkedPoint, Point, Series
+from vitrail.transfer.number_sections import errors_section, number_rows, residuals_section, scatter_section
 from vitrail.transfer.sections import (
     calibration_section,
+    class_rows,
     classes_section,
     confusion_section,
     mistakes_section,
-    summary_section,
 )
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["write_report"]
+__all__ = ["AnyReport", "summary_rows", "write_report"]
+
+AnyReport = ClassificationReport | RegressionReport
 
 MAX_SKIPPED = 50
 
@@ -46,6 +52,9 @@ td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7.7rem
 .texts td:nth-child(2) { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; max-width: 34rem; }
 """
 
+METRIC_NAMES = {"r2": "R²"}
+"""Names of metrics whose name in the journal is not a text."""
+
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 NO_AUGMENTATION = Augment(flip=False)
 
@@ -55,7 +64,7 @@ def write_report(
     bundle: Bundle,
     source: Source,
     split: str,
-    report: ClassificationReport,
+    report: AnyReport,
     *,
     next_commands: Sequence[str] = (),
 ) -> Path:
@@ -70,15 +79,13 @@ def write_report(
     config = read_record(folder).config
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     events = read_journal(folder / "journal.jsonl")
+    metric = config.task.selection(Splits(source, None, None))
     parts = [
         *_headline(config, split, report),
-        *summary_section(report, split),
+        table(("metric", split, f"{LEVEL:.0%} interval"), summary_rows(report)),
         *_settings(config, record, events, bundle),
-        *_curves(config, events, bundle),
-        *confusion_section(report),
-        *classes_section(report),
-        *calibration_section(report),
-        *mistakes_section(report, source),
+        *_curves(config, events, bundle, metric),
+        *_results(report, source),
         *_skipped(report, split, events),
     ]
     if next_commands:
@@ -92,16 +99,33 @@ def write_report(
     return path
 
 
-def _headline(config: TrainConfig, split: str, report: ClassificationReport) -> Iterator[str]:
+def summary_rows(report: AnyReport) -> list[tuple[str, str, str]]:
+    """Return the names, values and intervals of the metrics over all images."""
+    return number_rows(report) if isinstance(report, RegressionReport) else class_rows(report)
+
+
+def _results(report: AnyReport, source: Source) -> Iterator[str]:
+    """Yield the sections that show where the model errs."""
+    if isinstance(report, RegressionReport):
+        yield from scatter_section(report)
+        yield from residuals_section(report)
+        yield from errors_section(report, source)
+    else:
+        yield from confusion_section(report)
+        yield from classes_section(report)
+        yield from calibration_section(report)
+        yield from mistakes_section(report, source)
+
+
+def _headline(config: TrainConfig, split: str, report: AnyReport) -> Iterator[str]:
     """Yield the main metric, the model and the data."""
-    multi_label = report.multi_label
-    name, metric = (
-        ("accuracy", report.accuracy) if multi_label is None else ("all labels right", multi_label.exact_match)
-    )
-    low, high = metric.low, metric.high
-    interval = "" if low is None or high is None else f" ({LEVEL:.0%} interval {100 * low:.1f} to {high:.1%})"
-    images = f"on {plural(report.images, f'{split} image')} of {plural(report.num_classes, 'class')}"
-    yield f"<p><strong>{metric.value:.2%} {name}</strong>{interval} {escape(images)}.</p>"
+    if isinstance(report, RegressionReport):
+        (main, interval), outputs = number_sections.headline(report), plural(len(report.names), "number")
+    else:
+        (main, interval), outputs = sections.headline(report), plural(report.num_classes, "class")
+    level = f" ({LEVEL:.0%} interval {interval})" if interval else ""
+    images = f"on {plural(report.images, f'{split} image')} of {outputs}"
+    yield f"<p><strong>{escape(main)}</strong>{level} {escape(images)}.</p>"
     method = "trained from scratch" if config.start.init is None else "fine-tuned"
     yield f'<p class="dim">{escape(f"{_model(config)}, {method} on {config.data.spec}.")}</p>'
     if split == "validation" and config.run.keep == "best":
@@ -115,7 +139,7 @@ def _settings(
     config: TrainConfig, record: dict[str, Any], events: Sequence[dict[str, Any]], bundle: Bundle
 ) -> Iterator[str]:
     """Yield a table of the settings that decide a result, and of the run's time and memory."""
-    rates, data = config.optimizer, record["data"]
+    rates, data, noun = config.optimizer, record["data"], config.task.output_noun
     splits = ", ".join(f"{data[name]:,} {name}" for name in ("train", "validation", "test") if data[name])
     height, width = bundle.preprocess.image_size
     epochs = record["steps"] * config.run.batch_size / max(data["train"], 1)
@@ -127,7 +151,7 @@ def _settings(
     rows = [
         ("model", f"{_model(config)}, {sum(one.numel() for one in bundle.network.parameters()):,} parameters"),
         ("trained weights", _trained(config)),
-        ("data", f"{config.data.spec}: {splits} images of {plural(len(bundle.classes), 'class')}"),
+        ("data", f"{config.data.spec}: {splits} images of {plural(len(bundle.classes), noun)}"),
         ("image size", f"{height} x {width} pixels (height x width)"),
         ("steps", f"{record['steps']:,} with a batch size of {config.run.batch_size:,} ({epochs:,.1f} epochs)"),
         ("optimizer", f"{optimizer}, weight decay {rates.weight_decay:g}"),
@@ -187,8 +211,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundle) -> Iterator[str]:
-    """Yield charts of the training loss, the validation accuracy and the learning rate that the journal has."""
+def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundle, metric: TaskMetric) -> Iterator[str]:
+    """Yield charts of the training loss, the validation metric and the learning rate that the journal has."""
     steps = [event for event in events if event["event"] == "step"]
     losses, group = _averaged([(float(event["step"]), event["loss"]) for event in steps])
     rates, _ = _averaged([(float(event["step"]), event["learning_rate"]) for event in steps])
@@ -200,7 +224,7 @@ def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundl
             "Training loss" + (f", means of {group} reports" if group > 1 else ""),
             charts.line_chart([Series("loss", losses)], label=_description("Training loss", losses), from_zero=True),
         ),
-        _accuracy_chart(events, bundle.provenance.get("step"), config.run.keep),
+        _metric_chart(events, bundle.provenance.get("step"), config.run.keep, metric),
         (
             "Learning rate" + (f", in 10{str(power).translate(SUPERSCRIPT)}" if power else ""),
             charts.line_chart(
@@ -216,23 +240,30 @@ def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundl
         yield "</div>"
 
 
-def _accuracy_chart(events: Sequence[dict[str, Any]], saved_step: int | None, keep: str) -> tuple[str, str]:
-    """Return the caption and the chart of the validation accuracy, of averaged and trained weights if both exist.
+def _metric_chart(
+    events: Sequence[dict[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric
+) -> tuple[str, str]:
+    """Return the caption and the chart of a validation metric, of averaged and trained weights if both exist.
 
-    The point of the saved weights is marked.
+    The point of the saved weights is marked. Fractions are drawn in percent.
     """
+    name = f"Validation {METRIC_NAMES.get(metric.name) or metric.name.replace('_', ' ')}"
+    scale, unit, bounds = (100, "%", (0.0, 100.0)) if metric.is_fraction else (1, "", charts.UNBOUNDED)
     points: dict[str, list[Point]] = {"averaged": [], "trained": []}
     for event in events:
-        if event["event"] == "evaluation" and event["split"] == "validation" and not event.get("kept"):
-            points[event["weights"]].append((float(event["step"]), 100 * event["accuracy"]))
-    series = [Series(name, found) for name, found in points.items() if found]
+        measured = event["event"] == "evaluation" and event["split"] == "validation" and not event.get("kept")
+        if measured and metric.name in event:
+            points[event["weights"]].append((float(event["step"]), scale * event[metric.name]))
+    series = [Series(weights, found) for weights, found in points.items() if found]
     mark = None
     if series and saved_step is not None:
         saved = [value for step, value in series[0].finite if step == saved_step]
-        mark = MarkedPoint(float(saved_step), saved[0], f"{keep}, saved: {saved[0]:.2f}%") if saved else None
-    label = " ".join(_description(f"Validation accuracy in percent, {one.name} weights", one.points) for one in series)
-    chart = charts.line_chart(series, label=label, unit="%", bounds=(0.0, 100.0), mark=mark)
-    caption = "Validation accuracy" if len(series) < 2 else "Validation accuracy of the weights"
+        form = ".2f" if metric.is_fraction else ".4g"
+        mark = MarkedPoint(float(saved_step), saved[0], f"{keep}, saved: {saved[0]:{form}}{unit}") if saved else None
+    described = f"{name}{' in percent' * metric.is_fraction}"
+    label = " ".join(_description(f"{described}, {one.name} weights", one.points) for one in series)
+    chart = charts.line_chart(series, label=label, unit=unit, bounds=bounds, mark=mark)
+    caption = name if len(series) < 2 else f"{name} of the weights"
     return f"{caption}{charts.legend([one.name for one in series])}", chart
 
 
@@ -254,7 +285,7 @@ def _description(name: str, points: Sequence[Point]) -> str:
     return f"{name}: {start:.4g} at step {first:,.0f}, {end:.4g} at step {last:,.0f}."
 
 
-def _skipped(report: ClassificationReport, split: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield a table of the images that could not be decoded, in training or when the finished model was measured.
 
     The journal names skipped images before the event that tells their split: a checkpoint or an evaluation.

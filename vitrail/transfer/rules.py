@@ -23,6 +23,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig
+from vitrail.tasks.classification import Classification
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.start import StartConfig
@@ -164,7 +165,7 @@ def plan_by_rule(
     choose_accumulation(choices, network, size, batch, memory)
     _choose_optimizer(choices, network, base.override(**explicit).start, batch)
     _choose_augmentation(choices, facts)
-    choose_task(choices, facts, label_smoothing=0.1)
+    choose_task(choices, base.task.name, facts, label_smoothing=0.1)
     choices.add(
         keep="best" if facts.has_validation else "last",
         evaluations=10 if facts.has_validation else 0,
@@ -188,8 +189,11 @@ def check_rate(optimizer: OptimizerConfig, explicit: Explicit, usual: str) -> No
         )
 
 
-def choose_task(choices: Choices, facts: DataFacts, *, label_smoothing: float) -> None:
-    """Choose the loss that the targets of the data need. Only the softmax loss has label smoothing."""
+def choose_task(choices: Choices, task: str, facts: DataFacts, *, label_smoothing: float) -> None:
+    """Choose the loss of a task for the targets of the data. Only the softmax loss has label smoothing."""
+    if task != Classification.name:
+        choices.add(f"task {task}: the targets are {facts.targets}", task=task)
+        return
     loss = choices.explicit.get("loss", "sigmoid" if facts.targets == "classes" else "softmax")
     choices.add("loss sigmoid: an image can have several labels" if loss == "sigmoid" else "", loss=loss)
     choices.add(label_smoothing=label_smoothing if loss == "softmax" else 0.0)
@@ -274,6 +278,7 @@ def _choose_augmentation(choices: Choices, facts: DataFacts) -> None:
     choices.add("random mirroring: set --no-flip if left and right differ, as in text", flip=True)
     if "preset" in choices.explicit:
         return
-    choices.add(f"random crops of at least {CROP_AREA[0]:.0%} of the area", crop_area=CROP_AREA)
+    hint = ": set --crop-area 1 1 if the numbers depend on position or size" if facts.targets == "numbers" else ""
+    choices.add(f"random crops of at least {CROP_AREA[0]:.0%} of the area{hint}", crop_area=CROP_AREA)
     mixup = MIXUP if facts.images >= FEW and facts.targets == "class" else None
     choices.add(f"mixup {mixup}: there are at least {FEW:,} training images" if mixup else "", mixup=mixup)

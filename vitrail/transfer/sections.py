@@ -5,15 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from PIL import Image
+
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, plural
-from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
+from vitrail.evaluation.predictions.bootstrap import Metric
 from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake
 from vitrail.page import figure, table, thumbnail
 from vitrail.transfer.charts import confusion_matrix, legend, reliability_diagram, shorten
 
-__all__ = ["calibration_section", "classes_section", "confusion_section", "mistakes_section", "summary_section"]
+__all__ = [
+    "MAX_MISTAKES",
+    "MAX_NAME",
+    "UNDEFINED",
+    "calibration_section",
+    "class_rows",
+    "classes_section",
+    "confusion_section",
+    "headline",
+    "interval_text",
+    "mistakes_section",
+    "picture_of",
+]
 
 MAX_MATRIX_CLASSES = 40
 """Number of classes up to which the confusion matrix is drawn. With more, only the most confused pairs are listed."""
@@ -30,8 +44,16 @@ UNDEFINED = "-"
 """Shown for a metric that would be 0 / 0, or that was not computed."""
 
 
-def summary_section(report: ClassificationReport, split: str) -> Iterator[str]:
-    """Yield a table of the metrics over all images, with their intervals."""
+def headline(report: ClassificationReport) -> tuple[str, str]:
+    """Return the main metric and its interval."""
+    name, metric = "accuracy", report.accuracy
+    if report.multi_label is not None:
+        name, metric = "all labels right", report.multi_label.exact_match
+    return f"{metric.value:.2%} {name}", interval_text(metric, ".1%")
+
+
+def class_rows(report: ClassificationReport) -> list[tuple[str, str, str]]:
+    """Return the names, values and intervals of the metrics over all images."""
     multi_label = report.multi_label
     rows: list[tuple[str, Metric | None, str]] = [
         ("accuracy" if multi_label is None else "likeliest class is a label", report.accuracy, ".2%"),
@@ -47,14 +69,28 @@ def summary_section(report: ClassificationReport, split: str) -> Iterator[str]:
             rows.append((name, None if value is None else Metric(value), ".2%"))
         rows.append(("all labels right", multi_label.exact_match, ".2%"))
     rows.append(("cross-entropy, nats", report.cross_entropy, ".4f"))
-    yield table(
-        ("metric", split, f"{LEVEL:.0%} interval"),
-        [
-            (name, f"{one.value:{form}}", UNDEFINED if one.low is None else f"{one.low:{form}} to {one.high:{form}}")
-            for name, one, form in rows
-            if one is not None
-        ],
-    )
+    if report.calibration is not None:
+        rows.append(("calibration error", report.calibration.error, ".2%"))
+    return [
+        (name, f"{metric.value:{form}}", interval_text(metric, form) or UNDEFINED)
+        for name, metric, form in rows
+        if metric is not None
+    ]
+
+
+def interval_text(metric: Metric, form: str) -> str:
+    """Return the ends of a metric's interval, or "" if it has none."""
+    if metric.low is None or metric.high is None:
+        return ""
+    return f"{metric.low:{form}} to {metric.high:{form}}"
+
+
+def picture_of(index: int, source: Source) -> Image.Image | None:
+    """Return an image of a source, or None if it cannot be decoded."""
+    try:
+        return to_pil(source[index].image, 3)
+    except DataError:
+        return None
 
 
 def confusion_section(report: ClassificationReport) -> Iterator[str]:
@@ -164,17 +200,13 @@ def mistakes_section(report: ClassificationReport, source: Source) -> Iterator[s
 
 
 def _mistake(mistake: Mistake, source: Source, *, multi_label: bool) -> str:
-    try:
-        picture = to_pil(source[mistake.index].image, 3)
-    except DataError:
-        picture = None
     lines = (
         f"true: {shorten(', '.join(mistake.labels) or 'none', MAX_NAME)}",
         f"predicted: {shorten(', '.join(mistake.predicted) or 'none', MAX_NAME)}",
         f"{mistake.probability:.1%}{' for the likeliest class' if multi_label else ''}",
         shorten(mistake.key, MAX_NAME),
     )
-    return figure(thumbnail(picture, f"{lines[0]}, {lines[1]}"), lines)
+    return figure(thumbnail(picture_of(mistake.index, source), f"{lines[0]}, {lines[1]}"), lines)
 
 
 def _percent(value: float | None) -> str:

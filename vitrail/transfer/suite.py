@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitrail.data.source import Source
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_whole
 from vitrail.errors import ConfigError, DataError, UserError, nearest
 from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
@@ -24,6 +24,9 @@ COUNTS = ("images", "skipped", "unlabelled", "training_images", "real_images", "
 """Metrics whose mean over tasks is meaningless."""
 DETAILS = ("_low", "_high", "_deviation")
 """Suffixes of values that describe another metric: its interval and its standard deviation."""
+
+ERRORS = ("mean_absolute_error", "root_mean_squared_error")
+"""Suffixes of metrics in the units of a task's numbers, whose mean over tasks is meaningless."""
 
 Settings = dict[str, dict[str, Any]]
 """Settings of each evaluator, by the evaluator's name."""
@@ -41,6 +44,8 @@ class SuiteTask:
     """Tells the user how to get the data, if `data` cannot name it."""
     train: str = ""
     """The part of the training images to learn from, such as "[:1000]" or "[:10%]". By default all of them."""
+    numbers: tuple[str, ...] = ()
+    """Numeric columns of a table to measure, instead of classes."""
     per_class: int | None = None
     """Number of training images per class to learn from. By default all of them."""
     split: Literal["held-out", "validation", "test"] = "held-out"
@@ -97,7 +102,9 @@ class SuiteResult:
     def columns(self) -> tuple[str, ...]:
         """Return the names of the metrics that have a mean, in order of appearance."""
         names = dict.fromkeys(name for row in self.rows for name in row.metrics)
-        return tuple(name for name in names if name not in COUNTS and not name.endswith(DETAILS))
+        return tuple(
+            name for name in names if name not in COUNTS and not name.endswith(DETAILS + ERRORS) and ":" not in name
+        )
 
     def means(self) -> dict[str | None, dict[str, tuple[float, int]]]:
         """Return the mean of each metric and its number of tasks, per group; the key None is the mean of all tasks."""
@@ -225,10 +232,9 @@ def _open(task: SuiteTask, folder: Path | None, note: Callable[[str], None]) -> 
         data = str(own)
     if not data:
         raise DataError(task.where or "the suite does not name its data; add data or where to the task")
-    spec = f"{data}{task.train}"
-    splits = open_data(spec, validation_share=0.0, per_class=task.per_class)
-    if splits.held_out is None:
-        splits = open_data(spec, validation_share=task.held_out_fraction, per_class=task.per_class)
+    opened = open_whole(f"{data}{task.train}", numbers=task.numbers)
+    fraction = task.held_out_fraction if opened.whole.held_out is None else 0.0
+    splits = opened.splits(validation_share=fraction, per_class=task.per_class)
     for text in splits.notes:
         note(f"{task.name}: {text}")
     found = {"held-out": splits.held_out and splits.held_out[1], "validation": splits.validation, "test": splits.test}
