@@ -1,7 +1,7 @@
-"""Settings: dataclasses whose fields have bare names, and the range checks that they share.
+"""Settings: dataclasses for the sections of a config, and range checks for their fields.
 
-A run's config is made of several such dataclasses. The command line and `TrainConfig.override` know their fields by
-bare names, which are unique over all of them. The bare name is the field's own name unless `named` gives another one.
+The command line and `TrainConfig.override` name a field without its section. This bare name is unique over all
+sections. It is the field's own name unless `named` sets a different bare name.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["above_zero", "at_least", "bare_names", "below_one", "named", "one_of
 
 
 def named(bare_name: str) -> dict[str, str]:
-    """Return the metadata of a field that the command line and `override` know by another name."""
+    """Return the metadata of a field whose bare name is not the field's own name."""
     return {"bare_name": bare_name}
 
 
 def bare_names(cls: Any) -> dict[str, str]:
-    """Return the names of the fields of a settings dataclass, by their bare names."""
+    """Return a dictionary from bare names to field names of a settings dataclass."""
     return {item.metadata.get("bare_name", item.name): item.name for item in dataclasses.fields(cls)}
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise `ConfigError` with all problems, one a line, if there are any."""
+    """Raise `ConfigError` if there are any problems. The message has one line per problem."""
     if lines := list(problems):
         raise ConfigError("\n".join(lines))
 
@@ -54,7 +54,7 @@ def below_one(settings: Any, *names: str) -> Iterator[str]:
 
 
 def one_of(settings: Any, **choices: Any) -> Iterator[str]:
-    """Yield a message for every value that is not one of its choices, which are a `Literal` type."""
+    """Yield a message for every value that is not one of the choices of its `Literal` type."""
     for name, value in _values(settings, choices):
         if value not in get_args(choices[name]):
             yield f"{name}={value!r} is not one of {', '.join(map(repr, get_args(choices[name])))}"

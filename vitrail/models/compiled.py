@@ -20,14 +20,14 @@ from vitrail.models.vit import VisionTransformer
 __all__ = ["Compile", "Compiled", "compile_blocks", "compile_copy", "resolve_compile"]
 
 Compile = Literal["auto", "on", "off", "graphs"]
-"""Compilation of blocks. With "graphs", a GPU also replays each block as one CUDA graph, which saves kernel launches;
-"auto" is "on" on a GPU and "off" elsewhere."""
+"""Compilation of blocks. "auto" is "on" on a GPU and "off" elsewhere. With "graphs", a GPU also replays each block as
+one CUDA graph, which saves kernel launches."""
 Compiled = Literal["on", "off", "graphs"]
 
 GRAPHS = 64
-"""How often the compiler may compile a block in one process before it stops compiling it; PyTorch's default is 8. A run
-needs up to 12: the last block differs if only its class token is read, training differs from evaluation, and each of
-them is compiled once or twice more for batches or images of other sizes."""
+"""Largest number of times that the compiler may compile a block in one process. PyTorch's default is 8, but a run needs
+up to 12. The last block has a graph of its own if only its class token is read. Training and evaluation have different
+graphs. Each graph is compiled once or twice more for other batch or image sizes."""
 
 
 OPTIONS = "compile_options"
@@ -35,7 +35,8 @@ OPTIONS = "compile_options"
 
 
 def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
-    """Return the value of "auto" for this device and config. Raise `ConfigError` for a value that is not possible."""
+    """Return `compile`, with "auto" replaced by its value for this device and config. Raise `ConfigError` if the device
+    or the config does not support the value."""
     lacks = _lacks(device)
     if compile == "auto":
         return "on" if device.type == "cuda" and config.has_uniform_blocks and lacks is None else "off"
@@ -56,9 +57,10 @@ def compile_blocks(
     *,
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
-    """Compile each block of a transformer when it is first called. The names of weights do not change.
+    """Compile each block of a transformer when the block is first called.
 
-    A hybrid's root is not compiled: its stages differ in shape, so each unit would be a graph of its own.
+    The names of weights do not change. A hybrid's root is not compiled: its stages differ in shape, so each unit would
+    need a graph of its own.
     """
     if compile == "off" or not getattr(getattr(network, "config", None), "has_uniform_blocks", False):
         return
@@ -79,7 +81,8 @@ def compile_blocks(
 
 
 def compile_copy(module: nn.Module) -> None:
-    """Compile a copy of a block by the options by which `compile_blocks` compiled the block. Leave other modules."""
+    """Compile a copy of a block with the options that `compile_blocks` used for the original. Other modules are not
+    changed."""
     options = vars(module).get(OPTIONS)
     if options is not None:
         _compile(module, options)
@@ -91,9 +94,9 @@ def _compile(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _begin_step(blocks: nn.Module, *patches_and_images: Any) -> None:
-    """Tell CUDA graphs that the memory they wrote in the last step may be overwritten.
+    """Tell CUDA graphs that the memory they wrote in the last step, including gradients, may be overwritten.
 
-    This includes gradients. If a batch is processed in parts, the next part adds to them and belongs to the same step.
+    If a batch is processed in parts, all parts belong to one step, because their gradients are added up.
     """
     if all(parameter.grad is None for parameter in blocks.parameters()):
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

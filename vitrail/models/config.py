@@ -1,4 +1,4 @@
-"""The choice of a network: the name of a variant, and fields of its config that depart from it."""
+"""The choice of a network: the name of a variant, and values that override fields of the variant's config."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["ModelConfig", "override_fields"]
 DEFAULT_VARIANT = "ViT-Pico/7"
 
 FROM_DATA = ("image_size", "channels", "num_classes")
-"""Fields that follow from the images and the classes, so they cannot be overridden."""
+"""Config fields that cannot be overridden, because the images and the classes determine them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The network to train: a variant, and overrides of any field of its `ViTConfig` or `ResNetConfig`.
 
-    Raises `ConfigError` for an unknown variant, and for overrides that its config has no field for.
+    Raises `ConfigError` for an unknown variant, and for overrides that name no field of the variant's config.
     """
 
     variant: str | None = None
-    """Size and patch, as `vitrail models` lists them: ViT-S/16, the hybrid R50+ViT-B/16, BiT-R50x1. By default
-    ViT-Pico/7. With --init the network is that of the model to start from."""
+    """Network and patch size, for example ViT-S/16, R50+ViT-B/16 (hybrid) or BiT-R50x1. `vitrail models` lists all. By
+    default ViT-Pico/7. With --init, the network is that of the model to start from."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the variant's config by name, such as {"width": 96, "class_token": True}."""
+    """Values that replace fields of the variant's config, such as {"width": 96, "class_token": True}."""
 
     def __post_init__(self) -> None:
         known = override_fields(self.variant)
@@ -53,7 +53,7 @@ class ModelConfig:
     def override(self, **fields: Any) -> ModelConfig:
         """Return a copy with another variant or other overrides; None removes an override.
 
-        If the variant changes, earlier overrides that the new one has no field for are dropped.
+        If the variant changes, earlier overrides that name no field of the new variant's config are dropped.
         """
         variant = fields.pop("variant", self.variant)
         known = override_fields(variant)
@@ -62,13 +62,14 @@ class ModelConfig:
         return dataclasses.replace(self, variant=variant, overrides=overrides)
 
     def resolve(self, *, num_classes: int, image_size: tuple[int, int], channels: int) -> AnyConfig:
-        """Return the network's config for images and classes of these numbers. Raises `ConfigError`."""
+        """Return the network's config for this number of classes, image size and number of channels. Raises
+        `ConfigError`."""
         shape = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
         return variant_config(self.name, **shape, **self.overrides)  # type: ignore[arg-type]
 
 
 def override_fields(variant: str | None = None) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields that can be overridden, by name: those of the variant's config, or of all configs for None."""
+    """Return the fields that can be overridden, by name. If `variant` is None, return the fields of all configs."""
     types = (ViTConfig, ResNetConfig) if variant is None else (config_type(variant),)
     return {
         item.name: item for cls in reversed(types) for item in dataclasses.fields(cls) if item.name not in FROM_DATA

@@ -1,4 +1,4 @@
-"""The dense layer of all networks: its product can be exchanged, and its weight can be adapted."""
+"""The dense layer of all networks. Its kernel can be exchanged, and an adapter can change its weight."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Linear(nn.Linear):
-    """A dense layer. `use_product` exchanges the kernel, `adapt` changes the weight that products take."""
+    """A dense layer. `use_product` exchanges the kernel, and `adapt` lets a module change the weight that the kernel
+    uses."""
 
     product: Product
     """The kernel that computes the layer."""
     adapter: nn.Module | None
-    """Maps the weight to the one that products take, or None (`lora.py`)."""
+    """A module that maps the weight to the weight that the kernel uses (`lora.py`), or None."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -31,21 +32,22 @@ class Linear(nn.Linear):
 
     @property
     def operand(self) -> Float[Tensor, "outputs inputs"]:
-        """The weight that products take: the layer's own, or the adapter's result."""
+        """The weight that the kernel uses: the layer's own weight, or the adapter's result."""
         return self.weight if self.adapter is None else self.adapter(self.weight)
 
     def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         return self.product(x, self.operand, self.bias)
 
     def after_gelu(self, hidden: Float[Tensor, "*batch inputs"], approximate: Gelu) -> Float[Tensor, "*batch outputs"]:
-        """Return `layer(gelu(hidden))` by the fused kernel. `kernels.fuses` must be true of `hidden`."""
+        """Return `layer(gelu(hidden))`, computed by the fused kernel. `kernels.fuses(hidden)` must be true."""
         if self.product is not linear:
             return self(F.gelu(hidden, approximate=approximate))
         return gelu_linear(hidden, self.operand, self.bias, approximate)
 
     def by_rows(self, *inputs: tuple[Float[Tensor, ...], int]) -> tuple[Tensor, ...]:
-        """Return one product for each pair of an input and a number of rows. Consecutive rows of the weight are used,
-        so the numbers add up to the layer's outputs."""
+        """Return the matrix product of each input with its number of rows of the weight. Each argument is a pair of an
+        input and a number of rows. The first input uses the first rows, the next input the rows after these, and so on,
+        so the numbers must add up to the number of rows."""
         rows = [count for _, count in inputs]
         weights = torch.split(self.operand, rows)
         biases = [None] * len(rows) if self.bias is None else torch.split(self.bias, rows)
@@ -58,11 +60,11 @@ class Linear(nn.Linear):
         self.product = product
 
     def adapt(self, adapter: nn.Module) -> None:
-        """Pass the weight through a module before products take it."""
+        """Pass the weight through a module before the kernel uses it."""
         self.adapter = adapter
 
     def freeze(self, dtype: torch.dtype | None) -> None:
-        """Replace the weight by the one that products take, converted to `dtype` (None leaves the format).
+        """Replace the weight by the weight that the kernel uses, converted to `dtype` (None keeps the format).
 
         The layer cannot be trained afterwards: `Predictor` calls this on its own copy of a network. A weight that
         needs no change stays the same tensor.

@@ -18,20 +18,22 @@ from vitrail.models.variants import AnyConfig, build
 __all__ = ["check_float8", "float8_linear", "use_float8"]
 
 OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-"""Weights and activations need precision, gradients need range (2209.05433, section 3)."""
+"""The two 8-bit formats: e4m3 has the precision that weights and activations need, and e5m2 has the range that
+gradients need (2209.05433, section 3)."""
 
 MULTIPLE = 16
-"""The sides of a product must be multiples of this number: the kernels read 16 bytes at a time."""
+"""Number that must divide the sides of a matrix product, because the kernels read 16 bytes at a time."""
 
 SMALLEST = 1e-30
-"""Lower bound of a tensor's largest magnitude, so that a tensor of zeros can be scaled."""
+"""Smallest magnitude that a tensor is scaled by, so that a tensor of zeros can be scaled."""
 
 
 def use_float8(network: nn.Module) -> int:
-    """Train the dense layers in the network's blocks in 8-bit floating point from now on, and return their number.
+    """Train the dense layers of the network's blocks in 8-bit floating point from now on, and return the number of
+    these layers.
 
-    These are the layers whose sides are multiples of 16. Their weights keep their format. Raises `ConfigError` if
-    there is no such layer.
+    Only layers whose sides are multiples of 16 are changed. The stored weights keep their format. Raises `ConfigError`
+    if no layer can be changed.
     """
     found = 0
     blocks = network.layers().blocks if isinstance(network, HasLayers) else []
@@ -48,7 +50,7 @@ def use_float8(network: nn.Module) -> int:
 
 
 def check_float8(config: AnyConfig) -> None:
-    """Raise `ConfigError` if `use_float8` would for a network of this config, without drawing weights."""
+    """Raise `ConfigError` if `use_float8` would raise it for a network of this config. No weights are drawn."""
     with torch.device("meta"):
         use_float8(build(config))
 
@@ -56,10 +58,11 @@ def check_float8(config: AnyConfig) -> None:
 def float8_linear(
     x: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None
 ) -> Float[Tensor, "*batch outputs"]:
-    """Return `x weight^T + bias` in bfloat16 from factors in e4m3. In the backward pass, the gradient is in e5m2.
+    """Return `x weight^T + bias` in bfloat16, computed from `x` and `weight` in e4m3.
 
-    Each factor is scaled in every call, so that its largest magnitude is that of the format; sums are in float32.
-    Without gradients, or outside autocast, this is `linear`, so predictions do not differ from those of other models.
+    In the backward pass, the gradient is converted to e5m2. In every call, each factor is scaled so that its largest
+    magnitude is the largest number of the format. Sums are in float32. Without gradients, or outside autocast, this
+    function is `linear`, so 8-bit training does not change how predictions are computed.
     """
     if not (torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)):
         return linear(x, weight, bias)
@@ -97,29 +100,31 @@ def _product(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """Return `a b` of scaled factors. With `fast`, a GPU sums with fewer digits, which is too inexact for gradients."""
+    """Return the matrix product `a b` of scaled factors. With `fast`, a GPU sums with fewer digits. Gradients need the
+    exact sums."""
     with torch.autocast(a.device.type, enabled=False):  # or a CPU would round the factors, units applied, to bfloat16
         return torch._scaled_mm(a, b, scale_a=a_unit, scale_b=b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return a matrix, with rows of zeros added up to a multiple of 16. They change no sum over rows."""
+    """Return `x` as a matrix, with rows of zeros added until the number of rows is a multiple of 16. The zeros change
+    no sum over rows."""
     rows = x.reshape(-1, x.shape[-1])
     missing = -rows.shape[0] % MULTIPLE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Undo `_rows` in a product of a tensor of this shape."""
+    """Remove the rows that `_rows` added, and restore the leading dimensions of `shape`."""
     return rows[: shape[:-1].numel()].view(*shape[:-1], rows.shape[1])
 
 
 def _quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the tensor in units that make its largest magnitude the format's, contiguous in memory, and the unit."""
+    """Return the tensor scaled to the range of `dtype`, contiguous in memory, and the unit that it was divided by."""
     unit = x.abs().amax().float().clamp(min=SMALLEST) / torch.finfo(dtype).max
     return (x.float() / unit).to(dtype).contiguous(), unit
 
 
 def _columns_first(matrix: Tensor) -> Tensor:
-    """Return the same numbers in the memory layout that kernels need of a second factor."""
+    """Return the same matrix in column-major layout, which the kernels need for the second factor."""
     return matrix.t().contiguous().t()

@@ -1,7 +1,7 @@
-"""Kernels for products in bfloat16 on a CPU, which compute the same as PyTorch's in fewer passes over memory.
+"""Kernels for matrix products in bfloat16 on a CPU.
 
-In float32, on GPUs and inside torch.compile, PyTorch's own kernels are used. The speed of each kernel was measured on
-two cores of an AMD EPYC 9004 (AVX512-BF16), November 2026; `docs/performance.md` has the tables.
+They compute the same as PyTorch's kernels in fewer passes over memory. In float32, on GPUs and inside torch.compile,
+PyTorch's own kernels are used. `docs/performance.md` lists the measured speeds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ Gelu = Literal["none", "tanh"]
 """PyTorch's names for the exact GELU and for its approximation."""
 
 ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""True if this build of PyTorch has oneDNN's dense layer, which adds the bias itself, and it computes in bfloat16."""
+"""True if this build of PyTorch has oneDNN's dense layer and that layer computes in bfloat16. The layer adds the bias
+itself."""
 
 
 def fuses(x: Tensor) -> bool:
-    """Return True if autocast runs the products of `x` in bfloat16 on a CPU. A compiler fuses by itself."""
+    """Return True if the fused kernels can be used with `x`: autocast computes in bfloat16 on a CPU, and no compiler
+    runs, which would fuse operations by itself."""
     return (
         x.device.type == "cpu"
         and torch.is_autocast_enabled("cpu")
@@ -37,10 +39,11 @@ def fuses(x: Tensor) -> bool:
 def linear(
     x: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None
 ) -> Float[Tensor, "*batch outputs"]:
-    """Return `x weight^T + bias`. The bias is added while the product is written.
+    """Return `x weight^T + bias`.
 
-    PyTorch copies the bias into the output and adds the product to it: 324 to 386 GFLOP/s on the shapes of a ViT-S,
-    compared with 370 to 430 here. For the backward pass, `x` is kept in bfloat16 only.
+    The bias is added while the matrix product is written to memory. PyTorch's kernel copies the bias into the output
+    first and adds the product to the copy, which is slower (`docs/performance.md`). For the backward pass, `x` is kept
+    in bfloat16 only.
     """
     return _linear(x, weight, bias, None) if fuses(x) else F.linear(x, weight, bias)
 
@@ -51,9 +54,9 @@ def gelu_linear(
     bias: Float[Tensor, " outputs"] | None,
     approximate: Gelu,
 ) -> Float[Tensor, "*batch outputs"]:
-    """Return `gelu(x) weight^T + bias`, without keeping GELU's output: the backward pass computes it again.
+    """Return `gelu(x) weight^T + bias` without keeping GELU's output for the backward pass, which computes it again.
 
-    `fuses` must be true of `x`. This saves 18 % of the bytes that ViT-S/16 keeps, for 1 % of the step's time.
+    `fuses(x)` must be true. `docs/performance.md` has the memory that this saves and the time that it costs.
     """
     return _linear(x, weight, bias, approximate)
 

@@ -39,9 +39,9 @@ class Mlp(nn.Module):
 
 
 class SwiGlu(nn.Module):
-    """`down(silu(gate) * value)`, with gate and value from one product (2002.05202): the MLP of DINOv2's largest model.
+    """`down(silu(gate) * value)`, with gate and value from one matrix product (2002.05202).
 
-    The first half of `up`'s rows makes the gate.
+    This is the MLP of DINOv2's largest model. The first half of the rows of `up.weight` computes the gate.
     """
 
     def __init__(self, width: int, hidden: int, *, bias: bool = True, dropout: float = 0.0) -> None:
@@ -94,7 +94,8 @@ class StochasticDepth(nn.Module):
     """Drops a branch for some images of a batch in training, and scales the others to keep the mean (1603.09382)."""
 
     keep: Float[Tensor, ""]
-    """Probability that a branch is kept. It is a tensor because a compiler would make one graph for each number."""
+    """Probability that a branch is kept. It is a tensor because the compiler would make a separate graph for each value
+    of a Python number."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -112,6 +113,7 @@ class StochasticDepth(nn.Module):
 
 
 def lecun_normal_(weight: Tensor) -> None:
-    """Fill with normal numbers that are truncated at two standard deviations, of variance 1 / fan_in after that."""
+    """Fill a weight with normal numbers, truncated at two standard deviations. After the truncation, their variance is
+    1 / fan_in."""
     std = weight[0].numel() ** -0.5 / 0.87962566103423978  # the standard deviation of a unit normal cut at +-2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, 2106.09685): small learned changes of a transformer's weights, merged into them at the end.
 
-An adapter changes the weight, not the layer's input: a product takes `W + alpha / rank * B A`. Fused products,
+An adapter changes the weight, not the layer's input: the layer multiplies by `W + alpha / rank * B A`. Fused kernels,
 conversion to bfloat16, 8-bit training and compilation therefore work as without adapters, and merging is exact except
-for rounding. Dropout of the adapter's own input, which some implementations have, is not possible.
+for rounding. Some implementations apply dropout to the input of the adapter alone, which is not possible here.
 
 LoRA saves memory of the optimizer and little time, because the full gradient of an adapted weight is computed before
 the gradients of its factors. A step of ViT-S/16 in bf16 takes 0.81 of the time of full training if queries and values
@@ -26,16 +26,18 @@ from vitrail.models.vit import Block
 __all__ = ["LowRank", "Projection", "add_adapters", "check_adapters", "merged"]
 
 Projection = Literal["query", "key", "value", "out", "up", "down"]
-"""The weights of a block: queries, keys and values, which share a matrix; attention's output; the MLP's two."""
+"""Names of a block's weights: the projections to queries, keys and values, attention's output, and the MLP's two
+layers."""
 
 ADAPTER = ".adapter."
-"""Part of the names of all tensors of adapters, and of no others."""
+"""Text that the name of every adapter's tensor contains, and the name of no other tensor."""
 
 
 class LowRank(nn.Module):
-    """Computes `W + alpha / rank * B A` for some of the equal parts that the rows of a weight consist of.
+    """Computes `W + alpha / rank * B A` for some row blocks of a weight.
 
-    Each part has its own factors. A (rank x inputs) starts at normal numbers of variance 1 / inputs, B (rows x rank) at
+    The rows of the weight are divided into equal blocks, such as queries, keys and values, and each adapted block has
+    its own factors. A (rank x inputs) starts at normal numbers of variance 1 / inputs, and B (rows x rank) starts at
     zero, so the weight is unchanged at first (section 4.1).
     """
 
@@ -48,7 +50,7 @@ class LowRank(nn.Module):
         parts: tuple[int, ...] = (0,),
         of: int = 1,
     ) -> None:
-        """Adapt the parts with the numbers `parts` of a weight whose rows are `of` equal parts."""
+        """Adapt the row blocks with the indices `parts` of a weight that has `of` equal row blocks."""
         super().__init__()
         rows, inputs = weight.shape
         self.parts = parts
@@ -80,9 +82,9 @@ def check_adapters(config: AnyConfig, rank: int, names: Sequence[str]) -> None:
 
 
 def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequence[Projection]) -> None:
-    """Give the named weights of every block an adapter. The caller freezes the other parameters of the blocks.
+    """Add an adapter to each of the named weights in every block.
 
-    Raises `ConfigError` for unknown names, and for a ResNet.
+    The caller freezes the other parameters of the blocks. Raises `ConfigError` for unknown names, and for a ResNet.
     """
     check_adapters(network.config, rank, names)
     for block in network.layers().blocks:
@@ -94,7 +96,8 @@ def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequenc
 
 @torch.no_grad()
 def merged(network: AnyNetwork) -> AnyNetwork:
-    """Return a network without adapters that computes the same. Tensors without an adapter are shared."""
+    """Return a network that computes the same without adapters. Weights without an adapter are shared with
+    `network`."""
     state = {name: tensor for name, tensor in network.state_dict().items() if ADAPTER not in name}
     for path, layer in network.named_modules():
         if isinstance(layer, Linear) and layer.adapter is not None:

@@ -1,4 +1,4 @@
-"""The contract of every network: the questions that it and its config answer."""
+"""The contract of networks and their configs: the methods and properties that the rest of the library uses."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Features:
-    """The tokens of a batch: after the final norm and before pooling, or after a chosen block."""
+    """The tokens of a batch, after the final norm and before pooling, or after a chosen block."""
 
     cls: Float[Tensor, "b width"] | None
     """The class token, or None if the network has none."""
     registers: Float[Tensor, "b r width"]
-    """Register tokens; r is 0 if the network has none."""
+    """Register tokens. Their number r is 0 if the network has none."""
     patches: Float[Tensor, "b n width"]
-    """Patch tokens, or the cells of a ResNet's feature map, in row-major order of the grid. If the network keeps some
-    patches only (`ViTConfig.patch_dropout` in training, or `encode`), these are the kept ones."""
+    """Patch tokens, or the cells of a ResNet's feature map, in row-major order of the grid. If only some patches are
+    kept (`ViTConfig.patch_dropout` in training, or `encode`), only their tokens are here."""
     grid: tuple[int, int]
-    """Rows and columns of patches. Their product is n, unless only some patches were kept."""
+    """Numbers of rows and columns of patches. Rows times columns is n, unless only some patches were kept."""
 
 
 class Layers(NamedTuple):
     """All modules of a network that hold weights or drop values, each once, from bottom to top.
 
-    This is the order of BEiT (2106.08254), whose learning rate decays from the head down.
+    Layers are numbered as in BEiT (2106.08254), where the learning rate decays from the head down.
     """
 
     embedding: list[nn.Module]
@@ -53,12 +53,12 @@ class Layers(NamedTuple):
     blocks: list[nn.Module]
     """Layers 1 to depth: blocks, or a ResNet's residual units."""
     summary: list[nn.Module]
-    """Layer depth + 1, together with the head: the final norm, and pooling."""
+    """The final norm and the pooling. Together with the head, they are layer depth + 1."""
     head: list[nn.Module]
     """The head and its hidden layer, if any."""
 
     def numbers(self) -> dict[int, int]:
-        """Return the number of each parameter's layer, by the parameter's id."""
+        """Return the layer number of each parameter, by the parameter's `id`."""
         layers = [self.embedding, *([block] for block in self.blocks), [*self.summary, *self.head]]
         return {
             id(parameter): number
@@ -77,7 +77,7 @@ class HasLayers(Protocol):
 
 
 class NetworkConfig(Protocol):
-    """Questions that every network's config answers. The config decides all shapes and the arithmetic."""
+    """The contract of every network's config. The config decides all shapes and the arithmetic."""
 
     architecture: ClassVar[str]
     """Name of the architecture in files and messages: a key of `vitrail.models.variants.ARCHITECTURES`."""
@@ -128,17 +128,18 @@ class NetworkConfig(Protocol):
         """Length of the sequence that the blocks process, or the number of cells of the last feature map."""
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return the patches, or cells of the last feature map, down and across. Raise `ConfigError` for a size that
-        does not fit."""
+        """Return the number of rows and columns of patches, or of cells of the last feature map. Raise `ConfigError` if
+        the size does not fit."""
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the nearest image size that the network takes."""
+        """Return the image size nearest to this one that the network accepts."""
 
     def with_image_size(self, image_size: tuple[int, int]) -> NetworkConfig:
         """Return the same config for another image size. Raise `ConfigError` for a size that does not fit."""
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> NetworkConfig:
-        """Return the same config with a head of `num_classes` outputs, and without its hidden layer on request."""
+        """Return the same config with a head of `num_classes` outputs. `drop_hidden` removes the hidden layer before
+        the head."""
 
     def parameters(self) -> int:
         """Return the number of weights."""
@@ -153,13 +154,14 @@ class NetworkConfig(Protocol):
         """Return the FLOPs that a training step computes per image."""
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
-        """Return what a training step holds in memory."""
+        """Return the memory that a training step needs."""
 
 
 class Network(Protocol):
     """The contract of a network, which `vitrail.testing.check_network` checks. Every network is an `nn.Module`.
 
-    Images have the shape (b, channels, h, w) and any size that `config.grid_of` accepts; others raise `ConfigError`.
+    Images have the shape (b, channels, h, w) and any size that `config.grid_of` accepts. Other images raise
+    `ConfigError`.
     """
 
     config: Any
@@ -175,9 +177,9 @@ class Network(Protocol):
         """
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> Network:
-        """Return the same network with a new head of zeros, and without its hidden layer on request.
+        """Return the same network with a new head of zeros.
 
-        All other tensors are shared.
+        `drop_hidden` removes the hidden layer before the head. All other tensors are shared.
         """
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -191,8 +193,8 @@ class Network(Protocol):
 
 
 def block_numbers(layers: Sequence[int], count: int) -> list[int]:
-    """Return the numbers of blocks from 0, of numbers that may count backward from -1. Raise `ConfigError` if one of
-    `count` blocks does not exist."""
+    """Return block numbers that count from 0. Numbers in `layers` may also count backward from -1. Raise `ConfigError`
+    for a number outside of `count` blocks."""
     for layer in layers:
         if not -count <= layer < count:
             raise ConfigError(
@@ -203,7 +205,8 @@ def block_numbers(layers: Sequence[int], count: int) -> list[int]:
 
 
 def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) -> AnyModule:
-    """Return a network of the same class with these weights, which it shares, all of them trainable."""
+    """Return a network of the same class that uses these weight tensors themselves, not copies. All weights are
+    trainable."""
     with torch.device("meta"):  # weights are not drawn only to be replaced
         new = type(network)(config)
     new.load_state_dict(weights, assign=True)
@@ -213,7 +216,7 @@ def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) ->
 
 
 def with_new_head(network: AnyModule, num_classes: int, *, drop_hidden: bool = False) -> AnyModule:
-    """Return the same network with a new head: weights of zero, and biases of the config's `head_bias`."""
+    """Return the same network with a new head, whose weights are 0 and whose biases are the config's `head_bias`."""
     old: Any = network.config
     config = old.with_head(num_classes, drop_hidden=drop_hidden)
     dropped = ("head.", "head_hidden.") if drop_hidden else ("head.",)

@@ -1,4 +1,4 @@
-"""From images to tokens: the patch projection, mask tokens, and the tokens before the patches."""
+"""Modules that turn images into tokens: the patch projection, mask tokens, and class and register tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from vitrail.models.dense import Linear
 __all__ = ["PatchEmbedding", "PrefixTokens", "Replace", "mask_tokens"]
 
 Replace = Callable[[Tensor], Tensor]
-"""Takes patch embeddings of (b, n, width) before positions are added, and returns those that take their place."""
+"""A function that receives patch embeddings (b, n, width), before positions are added, and returns their
+replacements."""
 
 
 class PatchEmbedding(nn.Module):
     """Cuts an image into patches and projects each to a token: `x_p E` of equation 1.
 
-    The projection is a matrix product over flattened patches. A convolution whose stride is its kernel is the same
-    arithmetic, and its kernel reshaped to (width, channels * patch height * patch width) is this weight.
+    The projection is a matrix product over flattened patches. A convolution whose stride equals its kernel size
+    computes the same. Its kernel, reshaped to (width, channels * patch height * patch width), is the weight of this
+    projection.
     """
 
     def __init__(self, patch_size: tuple[int, int], channels: int, width: int, *, bias: bool = True) -> None:
@@ -31,8 +33,8 @@ class PatchEmbedding(nn.Module):
     def forward(
         self, images: Float[Tensor, "b c h w"], kept: Int64[Tensor, "b k"] | None = None
     ) -> Float[Tensor, "b n width"]:
-        """Return tokens in row-major order of the grid, or of the places in `kept` only. The patch must divide the
-        image."""
+        """Return one token per patch, in row-major order of the grid. With `kept`, return only the tokens at these
+        indices. The patch size must divide the image size."""
         b, c, h, w = images.shape
         ph, pw = self.patch_size
         patches = images.reshape(b, c, h // ph, ph, w // pw, pw)
@@ -46,7 +48,7 @@ class PatchEmbedding(nn.Module):
 class PrefixTokens(nn.Module):
     """Puts learned tokens before the patch tokens: `x_class` of equation 1, then registers (2309.16588).
 
-    The class token starts at zero, registers at normal numbers of standard deviation 0.02.
+    The class token starts at zero. Registers start at normal numbers of standard deviation 0.02.
     """
 
     def __init__(self, width: int, *, class_token: bool = True, registers: int = 0) -> None:
@@ -69,7 +71,8 @@ class PrefixTokens(nn.Module):
 
 
 def mask_tokens(token: Float[Tensor, " width"], masked: Bool[Tensor, "b n"]) -> Replace:
-    """Return a function that puts a mask token in the place of the masked patches, for `VisionTransformer.encode`."""
+    """Return a function for `VisionTransformer.encode` that replaces the embeddings of masked patches by the mask
+    token."""
 
     def replace(embeddings: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
         return torch.where(masked[:, :, None], token.to(embeddings.dtype), embeddings)

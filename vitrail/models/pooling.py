@@ -1,4 +1,4 @@
-"""Pooling: from tokens to the one vector that the head sees."""
+"""Pooling: the reduction of all tokens to the one vector that the head receives."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AttentionPool(nn.Module):
 
 
 def pool(features: Features, how: Pool, attention: AttentionPool | None) -> Float[Tensor, "b pooled"]:
-    """Return the class token, the mean of patch tokens, the result of attention pooling, or the first two joined."""
+    """Return the pooled vector of each image by the method `how` (see `ViTConfig.pool`)."""
     if how == "map":
         assert attention is not None
         first = [] if features.cls is None else [features.cls[:, None]]

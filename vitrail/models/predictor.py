@@ -1,4 +1,4 @@
-"""Prediction with a network that stays as it is: weights are converted once, and threads do not disturb each other."""
+"""Prediction without changing the network: weights are converted once, and several threads can predict at a time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ __all__ = ["Predictor"]
 class Predictor:
     """Predicts with a network in one precision, in evaluation mode and without gradients.
 
-    The network is not changed, whatever its mode, and several predictors of one network may work at the same time in
-    different threads and precisions. Weights that products take in another form (bfloat16, standardised filters,
-    adapted weights) are converted once, when the predictor is made; all other tensors are shared with the network.
-    Converting ViT-B/16 in every call would take 19 ms of the 129 ms for one image, so keep one predictor for a sequence
-    of calls. After the network's weights have changed, make a new one.
+    The network is not changed, not even its mode. Several predictors of one network may work at the same time, in
+    different threads and precisions. Weights that are needed in another form (bfloat16, standardised filters, adapted
+    weights) are converted once, when the predictor is made. All other tensors are shared with the network. The
+    conversion takes time, so keep one predictor for a sequence of calls. Make a new predictor after the network's
+    weights have changed.
 
-    Results are in the format of the network's last operation, which is bfloat16 for logits in "bf16".
+    The format of a result is that of the network's last operation: with precision "bf16", logits are bfloat16.
     """
 
     def __init__(self, network: nn.Module, precision: Precision = "float32") -> None:
-        """Prepare a network for prediction. "auto" is "bf16" if the processor has matrix units for it."""
+        """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
+        bfloat16."""
         tensors = list(itertools.chain(network.parameters(), network.buffers()))
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._precision = resolve_precision(precision, self._device)
@@ -47,7 +48,7 @@ class Predictor:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights, on which images are expected."""
+        """Device of the weights. Images have to be on the same device."""
         return self._device
 
     @property
@@ -89,10 +90,11 @@ class Predictor:
 
 
 def _copied(module: nn.Module, shared: dict[int, Tensor]) -> nn.Module:
-    """Return a copy of a module and all modules in it, in evaluation mode, which shares their tensors.
+    """Return a copy of a module and its submodules in evaluation mode.
 
-    Modules of PyTorch and of this package hold their parts by name only, so they are copied part by part, in 1 ms for
-    ViT-B/16. Other modules may hold references in any place, which `copy.deepcopy` follows, in 30 ms.
+    The copy shares all tensors. Modules of PyTorch and of this package hold their submodules by name only, so copying
+    one after the other is enough and fast. Other modules may hold references elsewhere. These are copied by
+    `copy.deepcopy`, which is slower.
     """
     if not type(module).__module__.startswith(("torch.nn.modules.", "vitrail.models.")):
         return copy.deepcopy(module, dict(shared)).eval()

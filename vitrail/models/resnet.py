@@ -1,8 +1,9 @@
 """The ResNets of Big Transfer (BiT, 1912.11370), and the root that turns a Vision Transformer into a hybrid.
 
-The two are cousins. BiT's units normalise before they convolve (v2, "pre-activation") and pad by fixed amounts; the
-hybrid's come from the Vision Transformer's own code, normalise after (v1) and pad as TensorFlow's "SAME". Both
-standardise the weights of every convolution (1903.10520) and have group norm where others have batch norm.
+The units of BiT normalise before each convolution (v2, "pre-activation") and pad by fixed amounts. The units of a
+hybrid follow the Vision Transformer's own code: they normalise after each convolution (v1) and pad like TensorFlow's
+"SAME". Both networks standardise the weights of every convolution (1903.10520) and use group norm instead of batch
+norm.
 """
 
 from __future__ import annotations
@@ -28,27 +29,29 @@ from vitrail.models.network import Features, Layers, block_numbers, with_new_hea
 __all__ = ["HybridRoot", "ResNet", "ResNetConfig", "RootConfig", "Stem", "WeightEps"]
 
 WeightEps = Literal["variance", "deviation"]
-"""Statistic that `weight_eps` is added to: the variance, under the root, or the standard deviation."""
+"""Statistic that `weight_eps` is added to: the variance (before the square root) or the standard deviation."""
 
 Stem = Literal["7x7+pool", "3x3+3x3"]
-"""Stem of a root. "7x7+pool" is the published one: a 7 x 7 convolution and a max pool, both of stride 2. "3x3+3x3" is
-for small images: two 3 x 3 convolutions, the second of stride 2 (after 2106.14881)."""
+"""Stem of a root. "7x7+pool" is the published stem: a 7 x 7 convolution and a max pool, both of stride 2. "3x3+3x3" is
+for small images: a 3 x 3 convolution of stride 1 and a 3 x 3 convolution of stride 2 (after 2106.14881)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RootConfig:
-    """The ResNet of a hybrid. The defaults are those of the original code. Raises `ConfigError`."""
+    """The config of the ResNet below a hybrid. The defaults are those of the original code. Raises `ConfigError` for
+    values that do not fit."""
 
     depths: tuple[int, ...] = ()
     """Number of units in each stage; () leaves only the stem."""
     stem: Stem = "7x7+pool"
-    """The published stem, or "3x3+3x3" for small images, whose norms have one group."""
+    """Stem of the root: the published "7x7+pool", or "3x3+3x3" for small images. The norms of "3x3+3x3" have one
+    group."""
     width: int = 64
     """Channels of the stem. Stage i has `width * 2**i` channels inside its units and four times as many outside."""
     norm_eps: float = 1e-6
     """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
     weight_eps: float = 1e-5
-    """Epsilon of weight standardisation: 1e-5 on the deviation, or timm's 1e-8 on the variance."""
+    """Epsilon of weight standardisation: 1e-5 added to the deviation, or 1e-8 added to the variance in timm."""
     weight_eps_on: WeightEps = "deviation"
     """Statistic that the epsilon of weight standardisation is added to: the deviation or the variance of a filter."""
 
@@ -59,12 +62,12 @@ class RootConfig:
 
     @property
     def stem_stride(self) -> int:
-        """Pixels between two cells of the map that the stem makes."""
+        """Pixels between neighbouring cells of the stem's feature map."""
         return 4 if self.stem == "7x7+pool" else 2
 
     @property
     def stride(self) -> int:
-        """Pixels between two cells of the feature map."""
+        """Pixels between neighbouring cells of the last feature map."""
         return self.stem_stride * 2 ** max(0, len(self.depths) - 1)
 
     @property
@@ -75,23 +78,23 @@ class RootConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """The config of a BiT ResNet. The defaults are R50x1. Raises `ConfigError`."""
+    """The config of a BiT ResNet. The defaults are BiT-R50x1. Raises `ConfigError` for values that do not fit."""
 
     architecture: ClassVar[Literal["BiT"]] = "BiT"
     """Name of the architecture in files and messages."""
     has_uniform_blocks: ClassVar[bool] = False
-    """False because stages differ in shape, so each unit would be compiled into a graph of its own."""
+    """False because stages differ in shape, so each unit would need a compiled graph of its own."""
     adaptable: ClassVar[tuple[str, ...]] = ()
     """Names of the weights in a block that LoRA can adapt: none, because units have no dense layers."""
     stem_stride: ClassVar[int] = 4
-    """Pixels between two cells of the map that the stem makes."""
+    """Pixels between neighbouring cells of the stem's feature map."""
     head_hidden: ClassVar[int] = 0
     """Units of a hidden layer before the head: a ResNet has none."""
     weights_depend_on_size: ClassVar[bool] = False
     """False because no weight is made for one image size."""
 
     image_size: tuple[int, int] = (224, 224)
-    """Height and width of images in pixels. The network takes every other size as well."""
+    """Height and width of images in pixels. The network also accepts every other size."""
     channels: int = 3
     """Image channels: 3 for RGB, 1 for grey."""
     depths: tuple[int, ...] = (3, 4, 6, 3)
@@ -192,7 +195,8 @@ class ResNetConfig:
 
 
 class ResNet(nn.Module):
-    """A BiT ResNet-v2. The cells of its last feature map are the `patches` of `features`; `embed` is their mean."""
+    """A BiT ResNet-v2. `features` returns the cells of the last feature map as patches, and `embed` returns the mean of
+    all cells."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -221,10 +225,11 @@ class ResNet(nn.Module):
     def features(
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
     ) -> Features | tuple[Features, ...]:
-        """Return the cells of the last feature map, after its norm and ReLU. With `layers`, return the cells after each
-        of these residual units, which count from 0 through all stages, or from -1 backward.
+        """Return the cells of the last feature map, after the final norm and ReLU.
 
-        Raises `ConfigError` for other channels, for images without pixels, and for an unknown unit.
+        With `layers`, return the cells after each of these residual units. Units are numbered from 0 through all
+        stages, or backward from -1. Raises `ConfigError` for a wrong number of channels, for images without pixels, and
+        for an unknown unit.
         """
         if images.shape[1] != self.config.channels:
             raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
@@ -247,7 +252,7 @@ class ResNet(nn.Module):
         return Layers([self.stem], units, [self.norm], [] if self.head is None else [self.head])
 
     def with_image_size(self, image_size: tuple[int, int]) -> ResNet:
-        """Return a network for another image size, which shares all tensors."""
+        """Return the same weights in a network for another image size. All tensors are shared."""
         return with_weights(self, self.config.with_image_size(image_size), self.state_dict())
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNet:
@@ -256,7 +261,7 @@ class ResNet(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw new weights: convolutions of variance 1 / fan_in, which standardisation rescales; a head of zeros."""
+        """Draw new weights. Convolutions have the variance 1 / fan_in before standardisation, and the head is zero."""
         _initialise_convolutions(self)
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
@@ -284,7 +289,7 @@ class HybridRoot(nn.Module):
         self.stages = _stages(PostActivationUnit, config)
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
-        """Return the feature map. Its sides are those of the image divided by the config's stride, rounded up."""
+        """Return the feature map. Each side is the image's side divided by the config's stride, rounded up."""
         x = images
         if self.before is not None and self.before_norm is not None:
             x = F.relu(self.before_norm(self.before(x)))
@@ -295,7 +300,8 @@ class HybridRoot(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw new weights. The last norm of every unit starts at zero, so the unit starts as its shortcut."""
+        """Draw new weights. The last norm of every unit starts at zero, so at first every unit computes only its
+        shortcut."""
         _initialise_convolutions(self)
         for module in self.modules():
             if isinstance(module, PostActivationUnit):
@@ -321,7 +327,7 @@ class StandardisedConv(nn.Conv2d):
         )
         self.eps = eps
         self.is_standardised = False
-        """True if the filters themselves are standardised, as in a copy for predictions."""
+        """True if the stored filters are already standardised, as in a predictor's copy."""
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         if self.same:
@@ -339,7 +345,7 @@ class StandardisedConv(nn.Conv2d):
         return (self.weight - mean) / deviation
 
     def freeze(self, dtype: torch.dtype | None) -> None:
-        """Replace the filters by the standardised ones, converted to `dtype` (None leaves the format).
+        """Replace the filters by standardised filters, converted to `dtype` (None keeps the format).
 
         The layer cannot be trained afterwards: `Predictor` calls this on its own copy of a network.
         """
@@ -349,7 +355,7 @@ class StandardisedConv(nn.Conv2d):
 
 
 class PreActivationUnit(nn.Module):
-    """BiT's bottleneck: norm and ReLU before each of three convolutions. The shortcut takes the activated input."""
+    """BiT's bottleneck: norm and ReLU before each of three convolutions. The input of the shortcut is activated too."""
 
     def __init__(
         self, before: int, after: int, *, stride: int, norm_eps: float, weight_eps: tuple[float, WeightEps]
@@ -407,7 +413,8 @@ class PostActivationUnit(nn.Module):
 
 
 def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: float = 0.0) -> Float[Tensor, "b c ph pw"]:
-    """Pad as TensorFlow's "SAME" does: for ceil(size / stride) windows, with the odd cell below and to the right."""
+    """Pad like TensorFlow's "SAME", for ceil(size / stride) windows. If the padding is odd, the extra cell is added
+    below and to the right."""
     pads = []
     for size in (x.shape[3], x.shape[2]):
         total = max((math.ceil(size / stride) - 1) * stride + kernel - size, 0)
@@ -418,7 +425,7 @@ def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: floa
 def _stages(
     unit_class: type[PreActivationUnit] | type[PostActivationUnit], config: ResNetConfig | RootConfig
 ) -> nn.Sequential:
-    """Return all stages. Each stage after the first halves the map's sides in its first unit."""
+    """Return all stages. In every stage but the first, the first unit halves the sides of the feature map."""
     widths = [config.width, *(config.width * EXPANSION * 2**stage for stage in range(len(config.depths)))]
     return nn.Sequential(
         *(

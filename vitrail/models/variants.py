@@ -31,11 +31,11 @@ ARCHITECTURES: dict[str, tuple[type[AnyConfig], type[AnyNetwork]]] = {
     "ViT": (ViTConfig, VisionTransformer),
     "BiT": (ResNetConfig, ResNet),
 }
-"""The classes of config and network of each architecture, by `config.architecture`."""
+"""The config class and the network class of each architecture, by `config.architecture`."""
 
 
 class Variant(NamedTuple):
-    """The four numbers of a transformer's size."""
+    """The four numbers that define the size of a transformer."""
 
     width: int
     depth: int
@@ -65,7 +65,7 @@ RESNETS = {
     "152": (3, 8, 36, 3),
     "200": (3, 24, 36, 3),
 }
-"""Number of units in the four stages of a ResNet, by its depth."""
+"""Number of units in each of the four stages of a ResNet, by the depth of the ResNet."""
 
 PUBLISHED = (
     "ViT-Pico/7", "Conv+ViT-Pico/8", "ViT-Nano/8",
@@ -74,7 +74,8 @@ PUBLISHED = (
     "R+ViT-Ti/16", "R26+ViT-S/32", "R26+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32",
     "BiT-R50x1", "BiT-R101x1", "BiT-R50x3", "BiT-R101x3", "BiT-R152x2", "BiT-R152x4", "BiT-R200x3",
 )  # fmt: skip
-"""Sizes with the patches they were published with, as `vitrail models` lists them. Any size takes any patch."""
+"""Published combinations of size and patch, as `vitrail models` lists them. Any size also works with any other
+patch."""
 
 VIT = re.compile(r"ViT-(?P<size>\w+)/(?P<patch_h>[1-9]\d*)(x(?P<patch_w>[1-9]\d*))?")
 HYBRID = re.compile(r"(Conv|R((?P<layers>\d+)(x(?P<factor>[1-9]\d*))?)?)\+ViT-(?P<size>\w+)/(?P<patch>[1-9]\d*)")
@@ -85,16 +86,14 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
     """Return the config of a variant.
 
     - "ViT-B/16", or "ViT-B/16x8" for patches of 16 rows and 8 columns.
-    - "R50+ViT-B/16": a hybrid with 16 pixels between two tokens. At 16 the root has three stages, and the units of the
-      fourth are added to the third. At 32 it has four stages and patches of one cell, at 64 patches of two cells, and
-      so on. "R101x3" is three times as wide. "R+ViT-Ti/16" has no stage and patches of 8 cells, so its tokens are 32
-      pixels apart despite its name, as in the original code.
-    - "Conv+ViT-Pico/8" (ours, for small images): two 3 x 3 convolutions, the second of stride 2, and patches of 4
-      cells.
+    - "R50+ViT-B/16": a hybrid with 16 pixels between neighbouring tokens. With "/16", the root has three stages, and
+      the third stage also has the units of the fourth. With "/32", the root has four stages and a patch is one cell.
+      With "/64", a patch is 2 x 2 cells, and so on. The root of "R101x3+ViT-B/16" is three times as wide. "R+ViT-Ti/16"
+      has no stage and patches of 8 x 8 cells, as in the original code. The tokens are 32 pixels apart despite the name.
+    - "Conv+ViT-Pico/8" (ours, for small images): two 3 x 3 convolutions, of stride 1 and 2, and patches of 4 x 4 cells.
     - "BiT-R50x1".
 
-    `fields` replace those of `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for a name or a field that does not
-    exist.
+    `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field.
     """
     config = _named(name)
     known = type(config).__dataclass_fields__
@@ -124,7 +123,7 @@ def config_type(name: str) -> type[ViTConfig] | type[ResNetConfig]:
 
 
 def _named(name: str) -> AnyConfig:
-    """Return the config of a variant for images that its patches divide."""
+    """Return the config of a variant for an image size that the patches divide."""
     if match := VIT.fullmatch(name):
         patch = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
         return ViTConfig(**_size(match, name)._asdict(), patch_size=patch, image_size=patch)

@@ -31,14 +31,14 @@ from vitrail.models.vit_config import ViTConfig
 __all__ = ["Block", "ViTConfig", "VisionTransformer", "make_block"]
 
 Visit = Callable[[int, Tensor, AttentionPositions | None, Tensor], None]
-"""Is called after each block with its number, the tokens before it, its positions, and the tokens after it."""
+"""A function that is called after each block with (layer, input tokens, positions inside attention, output tokens)."""
 
 
 class VisionTransformer(nn.Module):
     """An image classifier made of patches, tokens and attention.
 
-    `network(images)` returns logits, `features(images)` the tokens, and `embed(images)` the vector that the head sees.
-    Images may have another size than the config's if patches divide it; learned positions are then resized.
+    `network(images)` returns logits, `features(images)` returns tokens, and `embed(images)` returns the pooled vector.
+    Images may have any size that the patch size divides. If it is not the config's size, learned positions are resized.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -84,10 +84,11 @@ class VisionTransformer(nn.Module):
     def features(
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
     ) -> Features | tuple[Features, ...]:
-        """Return the tokens after the last block and its norm. With `layers`, return the tokens after each of these
-        blocks, before any norm. Blocks count from 0, or from -1 backward.
+        """Return the tokens after the last block and the final norm.
 
-        Raises `ConfigError` for images that patches do not divide, for other channels, and for an unknown block.
+        With `layers`, return the tokens after each of these blocks, without the final norm. Blocks are numbered from 0,
+        or backward from -1. Raises `ConfigError` for an unknown block, for a wrong number of channels, and for an image
+        size that the patch size does not divide.
         """
         grid = self._grid(images)
         if layers is None:
@@ -108,11 +109,11 @@ class VisionTransformer(nn.Module):
         keep: Int64[Tensor, "b k"] | None = None,
         replace: Replace | None = None,
     ) -> Features:
-        """Return the tokens of an encoder that sees some patches only, or other patch embeddings.
+        """Return the tokens after encoding only some patches, or replaced patch embeddings.
 
-        `keep[image, i]` is the place, in row-major order of the grid, of the i-th patch that the encoder sees. The
-        patches of the result are in this order, and each has the position of its place. `replace` is called with the
-        patch embeddings, before positions are added, and returns the embeddings that take their place: see
+        `keep[image, i]` is the index, in row-major order of the grid, of the i-th patch to encode. The result has the
+        patches in this order, and every patch keeps the position embedding of its index. `replace` receives the patch
+        embeddings, before positions are added, and returns their replacements: see
         `vitrail.models.patches.mask_tokens`. Raises `ConfigError` as `features` does.
         """
         return self._split(self._encode(images, keep=keep, replace=replace), self._grid(images))
@@ -120,10 +121,11 @@ class VisionTransformer(nn.Module):
     def attention_weights(
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
     ) -> tuple[Float[Tensor, "b heads n n"], ...]:
-        """Return the weights with which tokens (rows) attend to tokens (columns), of every block or of `layers`.
+        """Return the attention weights of every block, or of the blocks `layers`.
 
-        Class token and registers come first. The weights are computed in addition to the forward pass, so this is for
-        analysis. Raises `ConfigError` as `features` does.
+        Rows are the tokens that attend, and columns are the tokens that they attend to. Class token and registers come
+        first. The weights are computed in addition to the forward pass, so this method is for analysis. Raises
+        `ConfigError` as `features` does.
         """
         chosen = block_numbers(range(self.config.depth) if layers is None else layers, self.config.depth)
         found: dict[int, Tensor] = {}
@@ -150,10 +152,10 @@ class VisionTransformer(nn.Module):
         replace: Replace | None = None,
         visit: Visit | None = None,
     ) -> Float[Tensor, "b m width"]:
-        """Return class token, registers and patches after the last block and its norm; with `read`, the first of them.
+        """Return class token, registers and patches after the last block and the final norm.
 
-        If the head reads only the class token, the last block skips the other tokens, which is most of that block, or
-        7 % of a network of 12 blocks.
+        With `read`, return only the first `read` tokens. The last block then skips the other tokens. The class token
+        alone is enough for a head that pools by "cls".
         """
         grid = self._grid(images)
         kept = self._draw_kept(images, grid) if keep is None else keep
@@ -174,7 +176,7 @@ class VisionTransformer(nn.Module):
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
 
     def _draw_kept(self, images: Tensor, grid: tuple[int, int]) -> Int64[Tensor, "b k"] | None:
-        """Return the places of the patches that patch dropout keeps in training, in ascending order; None for all."""
+        """Return the indices of the patches that patch dropout keeps, in ascending order, or None if all are kept."""
         patches = math.prod(grid)
         count = self.config.kept_of(patches)
         if not self.training or count == patches:
@@ -212,7 +214,7 @@ class VisionTransformer(nn.Module):
         return with_weights(self, config, self.state_dict() | resized)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> VisionTransformer:
-        """Return the same network with a new head of zeros, and without its hidden layer on request."""
+        """Return the same network with a new head of zeros. `drop_hidden` removes the hidden layer before the head."""
         return with_new_head(self, num_classes, drop_hidden=drop_hidden)
 
     @torch.no_grad()
@@ -264,13 +266,14 @@ class Block(nn.Module):
     def forward(
         self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None = None, read: int | None = None
     ) -> Float[Tensor, "b m width"]:
-        """Return the tokens after this block. With `read`, return the first of them only; they still attend to all."""
+        """Return the tokens after this block. With `read`, return only the first `read` tokens, which still attend to
+        all tokens."""
         mixed = self.attention(self.norm1(z), inside, read)
         z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
 
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
-        """Yield the dense layers, each with the names of the equal parts that the rows of its weight consist of."""
+        """Yield each dense layer with the names of the projections that its weight holds, as equal blocks of rows."""
         yield from self.attention.projections()
         for name in ("up", "down"):
             layer = self.mlp.get_submodule(name)
@@ -279,7 +282,7 @@ class Block(nn.Module):
 
 
 def make_block(config: ViTConfig, layer: int) -> Block:
-    """Return a new block of the network that a config describes. `layer` counts from 0."""
+    """Return a new block for a network of this config. `layer` is the number of the block, from 0."""
     return Block(
         width=config.width,
         attention=config.attention_kind.build(),

@@ -21,9 +21,9 @@ __all__ = ["ViTConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """The config of a Vision Transformer. The defaults are the paper's ViT-B/16.
+    """The config of a Vision Transformer.
 
-    Raises `ConfigError` that names every field that does not fit.
+    The defaults are the paper's ViT-B/16. Raises `ConfigError`, which names every field that does not fit.
     """
 
     architecture: ClassVar[Literal["ViT"]] = "ViT"
@@ -34,7 +34,7 @@ class ViTConfig:
     """Names of the weights in a block that LoRA can adapt."""
 
     image_size: tuple[int, int] = (224, 224)
-    """Height and width of images in pixels. For images of another size, learned positions are resized."""
+    """Height and width of images in pixels. Learned positions are resized for images of another size."""
     patch_size: tuple[int, int] = (16, 16)
     """Height and width of a patch in pixels, or of a hybrid's patch in cells of the root's feature map."""
     channels: int = 3
@@ -50,44 +50,44 @@ class ViTConfig:
     attention: str = "full"
     """Kind of attention: a name of `vitrail.models.attention.ATTENTION`."""
     mlp_width: int = 3072
-    """Hidden units of each block's MLP, or of its gate with "swiglu"."""
+    """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
     num_classes: int = 1000
     """Number of outputs of the head; 0 makes a network without a head."""
     pool: Pool = "cls"
-    """Input of the head: the class token ("cls"), the mean of the patch tokens ("gap"), the result of attention pooling
-    over all tokens ("map"), or class token and mean joined ("cls+gap")."""
+    """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
+    (map), or class token and mean concatenated (cls+gap)."""
     class_token: bool | None = None
-    """True for a class token. By default the network has one if the pool needs it."""
+    """True to add a class token. By default, it is added if `pool` is "cls" or "cls+gap"."""
     registers: int = 0
-    """Number of register tokens: learned tokens between class token and patches (2309.16588)."""
+    """Number of register tokens, which are learned tokens between the class token and the patches (2309.16588)."""
     head_hidden: int = 0
-    """Units of a tanh layer before the head, which the paper uses in pre-training; 0 for none."""
+    """Units of the tanh layer before the head that the paper uses in pre-training; 0 for no such layer."""
     head_bias: float = 0.0
-    """Initial value of the head's biases: -10 suits sigmoid losses over very many classes (big_vision)."""
+    """Initial value of the head's biases. big_vision uses -10 for the sigmoid loss over very many classes."""
     final_norm: FinalNorm = "tokens"
-    """Place of the last norm: on every token before pooling ("tokens"), or on the pooled vector ("pooled")."""
+    """Input of the final norm: every token before pooling ("tokens"), or the pooled vector ("pooled")."""
     positions: str = "learned"
     """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
     positions_at: PositionPlace | None = None
-    """Place of the positions. By default the stem, or every layer for kinds that act inside attention."""
+    """Layers that add positions. By default the stem, or every layer for positions that act inside attention."""
     positions_cover: Covered = "class"
-    """Tokens with learned positions besides the patches: all, the class token but no register, or none."""
+    """Tokens that have learned positions besides the patches: all, only the class token, or none."""
     position_resize: PositionResize = "linear-corners"
-    """Interpolation that resizes learned positions to another grid, as in the original code or in another library."""
+    """Interpolation that resizes learned positions to another grid. Each choice reproduces one library."""
     position_std: float = 0.02
     """Standard deviation of initial position embeddings: 0.02 in vision_transformer, width ** -0.5 in big_vision."""
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, or a gated SiLU."""
     layer_scale: float = 0.0
-    """Initial value of the learned factors on each branch's channels (2103.17239); 0 for none."""
+    """Initial value of LayerScale's factors, one per channel of each branch (2103.17239); 0 for no LayerScale."""
     qk_norm: bool = False
-    """True for a layer norm on the queries and keys of each head (2302.05442)."""
+    """True to apply a layer norm to the queries and keys of each head (2302.05442)."""
     qkv_bias: bool = True
-    """True for biases of queries, keys and values."""
+    """True to add biases to queries, keys and values."""
     dense_bias: bool = True
-    """True for biases of attention's output and of the MLP."""
+    """True to add biases to attention's output and in the MLP."""
     patch_bias: bool = True
-    """True for a bias of the patch projection."""
+    """True to add a bias to the patch projection."""
     norm_eps: float = 1e-6
     """Epsilon of every layer norm."""
     dropout: float = 0.0
@@ -95,7 +95,7 @@ class ViTConfig:
     stochastic_depth: float = 0.0
     """Probability of skipping a branch of the last block. It grows linearly from 0 at the first block."""
     patch_dropout: float = 0.0
-    """Fraction of each image's patches that are dropped in training, drawn anew in every step (2208.07220)."""
+    """Fraction of each image's patches that are dropped in training, chosen at random in every step (2208.07220)."""
 
     def __post_init__(self) -> None:
         if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
@@ -127,7 +127,7 @@ class ViTConfig:
 
     @property
     def embed_width(self) -> int:
-        """Length of the vector that the head, or its hidden layer, takes."""
+        """Length of the pooled vector, which is the input of the head or of the hidden layer before the head."""
         return 2 * self.width if self.pool == "cls+gap" else self.width
 
     @property
@@ -157,21 +157,22 @@ class ViTConfig:
 
     @property
     def positions_place(self) -> PositionPlace:
-        """`positions_at`, or its default for this kind of positions."""
+        """`positions_at`, or the default of the position embedding if `positions_at` is None."""
         return self.positions_at or POSITIONS[self.positions].default_place
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """The kind of attention that `attention` names: its layer, its validation and its cost."""
+        """The attention that `attention` names: layer, validation and cost."""
         return ATTENTION[self.attention](self)
 
     @property
     def position_embedding(self) -> PositionEmbedding:
-        """The kind of positions that `positions` names: its module, its validation and its cost."""
+        """The position embedding that `positions` names: module, validation and cost."""
         return POSITIONS[self.positions](self)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of patches in an image. Raise `ConfigError` if patches do not divide it."""
+        """Return the numbers of rows and columns of patches in an image. Raise `ConfigError` if the patch size does not
+        divide the image size."""
         stride = self.root.stride if self.root else 1
         cells = math.ceil(height / stride), math.ceil(width / stride)
         if min(height, width) < 1 or any(side % patch for side, patch in zip(cells, self.patch_size, strict=True)):
@@ -183,19 +184,20 @@ class ViTConfig:
         return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
 
     def with_image_size(self, image_size: tuple[int, int]) -> ViTConfig:
-        """Return the same config for another image size. Raise `ConfigError` if patches do not divide that size."""
+        """Return the same config for another image size. Raise `ConfigError` if the patch size does not divide it."""
         return replace(self, image_size=image_size)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ViTConfig:
-        """Return the same config with a head of `num_classes` outputs, and without the hidden layer on request."""
+        """Return the same config with a head of `num_classes` outputs. `drop_hidden` removes the hidden layer before
+        the head."""
         return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
 
     def kept_of(self, patches: int) -> int:
-        """Return how many of an image's patches patch dropout keeps in training."""
+        """Return the number of patches that patch dropout keeps in training, for an image with this many patches."""
         return max(1, round(patches * (1 - self.patch_dropout)))
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the nearest image size that patches divide."""
+        """Return the image size nearest to this one that the patch size divides."""
         stride = self.root.stride if self.root else 1
         down, across = (stride * patch for patch in self.patch_size)
         return max(1, round(height / down)) * down, max(1, round(width / across)) * across
@@ -205,8 +207,8 @@ class ViTConfig:
         return transformer.parameters(self)
 
     def macs(self, image_size: tuple[int, int] | None = None) -> int:
-        """Return the multiply-accumulates of the forward pass of one image, as the literature counts them: all tokens
-        pass through the whole of every block."""
+        """Return the multiply-accumulates of the forward pass of one image. They are counted as in the literature: all
+        tokens pass through every block."""
         return transformer.macs(self, image_size or self.image_size)
 
     def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
@@ -218,7 +220,7 @@ class ViTConfig:
         return transformer.training_flops(self, image_size or self.image_size)
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
-        """Return what a training step holds in memory."""
+        """Return the memory that a training step needs."""
         return transformer.footprint(self, image_size, precision)
 
 

@@ -9,7 +9,7 @@ __all__ = ["fashion_mnist"]
 
 
 def fashion_mnist() -> TrainConfig:
-    """A network of 1.3 million parameters on all 60,000 training images of Fashion-MNIST.
+    """Return the config of a run with 1.3 million parameters on all 60,000 training images of Fashion-MNIST.
 
     Command: `vitrail train fashion-mnist`.
     Hardware: two CPU cores; any GPU.

@@ -13,7 +13,9 @@ __all__ = ["folder"]
 
 
 def folder() -> TrainConfig:
-    """A small network on colour images of 64 x 64 pixels. `vitrail train --data DIR` uses this recipe.
+    """Return the config of a run with a small network on colour images of 64 x 64 pixels.
+
+    `vitrail train --data DIR` uses this recipe.
 
     Command: `vitrail train --data DIR`. DIR has a folder of images per class, or train/, val/ and test/ with such
     folders.

@@ -1,4 +1,5 @@
-"""Tasks, one file each: what training needs of the data, its objective, its metrics and the model that it saves."""
+"""Tasks, one file each. A task defines the targets, the objective, the metrics and the saved model of a training
+run."""
 
 from __future__ import annotations
 

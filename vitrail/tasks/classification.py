@@ -24,7 +24,8 @@ from vitrail.weights.bundle import OutputKind
 __all__ = ["Classification", "ClassificationObjective", "Loss", "balanced_weights"]
 
 Loss = Literal["softmax", "sigmoid"]
-"""Loss of classification: classes that exclude each other, or one yes-or-no question per class."""
+"""Loss of classification: softmax for classes that exclude each other, or sigmoid for one yes-or-no question per
+class."""
 
 ClassWeights = Literal["none", "balanced"]
 
@@ -63,9 +64,10 @@ class Classification(Task):
         return self.loss
 
     def check_data(self, splits: Splits) -> None:
-        """Raise `DataError` for data without classes, and `ConfigError` for several labels and a loss that takes one.
+        """Raise `DataError` for data without classes.
 
-        The metric that chooses the best weights has to be one that this kind of labels has.
+        Raise `ConfigError` if images have several labels but the loss is for one label, or if these labels do not have
+        the metric that `select` names.
         """
         check_classes(splits)
         several = splits.target_kind == "classes"
@@ -81,7 +83,8 @@ class Classification(Task):
             )
 
     def main_metric(self, splits: Splits) -> str:
-        """Return mean average precision for several labels, because the likeliest class says little about them."""
+        """Return the mean average precision if images have several labels, and the accuracy otherwise. The most likely
+        class alone says little about several labels."""
         return "mean_average_precision" if splits.target_kind == "classes" else "accuracy"
 
     def evaluator(self, objective: Objective) -> Evaluator:
@@ -89,7 +92,7 @@ class Classification(Task):
         return Accuracy()
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with the cross-entropy loss of these settings."""
+        """Return the network with the cross-entropy loss that these settings define."""
         weights = balanced_weights(splits.train) if self.class_weights == "balanced" else None
         return ClassificationObjective(
             network, loss=self.loss, label_smoothing=self.label_smoothing, class_weights=weights
@@ -100,15 +103,14 @@ class ClassificationObjective(Objective):
     """Cross-entropy of the network's logits with `batch.targets`, or with `batch.labels` if there are no targets.
 
     The softmax loss treats the classes as alternatives. The sigmoid loss treats each class as a question of its own and
-    sums over the classes, as the paper's group does if an image can have several labels (JFT; Scaling ViT section 3.3).
+    sums over the classes, as the authors of the paper do if an image can have several labels (JFT; Scaling ViT section
+    3.3). With `class_weights`, the softmax loss of an image is multiplied by the weight of its class. For a mixed
+    image, the factor is the mean of the weights of its classes. The sigmoid loss applies the weights to the true
+    classes only.
 
-    With `class_weights` the loss of each image is multiplied by the weight of its class, and that of a mixed image by
-    the mean of its classes' weights. In the sigmoid loss, which may have several true classes or none, the weights
-    apply to the true answers only.
-
-    The accuracy is the fraction of counted samples whose likeliest class is the label, or one of several labels. A
-    mixed image keeps the label of the image that it was made from: the larger part with mixup, but not always with
-    CutMix.
+    The accuracy is the fraction of counted samples whose most likely class is the label, or one of several labels. A
+    mixed image keeps the label of its first image. With mixup, that image has the larger weight; with CutMix, it may
+    cover the smaller area.
     """
 
     class_weights: Float[Tensor, " classes"] | None
@@ -149,7 +151,8 @@ class ClassificationObjective(Objective):
         return losses.sum(dim=1)
 
     def _alternatives(self, logits: Float[Tensor, "b classes"], targets: Tensor) -> Float[Tensor, " b"]:
-        """Return the cross-entropy with labels (b) or with the amount of each class (b classes)."""
+        """Return the cross-entropy with labels of shape (b), or with the amount of each class, of shape (b,
+        classes)."""
         if self.class_weights is None:
             return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing, reduction="none")
         if targets.ndim == 1:
@@ -162,7 +165,8 @@ class ClassificationObjective(Objective):
 
 
 def balanced_weights(source: Source) -> Float[Tensor, " classes"]:
-    """Return the weight n / (k n_c) of each class, where n_c of n labels are of class c and k classes have any label.
+    """Return the weight n / (k n_c) of each class. Here n is the number of labels, n_c the number of labels of class c,
+    and k the number of classes that have labels.
 
     The mean over the labels is 1, and every class counts equally. Classes without a label have the weight 1. Each
     source of a mixture counts by its fraction of the samples that training draws.

@@ -1,4 +1,4 @@
-"""A model around a network of the user's own class, of which only the weights can be saved."""
+"""A model around a network of the user's own class. Only the weights of such a network can be saved."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ WEIGHTS = "model.safetensors"
 class OwnModel(Bundle):
     """A network of the user's own class with everything that is needed to predict.
 
-    `predict` works as that of a bundle. `save` writes the weights alone, because no file can say what the network's
-    class computes. To use them later, make the network again and load them:
+    `predict` works like `Bundle.predict`. `save` writes only the weights, because no file can describe what the
+    network's class computes. To use them later, make the network again and load them:
     `network.load_state_dict(safetensors.torch.load_file("model/model.safetensors"))`.
     """
 
     network: Any
 
     def __post_init__(self) -> None:
-        """Check nothing: the network has no config. Training has checked it."""
+        """Skip the checks of `Bundle`, because the network has no config. Training has already checked the network."""
 
     def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
-        """Raise `ConfigError`: the network is known by its outputs only."""
+        """Raise `ConfigError`, because a network of the user's own class need not have embeddings."""
         raise ConfigError("embed: a network of your own class is known by its outputs only; call a method of it")
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -49,7 +49,7 @@ class OwnModel(Bundle):
 
 
 def has_known_architecture(network: nn.Module) -> bool:
-    """Return True for a network of this package, which a bundle can hold."""
+    """Return True if the network's class belongs to this package, so that a bundle can save the network."""
     return getattr(getattr(network, "config", None), "architecture", None) in ARCHITECTURES
 
 
@@ -59,7 +59,7 @@ def without_adapters(bundle: Bundle) -> Bundle:
 
 
 def write_weights(bundle: Bundle, path: Path) -> None:
-    """Write a bundle's folder, or the weights of an own network, over an earlier version. Raise `SaveError`."""
+    """Write a bundle's folder, or the weights of the user's own network, over an earlier version. Raise `SaveError`."""
     if not isinstance(bundle, OwnModel):
         write_bundle(bundle, path)
         return

@@ -30,11 +30,11 @@ NumberLoss = Literal["squared", "huber"]
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Task):
-    """Learn numbers of images, such as an age or a price. Unknown numbers are skipped.
+    """Learn one or several numbers per image, such as an age or a price. Unknown numbers are skipped.
 
-    The network learns standardised numbers: the mean and the standard deviation of the training split are subtracted
-    and divided by. The saved model has both folded into its head, so that its outputs are in the units of the data.
-    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    The network learns standardised numbers: the mean of the training split is subtracted, and the difference is divided
+    by the standard deviation. In the saved model, both are folded into the head, so that outputs are in the units of
+    the data. Raises `ConfigError`, naming every field that does not fit, when it is made.
     """
 
     name = "regression"
@@ -64,7 +64,8 @@ class Regression(Task):
         return "numbers"
 
     def check_data(self, splits: Splits) -> None:
-        """Raise `DataError` unless the targets are numbers, and every number is known of some training image."""
+        """Raise `DataError` unless the targets are numbers and at least one training image has a known value of every
+        number."""
         check_numbers(splits)
         mean, _ = moments(splits.train)
         if unknown := [name for name, value in zip(splits.classes, mean.tolist(), strict=True) if math.isnan(value)]:
@@ -77,16 +78,17 @@ class Regression(Task):
         return "r2"
 
     def evaluator(self, objective: Objective) -> Evaluator:
-        """Return the evaluator of R² and of absolute and squared errors."""
+        """Return the evaluator that measures R² and absolute and squared errors."""
         return NumberErrors()
 
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
-        """Return the network with the loss of standardised numbers."""
+        """Return the network with the loss between outputs and standardised numbers."""
         delta = 1.0 if self.delta is None else self.delta
         return RegressionObjective(network, *moments(splits.train), delta=delta if self.loss == "huber" else None)
 
     def load_head(self, network: nn.Module, splits: Splits) -> None:
-        """Convert a saved head, whose outputs are in the units of the data, into one for standardised numbers."""
+        """Change a saved head, whose outputs are in the units of the data, so that its outputs are standardised
+        numbers."""
         mean, deviation = moments(splits.train)
         _rescale(_head(network), 1 / deviation, -mean / deviation)
 
@@ -109,7 +111,7 @@ class RegressionObjective(Objective):
         *,
         delta: float | None = None,
     ) -> None:
-        """`mean` and `deviation` are those of the training numbers. `delta` chooses the Huber loss."""
+        """`mean` and `deviation` are the moments of the training numbers. With `delta`, the loss is the Huber loss."""
         super().__init__(network)
         self.delta = delta
         self.register_buffer("mean", mean, persistent=False)
@@ -132,9 +134,9 @@ class RegressionObjective(Objective):
 
     @torch.no_grad()
     def saved_network(self) -> Any:
-        """Return a network whose outputs are in the units of the data. It shares all weights but those of the head.
+        """Return a network whose outputs are in the units of the data.
 
-        A network without a dense layer named `head` becomes part of a `Rescaled` one.
+        It shares all weights except the head's. A network without a dense layer named `head` is wrapped in `Rescaled`.
         """
         if not isinstance(getattr(self.network, "head", None), nn.Linear):
             return Rescaled(self.network, self.mean, self.deviation)
@@ -146,7 +148,7 @@ class RegressionObjective(Objective):
 
 
 class Rescaled(nn.Module):
-    """A network whose outputs are multiplied by a deviation and moved by a mean."""
+    """A network whose outputs are multiplied by a deviation, after which a mean is added."""
 
     mean: Float[Tensor, " k"]
     deviation: Float[Tensor, " k"]
@@ -190,7 +192,7 @@ def _head(network: nn.Module) -> nn.Linear:
 
 @torch.no_grad()
 def _rescale(head: nn.Linear, factor: Float[Tensor, " k"], offset: Float[Tensor, " k"]) -> None:
-    """Change a head in place so that its outputs are multiplied by `factor` and moved by `offset`."""
+    """Change a head in place so that its outputs are multiplied by `factor`, after which `offset` is added."""
     factor, offset = factor.to(head.weight.device), offset.to(head.weight.device)
     head.weight.mul_(factor[:, None])
     head.bias.mul_(factor).add_(offset)

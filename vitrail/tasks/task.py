@@ -1,7 +1,7 @@
-"""The contract of a task: everything that differs between kinds of training.
+"""The contract of a task, such as classification or regression.
 
-Training asks the task for its objective, its validation metrics and the model to save. The training loop, the
-evaluation between steps and the run itself know no task.
+Training gets the objective, the validation metrics and the model to save from the task. The training loop, the
+evaluation between steps and the run have no code for any particular task.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class LossOutput:
 
 
 class Objective(nn.Module, ABC):
-    """A network with its loss. It may own more modules, such as a decoder or a teacher.
+    """A network with its loss. An objective may own more modules, such as a decoder or a teacher.
 
     All parameters that require gradients are trained. All parameters and persistent buffers are in checkpoints. Buffers
-    that follow from the settings or the data can be non-persistent. The network keeps the name `network`.
+    that follow from the settings or the data can be non-persistent. The network must be the attribute `network`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -51,53 +51,54 @@ class Objective(nn.Module, ABC):
         """Return the loss of a batch whose images are normalised. Nothing here may wait for the device."""
 
     def saved_network(self) -> Any:
-        """Return the network that is evaluated and saved: by default the one in training.
+        """Return the network that is evaluated and saved.
 
-        A network with changed outputs is a copy that shares all other parameters with the one in training.
+        By default, it is the network in training. If the outputs have to change, it is a copy that shares all other
+        parameters with the network in training.
         """
         return self.network
 
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """A metric of a task's evaluator, and how it is shown."""
+    """A metric of a task's evaluator, with the settings of its display."""
 
     name: str
-    """Its name in the journal."""
+    """Name of the metric in the journal."""
     higher_is_better: bool = True
     is_fraction: bool = False
-    """True for metrics in [0, 1] that are shown in percent."""
+    """True if the metric lies in [0, 1] and is shown in percent."""
     describes_model: bool = True
-    """True if it is shown and kept with the model, beside being in the journal."""
+    """True if the metric is also shown to the user and saved with the model, not only written to the journal."""
     label: str = ""
-    """Its name in texts. By default the name with spaces."""
+    """Name of the metric in texts. By default `name` with spaces instead of underscores."""
 
     def text(self, value: float, digits: int = 2) -> str:
-        """Return the name and the value, such as "accuracy 89.30%", a percentage with so many digits."""
+        """Return the name and the value, such as "accuracy 89.30%". Percentages have `digits` decimals."""
         label = self.label or self.name.replace("_", " ")
         return f"{label} {value:.{digits}%}" if self.is_fraction else f"{label} {value:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """The settings of a kind of training, and everything that differs between kinds of training.
+    """The settings of a task, and all of training that depends on the task.
 
-    Raises `ConfigError`, naming every field that does not fit, when it is made. A task is known by its name to the
-    command line and to run.json once it is in `TASKS`.
+    The constructor raises `ConfigError`, naming every field that does not fit. The command line and run.json can name a
+    task only if it is in `TASKS`.
     """
 
     name: ClassVar[str]
     """The task's name in `TASKS`, on the command line and in run.json."""
     targets: ClassVar[tuple[TargetKind, ...]]
-    """The kinds of targets that it can learn from. With "none" it also learns from images without any target."""
+    """Kinds of targets that the task can learn from. With "none", it also learns from images without any target."""
     views: ClassVar[int] = 1
-    """Augmented views of each image in a batch."""
+    """Number of augmented views of each image in a batch."""
     output_noun: ClassVar[str]
-    """What messages call one output of the network, such as "class"."""
+    """Noun that messages use for one output of the network, such as "class"."""
     metrics: ClassVar[tuple[TaskMetric, ...]]
-    """The evaluator's metrics that can choose the best weights."""
+    """Metrics of the evaluator that can choose the best weights."""
     loss_metric: ClassVar[str]
-    """The evaluator's metric that is not finite if the weights are not."""
+    """Metric of the evaluator that shows diverged weights: it is not finite if the weights are not finite."""
 
     select: str | None = None
     """Metric on the validation split that chooses the best weights. By default the task's main metric."""
@@ -106,7 +107,7 @@ class Task(ABC):
         raise_problems(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        """Yield a message for every setting that does not fit. Tasks with more settings extend it."""
+        """Yield a message for every setting that does not fit. Tasks with more settings extend this method."""
         names = [metric.name for metric in self.metrics]
         if self.select is not None and self.select not in names:
             yield (f"select={self.select!r} is not a metric of the task {self.name}; {nearest(self.select, names)}")
@@ -128,25 +129,27 @@ class Task(ABC):
     def evaluator(self, objective: Objective) -> Evaluator:
         """Return the evaluator that measures the model on the validation and the test split.
 
-        Most evaluators measure the outputs of the saved model. One that needs the modules beside the network takes them
-        from the objective.
+        Most evaluators measure the outputs of the saved model. An evaluator that needs other modules than the network
+        takes them from the objective.
         """
 
     @abstractmethod
     def main_metric(self, splits: Splits) -> str:
-        """Return the name of the metric that chooses the best weights unless `select` names another one."""
+        """Return the name of the metric that chooses the best weights if `select` is None."""
 
     def output_names(self, splits: Splits) -> tuple[str, ...]:
         """Return the names of the network's outputs; () for a network without a head."""
         return splits.classes
 
     def load_head(self, network: nn.Module, splits: Splits) -> None:  # noqa: B027
-        """Convert a head that is kept from a saved model into one that the objective trains. By default it stays."""
+        """Change the head of a saved model into the form that the objective trains. By default the head stays the
+        same."""
 
     def bundle(
         self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
     ) -> Bundle:
-        """Return the model as it would be saved now. Of a network of the user's own class, it saves the weights."""
+        """Return the model as it would be saved now. If the network is of the user's own class, only its weights can be
+        saved."""
         network = objective.saved_network()
         kind = Bundle if has_known_architecture(network) else OwnModel
         return kind(network, names, preprocess, output=self.output, provenance=provenance)
@@ -157,12 +160,13 @@ class Task(ABC):
         return next(metric for metric in self.metrics if metric.name == name)
 
     def texts(self, values: dict[str, float], digits: int = 2) -> list[str]:
-        """Return the names and values of the metrics that describe a model, as far as `values` has them."""
+        """Return texts with the name and the value of each metric in `values` that describes a model."""
         known = (metric for metric in self.metrics if metric.describes_model and metric.name in values)
         return [metric.text(values[metric.name], digits) for metric in known]
 
     def summary(self, result: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of an evaluation that describe the model, by name. Without an image there are none."""
+        """Return the metrics of an evaluation that describe the model, by name. The result is empty if no image was
+        evaluated."""
         if not result["images"]:
             return {}
         names = (metric.name for metric in self.metrics if metric.describes_model)
@@ -170,7 +174,7 @@ class Task(ABC):
 
 
 def mean_of_counted(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
-    """Return the mean over the samples that are counted; 0 if none is."""
+    """Return the mean over the samples that are counted, or 0 if no sample is counted."""
     weights = counted.float()
     return (values * weights).sum() / weights.sum().clamp(min=1)
 

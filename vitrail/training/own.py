@@ -81,7 +81,8 @@ def check_settings(config: TrainConfig) -> None:
     ):
         if used:
             raise ConfigError(
-                f"{name}={value!r} cannot be combined with network=...: it needs a network that the config describes"
+                f"{name}={value!r} cannot be combined with network=...; {name} works only for networks that are "
+                "built from a config"
             )
 
 

@@ -1,4 +1,4 @@
-"""Kinds of attention, one file each. `ViTConfig.attention` names a kind of this table."""
+"""Attention mechanisms, one file each. `ViTConfig.attention` is a key of `ATTENTION`."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from vitrail.models.attention.kind import AttentionKind, AttentionLayer, Attenti
 __all__ = ["ATTENTION", "AttentionKind", "AttentionLayer", "AttentionPositions"]
 
 ATTENTION: dict[str, type[AttentionKind]] = {"full": FullAttention}
-"""All kinds, by the name that a config has."""
+"""All attention mechanisms, by the name that `ViTConfig.attention` uses."""

@@ -22,7 +22,7 @@ __all__ = ["FullAttention", "SelfAttention"]
 
 
 class FullAttention:
-    """Attention of the paper, for a config: `AttentionKind`."""
+    """Full attention as an `AttentionKind`: its layer, validation and cost for a config."""
 
     def __init__(self, config: ViTConfig) -> None:
         self.config = config
@@ -78,8 +78,8 @@ class FullAttention:
 class SelfAttention(AttentionLayer):
     """MSA of equation 2: every token attends to all tokens, `heads` times in parallel.
 
-    Queries, keys and values come from one matrix product (equation 5). The rows of its weight are all queries, then all
-    keys, then all values, each ordered by head. If `qk_norm_eps` is above 0, a layer norm over each head's channels
+    Queries, keys and values come from one matrix product (equation 5). The rows of the weight compute all queries, then
+    all keys, then all values, each ordered by head. If `qk_norm_eps` is above 0, a layer norm over each head's channels
     follows the projection of queries and keys, which keeps the logits small (2302.05442).
     """
 
@@ -112,7 +112,7 @@ class SelfAttention(AttentionLayer):
     def _operands(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None, read: int | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values with all that is done to them, and the bias of the logits."""
+        """Return normalised and rotated queries and keys, values, and the bias of the logits."""
         q, k, v = self._queries_keys_values(tokens, read)
         m = q.shape[2]
         if self.query_norm is not None and self.key_norm is not None:
@@ -151,7 +151,7 @@ class SelfAttention(AttentionLayer):
 
 
 def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.LayerNorm) -> Float[Tensor, "b heads n d"]:
-    """Normalise in the format of the norm's weights: gradients that are summed in bfloat16 are lost in rounding."""
+    """Normalise in the format of the norm's weights, because gradients summed in bfloat16 would lose precision."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 

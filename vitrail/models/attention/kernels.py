@@ -1,4 +1,4 @@
-"""Kernels of full attention: the choice by device and format, and the fused one for bfloat16 on a CPU."""
+"""Kernels of full attention: the choice of a kernel by device and format, and a fused kernel for bfloat16 on a CPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def attend(
 ) -> Float[Tensor, "b heads m d"]:
     """Return `softmax(q k^T / sqrt(d) + bias) v` (equations 6 and 7) by the faster kernel for these tensors.
 
-    In bfloat16 on a CPU, PyTorch's fused kernel is slow for the sequences of a ViT: plain products trained a network of
-    6 layers, width 192 and 50 tokens 1.5 times as fast (318 against 209 images/s; 2 cores with AVX512-BF16, 2026-11).
-    In float32 the two are equally fast, and the fused kernel needs no n x n matrix in memory.
+    In bfloat16 on a CPU, plain matrix products are faster than PyTorch's fused kernel for the sequences of a ViT
+    (`docs/performance.md`). In float32, both are equally fast, and the fused kernel keeps no n x n matrix in memory.
     """
     if bias is not None:
         bias = bias.to(q.dtype)
@@ -34,10 +33,10 @@ def attend(
 
 
 def attend_fused(qkv: Float[Tensor, "b n three_width"], heads: int) -> Float[Tensor, "b n width"]:
-    """Return `softmax(q k^T / sqrt(d)) v` of every head, in the layout of the dense layers around it.
+    """Return `softmax(q k^T / sqrt(d)) v` of every head, with shape (b, n, width).
 
-    `kernels.fuses` must be true of the layer's input. One copy orders queries, keys and values, another one their
-    gradients, and the products apply the scale. A step of ViT-S/16 takes 2.5 % less time than with separate operations.
+    `kernels.fuses` must be true of the layer's input. The forward pass copies queries, keys and values once into the
+    order that the kernels need, and the backward pass copies their gradients once. The matrix products apply the scale.
     """
     if torch.is_grad_enabled():
         return _Attention.apply(qkv, heads)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The contract of an attention kind: the layer that it builds, and what the layer costs."""
+"""The contract of an attention mechanism: its layer, validation and cost."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ class AttentionPositions(NamedTuple):
     """Positions that act inside attention (see `vitrail.models.positions`)."""
 
     bias: Float[Tensor, "*images heads n n"] | None = None
-    """Added to the logits of every pair of tokens. It is the same for all images, or one for each image."""
+    """Bias that is added to the attention logits. It is the same for all images, or has one matrix for each image."""
     rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
-    """Cosines and sines of the angles by which queries and keys are rotated; (b 1 n d) if images differ."""
+    """Cosines and sines of the angles by which queries and keys are rotated. Their shape is (b, 1, n, d) if images
+    differ."""
 
 
 class AttentionLayer(nn.Module):
-    """The layer that mixes the tokens of a block: MSA of equation 2, or another kind."""
+    """The layer that mixes the tokens of a block: MSA of equation 2, or another mechanism."""
 
     def forward(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
     ) -> Float[Tensor, "b m width"]:
-        """Return the mixed tokens. With `read`, compute the first `read` of them only; they still attend to all."""
+        """Return the mixed tokens. With `read`, return only the first `read` tokens, which still attend to all
+        tokens."""
         raise NotImplementedError
 
     def weights(
@@ -42,7 +44,7 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
-        """Yield the dense layers, each with the names of the equal parts that the rows of its weight consist of."""
+        """Yield each dense layer with the names of the projections that its weight holds, as equal blocks of rows."""
         raise NotImplementedError
 
     def initialise(self) -> None:
@@ -52,15 +54,16 @@ class AttentionLayer(nn.Module):
 
 @runtime_checkable
 class AttentionKind(Protocol):
-    """One kind of attention in a network of a config. A kind is made from a `ViTConfig` and chosen by its `attention`.
+    """An attention mechanism for one config.
 
-    To add a kind, write a file like `full.py`, and add it to `ATTENTION`.
+    `ViTConfig.attention` chooses the class, which is constructed from the config. To add a mechanism, write a file like
+    `full.py` and add the class to `ATTENTION`.
     """
 
     def __init__(self, config: ViTConfig) -> None: ...
 
     def problems(self) -> list[str]:
-        """Return a message for every field of the config that does not fit this kind of attention."""
+        """Return a message for every field of the config that does not fit this attention."""
 
     def build(self) -> AttentionLayer:
         """Return a new layer."""
@@ -69,10 +72,10 @@ class AttentionKind(Protocol):
         """Return the number of the layer's weights."""
 
     def macs(self, tokens: int, read: int) -> int:
-        """Return the multiply-accumulates for a sequence, if only the first `read` results are computed."""
+        """Return the multiply-accumulates for a sequence of `tokens`, of which only the first `read` are computed."""
 
     def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
         """Return the bytes that the layer keeps of one image for the backward pass, without its input."""
 
     def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
-        """Return the peak bytes of one image that its backward pass adds; 0 if they are few."""
+        """Return the peak extra bytes per image during the layer's backward pass; 0 if the amount is negligible."""

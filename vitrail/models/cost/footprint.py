@@ -1,4 +1,4 @@
-"""The memory that a training step needs on a CPU, by closed form and without making the network."""
+"""Closed forms of the memory that a training step needs on a CPU. The network is not built."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FootprintPrecision = Literal["float32", "bf16"]
 
 
 class Footprint(NamedTuple):
-    """What a training step holds in memory: `config.footprint(size, precision)` of every network's config."""
+    """Memory of a training step, as `config.footprint(size, precision)` returns it."""
 
     parameters: int
-    """Number of weights. Each has two moments of AdamW, all in float32."""
+    """Number of weights. Weights and AdamW's two moments of each weight are in float32."""
     activations: int
     """Bytes per image that the forward pass keeps for the backward pass."""
     first_weights: int
@@ -22,9 +22,9 @@ class Footprint(NamedTuple):
     last_weights: int
     """Bytes of gradients and converted weights when the backward pass ends."""
     filters: int
-    """Bytes through which the gradients of standardised filters pass."""
+    """Bytes of temporary tensors in the backward pass of standardised filters."""
     gaps: float
-    """Bytes that the heap leaves unused between tensors, as a fraction of the activations."""
+    """Unused bytes between tensors in the heap, as a fraction of the activations."""
     passing: int = 0
     """Peak extra bytes per image during the backward pass, beyond the kept activations."""
     remaining: int = 0
@@ -49,9 +49,10 @@ def tensor_bytes(
 ) -> int:
     """Return the most bytes that the tensors of a training step with AdamW hold at once on a CPU.
 
-    Weights, two moments and the images are held all the time. The peak is reached either when the backward pass begins
-    (activations, converted weights, and the gradients that pass through the last whole block), or when it ends (all
-    gradients, and what the first block or a hybrid's root still keeps).
+    Weights, two moments and the images are held all the time. The peak is at the beginning or at the end of the
+    backward pass. At the beginning, memory also holds activations, converted weights and the gradients inside the last
+    block that computes all tokens. At the end, it also holds all weight gradients and the remaining activations of the
+    first block or of a hybrid's root.
     """
     size = image_size or config.image_size
     footprint: Footprint = config.footprint(size, precision)
@@ -66,8 +67,8 @@ def training_bytes(
 ) -> int:
     """Return the bytes that a process needs for a training step with AdamW on a CPU, besides Python and torch.
 
-    These are `tensor_bytes` and the gaps that the heap leaves between tensors; measurements differ by at most 10 %
-    (docs/performance.md).
+    The result is `tensor_bytes` plus the unused bytes between tensors in the heap. docs/performance.md compares it with
+    measurements.
     """
     footprint: Footprint = config.footprint(image_size or config.image_size, precision)
     gaps = footprint.gaps * (batch * footprint.activations)
@@ -75,5 +76,5 @@ def training_bytes(
 
 
 def bytes_each(precision: FootprintPrecision) -> int:
-    """Return the bytes of one number in the format of matrix products."""
+    """Return the number of bytes of one element in a matrix product: 2 in bf16, 4 in float32."""
     return 4 if precision == "float32" else 2

@@ -15,7 +15,7 @@ class LayerCost(NamedTuple):
     macs: int
     """Multiply-accumulates of mixing n tokens of a width."""
     sequential: int
-    """Number of steps that must wait for each other."""
+    """Number of steps that cannot run in parallel."""
     path: int
     """Layers or steps that a signal passes between the two tokens that are farthest apart."""
 
@@ -23,8 +23,9 @@ class LayerCost(NamedTuple):
 def layer_costs(tokens: int, width: int, kernel: int = 3) -> tuple[LayerCost, ...]:
     """Return the costs of self-attention, a recurrence and a convolution over the same sequence.
 
-    Only products that mix tokens are counted: the two of attention, without its projections; one per token of a
-    recurrence; `kernel` per token of a convolution. A convolution's path runs through stacked layers of that kernel.
+    Only matrix products that mix tokens are counted. Attention has two, not counting the projections. A recurrence has
+    one per token, and a convolution has `kernel` per token. A convolution's path runs through stacked layers of that
+    kernel.
     """
     return (
         LayerCost("self-attention", 2 * tokens * tokens * width, 1, 1),

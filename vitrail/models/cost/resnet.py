@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 EXPANSION = 4
-"""A unit has four times as many outputs as its 3 x 3 convolution has channels."""
+"""Ratio of a unit's output channels to the channels of its 3 x 3 convolution."""
 
 GAPS = 0.45
 """Unused bytes between the tensors of a ResNet or a hybrid, as a fraction of the activations, including oneDNN's own
@@ -38,7 +38,7 @@ copies of maps and filters. Measured (glibc 2.36, 2026-11)."""
 
 
 class Unit(NamedTuple):
-    """One bottleneck: its channels, and the cells of its map before and after the stride."""
+    """One bottleneck: its channels, and the cells of its feature map before and after the stride."""
 
     before: int
     after: int
@@ -70,7 +70,7 @@ class Unit(NamedTuple):
 
 
 def cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
-    """Return the sides of a map after a stride, rounded up."""
+    """Return the sides of a feature map after a stride, rounded up."""
     return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
 
 
@@ -105,7 +105,7 @@ def training_flops(config: ResNetConfig, size: tuple[int, int]) -> int:
 
 
 def footprint(config: ResNetConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
-    """Return what a training step of a BiT ResNet holds in memory."""
+    """Return the memory that a training step of a BiT ResNet needs."""
     count = parameters(config)
     activations = bytes_each(precision) * _kept(config, size) + 8 * config.width * math.prod(cells(size, 4))
     return Footprint(
@@ -145,7 +145,8 @@ def root_first_macs(root: RootConfig, channels: int, size: tuple[int, int]) -> i
 def root_bytes(
     root: RootConfig, channels: int, size: tuple[int, int], precision: FootprintPrecision, *, backward: bool = False
 ) -> int:
-    """Return the bytes that a hybrid's root keeps per image. With `backward`, add the gradient of its first map."""
+    """Return the bytes that a hybrid's root keeps per image. With `backward`, add the gradient of the first feature
+    map."""
     as_published = root.stem == "7x7+pool"
     kept = _root_kept(root, channels, size)
     if backward:
@@ -155,12 +156,12 @@ def root_bytes(
 
 
 def standardised_bytes(precision: FootprintPrecision) -> int:
-    """Return the bytes of a filter's weight less the mean, and of the standardised weight."""
+    """Return the bytes per weight of two copies of a filter: with the mean subtracted, and standardised."""
     return 4 + bytes_each(precision)
 
 
 def filter_bytes(shape: ResNetConfig | RootConfig) -> int:
-    """Return the bytes through which the gradients of the largest filters pass: standardisation has five tensors."""
+    """Return the bytes of the five temporary tensors in the backward pass of the largest standardised filters."""
     return 4 * 5 * 9 * (shape.width * 2 ** (len(shape.depths) - 1)) ** 2 if shape.depths else 0
 
 
@@ -196,7 +197,7 @@ def _root_kept(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
 
 
 def _padded(side: tuple[int, int], kernel: int, stride: int) -> int:
-    """Return the cells of a map that "SAME" padding has surrounded."""
+    """Return the number of cells of a feature map after "SAME" padding."""
     new = cells(side, stride)
     height, width = (max(s, (m - 1) * stride + kernel) for s, m in zip(side, new, strict=True))
     return height * width

@@ -20,7 +20,7 @@ __all__ = ["footprint", "inference_flops", "macs", "parameters", "training_flops
 GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
 """Unused bytes between tensors, as a fraction of the activations, in addition to the bytes that one block keeps.
 
-glibc's heap often does not reuse the place of a freed tensor (measured: glibc 2.36, 3 to 24 blocks, 2026-11)."""
+glibc's heap often does not reuse the memory of a freed tensor (measured: glibc 2.36, 3 to 24 blocks, 2026-11)."""
 
 
 def parameters(config: ViTConfig) -> int:
@@ -41,8 +41,8 @@ def parameters(config: ViTConfig) -> int:
 
 
 def macs(config: ViTConfig, size: tuple[int, int]) -> int:
-    """Return the multiply-accumulates of the forward pass of one image, as the literature counts them: all tokens pass
-    through the whole of every block."""
+    """Return the multiply-accumulates of the forward pass of one image. They are counted as in the literature: all
+    tokens pass through every block."""
     return _macs(config, size, math.prod(config.grid_of(*size)))
 
 
@@ -52,9 +52,10 @@ def inference_flops(config: ViTConfig, size: tuple[int, int]) -> int:
 
 
 def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
-    """Return the FLOPs that a training step computes per image: forward, and two backward products for each product.
+    """Return the FLOPs that a training step computes per image.
 
-    The gradient of the image itself is not computed, nor are patches that `patch_dropout` removes.
+    The backward pass has two matrix products for each product of the forward pass. The gradient of the image is not
+    computed. Patches that `patch_dropout` removes are not counted.
     """
     patches = config.kept_of(math.prod(config.grid_of(*size)))
     forward = _macs(config, size, patches) - _unread_macs(config, patches + config.prefix)
@@ -64,7 +65,7 @@ def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
 
 
 def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
-    """Return what a training step holds in memory."""
+    """Return the memory that a training step needs."""
     count, copies = parameters(config), 2 * (precision == "bf16")
     activations, passing = _activations(config, size, precision), _passing_bytes(config, size, precision)
     gaps, filters, remaining, in_root, standardised = GAPS[precision] + 1 / config.depth, 0, 0, 0, 0
@@ -88,7 +89,7 @@ def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrec
 
 
 def _macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
-    """Return the multiply-accumulates for this number of patches of an image of this size."""
+    """Return the multiply-accumulates for an image of this size if this many patches are kept."""
     n, width = patches + config.prefix, config.width
     root = resnet.root_macs(config.root, config.channels, size) if config.root else 0
     block = config.attention_kind.macs(n, n) + n * _mlp_macs(config)
@@ -101,8 +102,8 @@ def _macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
 
 
 def _unread_macs(config: ViTConfig, n: int) -> int:
-    """Return the multiply-accumulates that the last block skips: the head reads only the class token, and the other
-    tokens need keys and values alone."""
+    """Return the multiply-accumulates that the last block skips: the head reads only the class token, so the other
+    tokens need only keys and values."""
     if config.pool != "cls":
         return 0
     attention = config.attention_kind
@@ -158,7 +159,7 @@ def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintP
 
 
 def _block_bytes(config: ViTConfig, n: int, read: int, precision: FootprintPrecision) -> int:
-    """Return the bytes that a block of n tokens keeps, if only its first `read` results are read."""
+    """Return the bytes that a block of n tokens keeps if only its first `read` output tokens are computed."""
     bf16 = precision == "bf16"
     all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
     exact = all_tokens + 2 * n + results + 2 * read  # inputs of the two norms, with their means and deviations
@@ -175,8 +176,8 @@ def _block_bytes(config: ViTConfig, n: int, read: int, precision: FootprintPreci
 def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
     """Return the peak extra bytes per image during the backward pass, beyond the kept activations.
 
-    The peak is in the last block that computes all tokens: while gradients pass back through its MLP (GELU computed
-    again, GELU's gradient and that of its input), or through attention if sequences are long.
+    The peak is in the last block that computes all tokens. It is in the MLP, which holds the recomputed GELU and the
+    gradients of its output and input, or in attention if sequences are long.
     """
     bf16 = precision == "bf16"
     n, width = config.kept_of(math.prod(config.grid_of(*size))) + config.prefix, config.width

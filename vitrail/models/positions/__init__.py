@@ -1,4 +1,4 @@
-"""Position embeddings: the kinds that the paper compares (Appendix D.4, Table 8), and two later ones.
+"""Position embeddings: those that the paper compares (Appendix D.4, Table 8), and two newer ones.
 
 | kind | what it is | where it acts |
 |---|---|---|
@@ -59,4 +59,4 @@ POSITIONS: dict[str, type[PositionEmbedding]] = {
     "relative-bias": Relative,
     "rotary-2d": Rotary,
 }
-"""All kinds, by the name that a config has."""
+"""All position embeddings, by the name that `ViTConfig.positions` uses."""

@@ -22,7 +22,7 @@ __all__ = ["Learned", "Learned2d", "LearnedPositions", "LearnedPositions2d", "Si
 
 
 class Learned(PositionEmbedding):
-    """The kind "learned": a vector for each token."""
+    """The position embedding "learned": a vector for each token."""
 
     depends_on_grid = True
 
@@ -43,7 +43,7 @@ class Learned(PositionEmbedding):
 
 
 class Learned2d(PositionEmbedding):
-    """The kind "learned-2d": half a vector for each row, and half a vector for each column."""
+    """The position embedding "learned-2d": half a vector for each row, and half a vector for each column."""
 
     depends_on_grid = True
 
@@ -69,7 +69,7 @@ class Learned2d(PositionEmbedding):
 
 
 class SinCos(PositionEmbedding):
-    """The kind "sincos-2d": fixed sines and cosines of row and column."""
+    """The position embedding "sincos-2d": fixed sines and cosines of row and column."""
 
     def problems(self) -> list[str]:
         width = self.config.width
@@ -189,7 +189,7 @@ class LearnedPositions2d(_Added):
 
 
 class SinCosPositions(_Added):
-    """Fixed sines and cosines, added to patches only. They are computed for every grid, so nothing is resized."""
+    """Fixed sines and cosines, added to patches only. They are computed for each grid, so no resizing is needed."""
 
     def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem") -> None:
         super().__init__(prefix, 0, place)

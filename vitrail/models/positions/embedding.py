@@ -1,4 +1,4 @@
-"""The contract of a position kind, and what all kinds share."""
+"""The contract of position embeddings, and the functions that they share."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 PositionPlace = Literal["stem", "every-layer", "shared"]
-"""Before the first block only; before every block, each with positions of its own; or before every block, all with the
-same positions (Table 8)."""
+"""Layers that add positions (Table 8). "stem" adds them once, before the first block. "every-layer" adds separate
+positions before every block. "shared" adds the same positions before every block."""
 Covered = Literal["all", "class", "patches"]
-"""Tokens that have learned positions: all, class token and patches but no register, or patches only."""
+"""Tokens that have learned positions: all tokens, class token and patches without registers, or patches only."""
 PositionResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias"]
 
 RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias
@@ -43,28 +43,29 @@ RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antiali
 
 
 class PositionEmbedding:
-    """One kind of positions in a network of a config, chosen by its `positions`. This class is the kind "none".
+    """A position embedding for one config, which `ViTConfig.positions` chooses.
 
-    To add a kind, write a class like those in `added.py` or `inside.py`, and add it to `POSITIONS`.
+    This base class is "none". To add a position embedding, write a class like the ones in `added.py` or `inside.py`,
+    and add it to `POSITIONS`.
     """
 
     inside_attention: ClassVar[Literal["none", "bias", "rotation"]] = "none"
-    """What the kind changes inside attention: nothing, the logits, or queries and keys."""
+    """Change inside attention: "none", "bias" (added to the logits) or "rotation" (of queries and keys)."""
     default_place: ClassVar[PositionPlace] = "stem"
-    """The place of the positions if the config names none."""
+    """Value of `positions_at` if the config leaves it None."""
     depends_on_grid: ClassVar[bool] = False
-    """True if weights are made for one grid of patches, and resized for others."""
+    """True if weights belong to one grid of patches, and are resized for other grids."""
 
     def __init__(self, config: ViTConfig) -> None:
         self.config = config
 
     @property
     def layers(self) -> int:
-        """Number of layers that have positions of their own."""
+        """Number of layers with separate positions."""
         return self.config.depth if self.config.positions_place == "every-layer" else 1
 
     def problems(self) -> list[str]:
-        """Return a message for every field of the config that does not fit this kind of positions."""
+        """Return a message for every field of the config that does not fit this position embedding."""
         return []
 
     def build(self) -> Positions:
@@ -76,15 +77,15 @@ class PositionEmbedding:
         return 0
 
     def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
-        """Return the bytes that the positions of this many kept patches of one image hold for the backward pass."""
+        """Return the bytes per image that positions keep for the backward pass if only this many patches are kept."""
         return 0
 
 
 class Positions(nn.Module):
-    """The module of a position kind. It changes tokens before a block or the block's attention; the base does neither.
+    """The module of a position embedding.
 
-    If only some patches are kept, `kept[image, i]` is the place in the grid, in row-major order, of the i-th token
-    after the prefix.
+    Subclasses change the tokens before a block, or the block's attention; this base class changes nothing. If only some
+    patches are kept, `kept[image, i]` is the index in the grid, in row-major order, of the i-th patch token.
     """
 
     def forward(
@@ -104,7 +105,7 @@ class Positions(nn.Module):
         return [None] * depth
 
     def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
-        """Return the weights that another grid needs, by name. Weights that stay the same are not among them."""
+        """Return the weights that have to change for another grid, resized, by name."""
         return {}
 
     @torch.no_grad()

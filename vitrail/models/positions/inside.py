@@ -17,7 +17,7 @@ __all__ = ["Relative", "RelativeBias", "Rotary", "RotaryPositions"]
 
 
 class Relative(PositionEmbedding):
-    """The kind "relative-bias": a number for each head and each offset between two patches."""
+    """The position embedding "relative-bias": a number for each head and each offset between two patches."""
 
     inside_attention = "bias"
     default_place = "every-layer"
@@ -41,7 +41,7 @@ class Relative(PositionEmbedding):
 
 
 class Rotary(PositionEmbedding):
-    """The kind "rotary-2d": rotations of queries and keys by angles that grow with row and column."""
+    """The position embedding "rotary-2d": rotations of queries and keys by angles that grow with row and column."""
 
     inside_attention = "rotation"
     default_place = "every-layer"
@@ -92,7 +92,8 @@ class RelativeBias(Positions):
     def for_attention(
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
     ) -> Sequence[AttentionPositions | None]:
-        """Return one bias for each layer, or the same for all. For another grid, the table of offsets is resized."""
+        """Return the bias of each layer. All layers share one bias if the table has only one. For another grid, the
+        table of offsets is resized."""
         table = self._table(self.bias, grid)
         offsets = _offsets(grid, device)
         if kept is not None:
@@ -117,7 +118,8 @@ class RelativeBias(Positions):
 
 
 class RotaryPositions(Positions):
-    """Rotates queries and keys: half of a head's pairs of channels by the row, half by the column ("axial").
+    """Rotates queries and keys by row and column ("axial"). Half of a head's channel pairs use the row, the other half
+    the column.
 
     Frequencies are 100^(-i / (d / 4)). The product of a query and a key depends only on the offset of their patches.
     """
@@ -142,7 +144,7 @@ class RotaryPositions(Positions):
 
 
 def _offsets(grid: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the index of each pair's offset in a table of (2 rows - 1) x (2 columns - 1)."""
+    """Return the index of each patch pair's offset in a table of (2 rows - 1) x (2 columns - 1) offsets."""
     rows, columns = (place.long() for place in patch_places(grid, device))
     down = rows[:, None] - rows[None] + grid[0] - 1
     across = columns[:, None] - columns[None] + grid[1] - 1
