@@ -187,7 +187,7 @@ def test_numbers_of_a_table_are_learned_and_predicted(
     more = ["--image-size", "16", "24", "--validation-share", "0.3", "--seed", "1"]
     assert run(*words, *TINY, *more) == 0
     shown = capsys.readouterr().out
-    assert "brightness" in shown and "validation r2" in shown and "probability" not in shown
+    assert "brightness" in shown and "validation R²" in shown and "probability" not in shown
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["config"]["task"]["name"] == "regression" and record["config"]["task"]["loss"] == "huber"
     image = str(tmp_path / "3.png")

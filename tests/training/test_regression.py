@@ -91,7 +91,7 @@ def test_a_model_of_numbers_is_trained_further(number_config: Callable[..., Trai
         (
             {"numbers": ()},
             ConfigError,
-            "^numbers: none are named, and the task regression learns",
+            "^numbers: the task regression needs the names of numeric columns",
         ),
     ],
 )

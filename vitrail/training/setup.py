@@ -105,8 +105,7 @@ def prepare(
     if objects.data is None:
         if config.task.targets == ("numbers",) and not config.data.numbers:
             raise ConfigError(
-                f"numbers: none are named, and the task {config.task.name} learns numbers; name the numeric columns of "
-                "the data, such as age"
+                f"numbers: the task {config.task.name} needs the names of numeric columns, such as numbers=('age',)"
             )
         splits = config.data.open(unlabelled="none" in config.task.targets)
     elif isinstance(objects.data, OpenedData):
