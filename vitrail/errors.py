@@ -1,4 +1,4 @@
-"""Every exception that Vitrail raises on purpose, and the wording that messages share.
+"""Every exception that Vitrail raises on purpose, and helpers for the text of messages.
 
     VitrailError                 exit code 1: a fault of Vitrail or of the machine
     ├── NonFiniteLoss            training diverged; the message names the last good checkpoint
@@ -12,7 +12,7 @@
         ├── BundleError          a model on disk
         └── DestinationError     an output path that is already taken
 
-A message gives the value, the rule and the choices: `pool='avg' is not one of 'cls', 'gap'`.
+A message states the value, the rule and the choices: `pool='avg' is not one of 'cls', 'gap'`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class VitrailError(Exception):
-    """Anything that Vitrail reports in one message instead of a traceback."""
+    """Base class of all errors that Vitrail reports as a message without a traceback."""
 
     exit_code = 1
 

@@ -28,16 +28,16 @@ __all__ = [
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder for files of one kind that can be made or downloaded again, which may not exist yet.
+    """Return a cache folder for files that can be made or downloaded again. The folder may not exist yet.
 
-    It is below `$VITRAIL_DATA`, or else below ~/.cache/vitrail.
+    It lies in `$VITRAIL_DATA` if that is set, else in ~/.cache/vitrail.
     """
     return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / name
 
 
 @contextmanager
 def saving(what: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `SaveError` that says what was being written, where, and what went wrong."""
+    """Turn an `OSError` into a `SaveError` that names the file and the problem."""
     try:
         yield
     except OSError as error:
@@ -51,9 +51,9 @@ def check_new_folder(
 ) -> None:
     """Raise `DestinationError` unless a folder may be written at `path`.
 
-    The path may be free or an empty folder. With `overwrite` it may also be an earlier output: a folder whose entries
-    all match `names` (shell patterns) and that `recognise` accepts. A folder that holds anything else is the user's
-    and is never replaced.
+    The path may be free or an empty folder. With `overwrite`, it may also be an earlier output: a folder that
+    `recognise` accepts and whose entries all match `names` (shell patterns). Any other folder belongs to the user and
+    is never replaced.
     """
     if not path.exists():
         return
@@ -74,7 +74,7 @@ def check_new_folder(
 
 
 def check_new_file(path: Path, *, overwrite: bool) -> None:
-    """Raise `DestinationError` unless a file may be written at `path`: it is free, or `overwrite` allows replacing."""
+    """Raise `DestinationError` unless a file may be written at `path`. An existing file needs `overwrite`."""
     if path.is_dir():
         raise DestinationError(f"{path} is a folder; choose another path for the file to write")
     if path.exists() and not overwrite:
@@ -83,10 +83,11 @@ def check_new_file(path: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `path` if the block succeeds, and is deleted if it raises.
+    """Yield an empty folder that replaces `path` if the block succeeds. If the block raises, the new folder is deleted.
 
-    Of an older folder at `path`, the entries that match `names` (shell patterns) are deleted; all others are somebody
-    else's and move into the new folder. Everything is flushed to the disk before the names change. Raises `SaveError`.
+    If there is an older folder at `path`, entries that match `names` (shell patterns) are deleted. All other entries
+    belong to the user and move into the new folder. Everything is flushed to the disk before folders are renamed.
+    Raises `SaveError`.
     """
     path = path.resolve()
     partial = partial_path(path)
@@ -105,7 +106,7 @@ def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[
 
 
 def partial_path(path: Path) -> Path:
-    """Return the temporary path beside `path` at which an output is written until it is complete."""
+    """Return the temporary path, next to `path`, for an output that is not complete yet."""
     return path.with_name(f".{path.name}.vitrail-partial")
 
 
@@ -123,14 +124,14 @@ def sha256(path: Path) -> str:
 
 
 def recover_folder(path: Path) -> None:
-    """Restore the old folder if a process was killed while `replacing_folder` was about to rename the new one."""
+    """Restore the old folder if a process was killed in `replacing_folder` before the new folder had its final name."""
     old = _replaced_path(path)
     if old.exists() and not path.exists():
         old.rename(path)
 
 
 def _swap(new: Path, path: Path, names: Collection[str]) -> None:
-    """Rename `new` to `path`. The old folder is discarded only after that has succeeded."""
+    """Rename `new` to `path`. The old folder is deleted only after the new folder is in place."""
     old = _replaced_path(path)
     recover_folder(path)
     _discard(old, path, names)
@@ -147,7 +148,7 @@ def _swap(new: Path, path: Path, names: Collection[str]) -> None:
 
 
 def _discard(old: Path, path: Path, names: Collection[str]) -> None:
-    """Delete a replaced folder, after moving the entries that do not match `names` into the folder at `path`."""
+    """Delete a replaced folder. Entries that do not match `names` are first moved into the folder at `path`."""
     if not old.exists():
         return
     for entry in old.iterdir():

@@ -33,11 +33,11 @@ Precision = Literal["auto", "bf16", "float32"]
 """Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32."""
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 """Number format of matrix products during training. "float8" applies to the dense layers in blocks
-(`models/float8.py`); all other products then use bf16."""
+(`models/float8.py`); all other matrix products then use bf16."""
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """Return the device called `name`, where "auto" is the first GPU, else the CPU. Raises `ConfigError`."""
+    """Return the device with a name. "auto" is the first GPU if there is one, else the CPU. Raises `ConfigError`."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -52,7 +52,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def has_bf16_matrix_units(device: torch.device) -> bool:
-    """Return True if the device has matrix units for bfloat16: CUDA from Ampere on, AMX, AVX512-BF16 or Arm's bf16."""
+    """Return True if the device has matrix units for bfloat16: CUDA since Ampere, AMX, AVX512-BF16 or Arm's bf16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
@@ -93,20 +93,19 @@ def _check_float8(device: torch.device) -> None:
 
 
 def autocast(precision: TrainingPrecision, device: torch.device) -> torch.autocast:
-    """Return a context in which matrix products run in bfloat16; for "float32" it changes nothing.
+    """Return a context in which matrix products run in bfloat16. For "float32" the context changes nothing.
 
-    Weights, gradients and the optimizer's state stay in float32, so the weights are their own master copy.
+    Weights, gradients and the optimizer's state stay in float32, so no master copy of the weights is needed.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=precision in ("bf16", "float8"))
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory that it frees, and return True if its C library (glibc) supports that.
+    """Make this process keep the memory that it frees. Return True if the C library supports that, as glibc does.
 
-    Each training step frees the memory that the next step allocates. By default glibc returns it to the system in
-    between, and the system zeroes it page by page: 80,000 page faults in a step of ViT-S/16, which are 12 % of its
-    time, and 20 % for the smallest networks (docs/performance.md). After this call the process returns no memory
-    to the system until it exits.
+    Each training step frees the memory that the next step allocates. By default glibc returns that memory to the
+    system, which has to zero it page by page at the next allocation. The page faults take a considerable fraction of
+    a step on a CPU (docs/performance.md). After this call the process returns no memory to the system until it exits.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
@@ -116,11 +115,11 @@ def keep_freed_memory() -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes that this process has held: allocated on the GPU for CUDA, else resident in main memory."""
+    """Return the peak memory of this process in bytes: allocated GPU memory for CUDA, else resident main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        with open("/proc/self/status", encoding="utf-8") as file:  # getrusage would include the parent's memory
+        with open("/proc/self/status", encoding="utf-8") as file:  # getrusage can report the parent's memory
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -128,7 +127,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def total_memory() -> int:
-    """Return the bytes of memory of the device "auto": the GPU's memory, else the machine's or its container's."""
+    """Return the memory in bytes of the GPU if there is one, else of the machine or container."""
     device = pick_device()
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -143,7 +142,7 @@ def total_memory() -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that a new process can allocate on the device without displacing other processes.
+    """Return the bytes that a new process can allocate on the device without taking memory from other processes.
 
     Raises `ConfigError` if the operating system does not report free memory.
     """
@@ -170,7 +169,7 @@ def cpu_name() -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return the machine and the package versions, for the record of a run."""
+    """Return the machine and the package versions as JSON values."""
     packages = ("vitrail", "torch", "numpy", "grain", "pillow")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),

@@ -1,4 +1,4 @@
-"""The common parts of HTML reports: style, tables, thumbnails, and names that can never become markup."""
+"""Common parts of HTML reports: style, tables, thumbnails and escaping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 __all__ = ["STYLE", "document", "escape", "figure", "is_our_page", "printable", "table", "thumbnail"]
 
 SIDE = 96
-"""Longest side of a thumbnail in pixels. Smaller images are enlarged by a whole factor, so that they stay sharp."""
+"""Longest side of a thumbnail in pixels. Smaller images are enlarged by an integer factor to stay sharp."""
 
 STYLE = """
 :root { color-scheme: light dark; --line: #d4d4d0; --soft: #f4f4f1; --dim: #5c5c58;
@@ -44,11 +44,11 @@ figure img, .none { display: block; width: 6rem; height: 6rem; object-fit: conta
 .none { display: grid; place-items: center; color: var(--dim); font-size: .8rem; }
 figcaption { font-size: .72rem; line-height: 1.25; overflow-wrap: anywhere; margin-top: .2rem; }
 """
-"""Style sheet, light or dark like the reader's system. The variables at the top define the colours."""
+"""Style sheet with light and dark colours, chosen by the reader's system. Variables at the top define the colours."""
 
 
 GENERATOR = '<meta name="generator" content="vitrail">'
-"""Tag in the head of every page, by which a later command recognises a page of ours."""
+"""Tag in the head of every page. Later commands recognise pages of Vitrail by it."""
 
 
 def is_our_page(path: Path) -> bool:
@@ -57,9 +57,9 @@ def is_our_page(path: Path) -> bool:
 
 
 def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
-    """Return an HTML document with a heading, which is also the window's title, followed by the parts.
+    """Return an HTML document with a heading followed by the parts.
 
-    The title is text; the parts are HTML. `style` is appended to `STYLE`.
+    `title` is plain text for the heading and the window. `parts` are HTML. `style` is appended to `STYLE`.
     """
     name = escape(title)
     head = [
@@ -72,7 +72,7 @@ def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
 
 
 def printable(name: str) -> str:
-    """Return a file name with unprintable characters (raw bytes, control characters) escaped."""
+    """Return a file name in which raw bytes and control characters are escaped."""
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in name
     )
@@ -81,13 +81,14 @@ def printable(name: str) -> str:
 def escape(text: str) -> str:
     """Return text escaped for HTML, between tags or in an attribute.
 
-    The result contains no markup, no characters that reverse the text direction, and is valid UTF-8.
+    The result is valid UTF-8 and contains neither markup nor characters that reverse the text direction.
     """
     return html.escape(printable(text))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table. Cells are text. A table that is too wide for the window scrolls on its own."""
+    """Return an HTML table whose cells are plain text. If the table is wider than the window, only the table
+    scrolls."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heads)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
@@ -99,7 +100,7 @@ def figure(picture: str, lines: Iterable[str]) -> str:
 
 
 def thumbnail(picture: Image.Image | None, name: str) -> str:
-    """Return an `img` tag with a picture of mode L or RGB, scaled down and embedded; for None, an empty frame."""
+    """Return an `img` tag with an embedded thumbnail of a picture (mode L or RGB). For None, return an empty frame."""
     if picture is None:
         return '<div class="none">no picture</div>'
     scale = SIDE / max(picture.size)

@@ -1,4 +1,4 @@
-"""Checks that an extension fulfils the contracts of the package. They raise `AssertionError`, in any test framework.
+"""Checks that an extension fulfils the contracts of the package. They work in any test framework.
 
 from vitrail.testing import check_network, check_source
 check_network(lambda num_classes: MyNetwork(num_classes), image_sizes=[(32, 48), (48, 32)])
@@ -40,8 +40,9 @@ __all__ = ["check_evaluator", "check_network", "check_source", "check_task"]
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
     """Check that a network fulfils the contract of `vitrail.models.network.Network`.
 
-    `make(num_classes)` returns a new network, without a head for 0 classes. The sizes are heights and widths in pixels
-    that the network must accept; at least one must not be square. Raises `AssertionError`, which names the broken rule.
+    `make(num_classes)` returns a new network; for 0 classes the network has no head. `image_sizes` are heights and
+    widths in pixels that the network must accept. At least one size must not be square. Raises `AssertionError`, which
+    names the broken rule.
     """
     assert any(height != width for height, width in image_sizes), "give at least one size that is not square"
     torch.manual_seed(0)
@@ -59,7 +60,7 @@ def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int
 
 
 def _randomised(network: Any) -> Any:
-    """Add small random numbers to the initial weights, so that no zero hides a part of the network."""
+    """Add small random numbers to the initial weights. Weights of zero would hide errors in parts of the network."""
     assert isinstance(network, nn.Module), f"a network is an nn.Module, not {type(network).__name__}"
     with torch.no_grad():
         for parameter in network.parameters():
@@ -142,7 +143,7 @@ def _check_gradients(network: Any, images: Tensor) -> None:
 
 @torch.no_grad()
 def _check_state(network: Any, other: Any, images: Tensor) -> None:
-    """Check that the saved weights give the same logits in a new network, so the state is complete."""
+    """Check that the state is complete: a new network with the saved weights returns the same logits."""
     file = io.BytesIO()
     torch.save(network.state_dict(), file)
     file.seek(0)
@@ -151,10 +152,10 @@ def _check_state(network: Any, other: Any, images: Tensor) -> None:
 
 
 def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Source) -> dict[str, float]:
-    """Hold an evaluator to the contract of `vitrail.evaluation.evaluators.Evaluator`; return its metrics.
+    """Check that an evaluator fulfils the contract of `vitrail.evaluation.evaluators.Evaluator`. Return its metrics.
 
-    It is called three times with the model of `bundle`, so give small sources. Raises `AssertionError`, which names the
-    rule that is broken.
+    The evaluator is called three times with the model of `bundle`, so the sources should be small. Raises
+    `AssertionError`, which names the broken rule.
     """
     assert isinstance(evaluator, Evaluator), f"{type(evaluator).__name__} is not callable"
     before, was_training = weights_sha256(bundle.network), bundle.network.training
@@ -185,8 +186,8 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
 def check_task(task: Any, splits: Splits) -> None:
     """Check that a task fulfils the contract of `vitrail.tasks.task.Task`.
 
-    The task is asked for everything that training asks it for, with a small network for images of 28 x 21. The splits
-    should be small, and need a validation split. Raises `AssertionError`, which names the broken rule.
+    Every method that training calls is called with a small network for images of 28 x 21 pixels. The splits should be
+    small and must include a validation split. Raises `AssertionError`, which names the broken rule.
     """
     assert isinstance(task, Task), f"{type(task).__name__} is not a Task"
     names = [metric.name for metric in task.metrics]
@@ -220,7 +221,7 @@ def check_task(task: Any, splits: Splits) -> None:
 
 def _check_objective(objective: Objective, batch: Batch) -> None:
     def loss_of(batch: Batch) -> Any:
-        torch.manual_seed(1)  # for objectives that draw numbers
+        torch.manual_seed(1)  # for objectives that use random numbers
         return objective(batch)
 
     output = loss_of(batch)
@@ -246,9 +247,9 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
 def check_source(source: Any, *, decodes: bool = True) -> None:
     """Check that a source fulfils the contract of `vitrail.data.source.Source`.
 
-    A source gives random access and always the same samples, from any thread and in any process. With `decodes`, every
-    image must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`,
-    which names the broken rule.
+    A source gives random access, and returns the same samples in every thread and process. With `decodes`, every image
+    must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`, which
+    names the broken rule.
     """
     assert isinstance(source, Source), f"{type(source).__name__} lacks a method or the classes of a Source"
     count, classes = len(source), source.classes

@@ -1,1 +1,1 @@
-"""Speed and memory of a network on this machine, beside the machine's own limits and beside other libraries."""
+"""Measurements of the speed and memory of a network, compared with the machine's limits and with other libraries."""

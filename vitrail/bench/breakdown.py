@@ -22,7 +22,7 @@ CATEGORIES = {
     r"mkldnn_reorder)|aten::.*_?reorder|mkldnn::_reorder|Memcpy|Memset",
     "optimizer": r"Optimizer\.|aten::_(fused|foreach)",
 }
-"""Categories of operations, each with a pattern for the operations' names. The first pattern that matches counts."""
+"""Patterns of operation names by category. The first matching pattern decides the category."""
 
 REST = "the rest"
 STEP = "vitrail.bench.step"
@@ -34,10 +34,11 @@ def category_of(operation: str) -> str:
 
 
 def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 3) -> dict[str, float]:
-    """Return the fraction of each category in the time of some steps. The fractions add up to 1.
+    """Return the fraction of the step time that each category takes. The fractions add up to 1.
 
-    The time of an operation excludes the operations that it calls. On a CPU, the rest includes Python code between
-    operations. On a GPU, only the time of kernels counts. The profiler adds some time, mostly to small operations.
+    The time of an operation excludes the time of operations that it calls. On a CPU, the category of all remaining time
+    includes the Python code between operations. On a GPU, only the time of kernels counts. The profiler adds some time,
+    mostly to small operations.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     step()
@@ -49,7 +50,7 @@ def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 
             torch.cuda.synchronize(device)
     seconds = dict.fromkeys([*CATEGORIES, REST], 0.0)
     for event in profiler.key_averages():
-        if device.type == "cuda":  # kernels have rows of their own, which would count twice
+        if device.type == "cuda":  # each kernel is also listed by itself, and must not count twice
             on_cpu = event.device_type == torch.profiler.DeviceType.CPU
             seconds[category_of(event.key)] += event.self_device_time_total if on_cpu else 0.0
         else:
@@ -60,7 +61,7 @@ def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what the profiler's own code writes to standard error regardless of its log level."""
+    """Hide the lines that the profiler writes to standard error at every log level."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

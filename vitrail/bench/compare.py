@@ -1,4 +1,4 @@
-"""The main comparison: our network, its matrix products alone, and other libraries, timed in turns in processes."""
+"""Comparison of the step times of our network, of its matrix products alone, and of other libraries' networks."""
 
 from __future__ import annotations
 
@@ -24,38 +24,39 @@ __all__ = ["ALONE", "Comparison", "Row", "compare"]
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one contender."""
+    """The measurements of one library in one of its settings, or of the matrix products alone."""
 
     entry: Entry
     settings: str
-    """Description of the settings for the reader, such as "bf16 compiled"."""
+    """Description of the settings for tables, such as "bf16 compiled"."""
     seconds: tuple[float, ...]
     """Seconds of the step in each round."""
     images_per_second: Spread
     gflops: float
     """Billions of closed-form FLOPs per second in the median step."""
     share: float
-    """Time of the products alone divided by the time of this contender, as the median of all rounds."""
+    """Time of the matrix products alone divided by the time of this row, as the median over rounds."""
     ratio: float
-    """Speed of our network relative to this contender, as the median of all rounds. A compiled library is compared with
-    our compiled network."""
+    """Speed of our network divided by the speed of this row, as the median over rounds. A compiled library is compared
+    with our compiled network."""
     memory: int | None = None
-    """Peak bytes of a step, or None if not measured. It is never measured for compiled networks."""
+    """Peak bytes of a step, or None if they were not measured. The memory of compiled networks is never measured."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows of all contenders: ours first, the products alone second."""
+    """The rows of a comparison: our network first, then the matrix products alone, then other libraries."""
 
     rows: tuple[Row, ...]
     product_flops: int
-    """FLOPs of the replayed products. A fused attention kernel computes one of its products twice."""
+    """FLOPs of the replayed matrix products. The matrix product that a fused attention kernel computes twice counts
+    twice."""
     large_gflops: float
-    """Billions of FLOPs per second of one large square product in the workload's format."""
+    """Billions of FLOPs per second of one large square matrix product in the workload's number format."""
     breakdown: dict[str, float] | None
-    """Fraction of our step's time per category of operation, or None if not measured."""
+    """Fraction of our step time per category of operation, or None if it was not measured."""
     skipped: dict[str, str]
-    """Contenders that could not take part, with the reasons."""
+    """Libraries that could not be measured, each with the reason."""
 
 
 def compare(
@@ -69,9 +70,10 @@ def compare(
     profile: bool = True,
     memory: bool = False,
 ) -> Comparison:
-    """Time all contenders one at a time in interleaved rounds. Raises `ConfigError` for unknown peers.
+    """Time our network, the matrix products and the libraries `peers` in interleaved rounds, one at a time.
 
-    With `best`, all libraries also take part compiled. With `compile` "on" or "graphs", ours does.
+    With `best`, all libraries are also measured compiled. With `compile` "on" or "graphs", our network is also
+    measured compiled. Raises `ConfigError` for unknown peers.
     """
     check_peers(peers, workload.config)
     wanted = entries(workload, tuple(dict.fromkeys(peers)), best=best, compile=compile)
@@ -84,7 +86,7 @@ def compare(
         large_gflops = workers[ALONE].call("large_flops") / 1e9
     needed: dict[Entry, int] = {}
     if memory:
-        # A compiler needs far more memory than a step, so the peak of a process that compiles is not that of the step.
+        # Compiling needs far more memory than a step, so the peak memory of a compiled step cannot be measured.
         measured = [entry for entry in times if entry.settings not in COMPILED and entry != ALONE]
         needed = {entry: measure_memory(entry, workload) for entry in measured}
     rows = tuple(_row(entry, workload, times, needed.get(entry)) for entry in times)
@@ -95,7 +97,10 @@ ALONE = Entry(PRODUCTS)
 
 
 def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tuple[dict[Entry, Worker], dict[str, str]]:
-    """Return the processes of the contenders after their first step, and the failed contenders with the reasons."""
+    """Start a process for each entry, and return the processes and the reasons of those that failed.
+
+    Each process has run its first step.
+    """
     found: dict[Entry, Worker] = {}
     skipped: dict[str, str] = {}
     for entry in wanted:
@@ -109,7 +114,7 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
         except Exception as error:
             if entry.settings not in COMPILED:
                 raise
-            # The compiler may be missing or may not support this network, which is not an error of ours.
+            # A failure of the compiler is not our error: it may be missing or may not support this network.
             skipped[entry.library + COMPILED[entry.settings]] = (str(error).splitlines() or [""])[0]
             continue
         stack.callback(worker.close)
@@ -122,7 +127,7 @@ def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memo
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
 
     def beside(other: Entry) -> float:
-        """Return the median ratio of times within rounds, because times of one round saw the same machine load."""
+        """Return the median over rounds of the ratio of times. Within a round the load of the machine is similar."""
         return statistics.median(a / b for a, b in zip(times[other], seconds, strict=True))
 
     return Row(

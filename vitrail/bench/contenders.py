@@ -1,4 +1,4 @@
-"""The contenders of a comparison: our network, its products alone and other libraries, each as a step to be called."""
+"""The steps that a comparison measures: of our network, of its matrix products alone, and of other libraries."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ OURS = "vitrail"
 PRODUCTS = "products alone"
 
 Settings = Literal["matched", "default", "best", "graphs"]
-"""Settings of a contender. "matched": the workload's precision, by autocast. "default": the library's defaults, which
+"""Settings of a library. "matched": the workload's precision, by autocast. "default": the library's defaults, which
 use float32. "best": the workload's precision, compiled (ours block by block, others as a whole). "graphs": our network,
 compiled into CUDA graphs."""
 
 COMPILED = {"best": " compiled", "graphs": " graphs"}
-"""Settings that need a compiler, each with the text that follows the precision in tables."""
+"""Settings that need a compiler. The values are the texts that follow the precision in tables."""
 
 LARGE = 8192
-"""Rows and columns of a product that keeps a GPU busy. On a CPU an eighth is enough."""
+"""Number of rows and columns of the large matrix product on a GPU. On a CPU an eighth of it is used."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A library and the settings it runs in."""
+    """A library and its settings in a comparison."""
 
     library: str
     settings: Settings = "matched"
 
     def describe(self, workload: Workload) -> str:
-        """Return a description of the settings for the reader, such as "bf16 compiled"."""
+        """Return a description of the settings for tables, such as "bf16 compiled"."""
         precision = "float8" if workload.float8 and self.library == OURS else workload.precision
         return ("float32" if self.settings == "default" else precision) + COMPILED.get(self.settings, "")
 
@@ -59,7 +59,7 @@ def entries(
     best: bool = False,
     compile: Compiled = "off",  # noqa: A002
 ) -> list[Entry]:
-    """Return the contenders: ours first, then each peer in all its settings, without repetitions."""
+    """Return the libraries and settings to compare, without repetitions. Our network comes first."""
     found = [Entry(OURS)]
     if best or compile == "on":
         found.append(Entry(OURS, "best"))
@@ -75,13 +75,13 @@ def entries(
 
 
 class Runner:
-    """A contender in its own process, which makes the contender, runs its first step, and times steps on request."""
+    """One library's step in its own process. The first step runs at creation; later steps are timed on request."""
 
     def __init__(self, entry: Entry, workload: Workload, threads: int) -> None:
         torch.set_num_threads(threads)
         is_products = entry.library == PRODUCTS
         if is_products or entry.library == OURS:
-            keep_freed_memory()  # as our commands do, but not the users of other libraries
+            keep_freed_memory()  # our commands do the same, but programs that use other libraries do not
         self.device, self.precision = workload.device, workload.precision
         self.product_flops = 0
         if entry.library == PRODUCTS:
@@ -99,11 +99,12 @@ class Runner:
         return timed(self.step, waits_for(self.device))()
 
     def flops(self) -> int:
-        """Return the FLOPs of the recorded products. A product that a fused kernel computes twice counts twice."""
+        """Return the FLOPs of the recorded matrix products. If a fused kernel computes a product twice, it counts
+        twice."""
         return self.product_flops
 
     def large_flops(self) -> float:
-        """Return the FLOPs per second of one large product in the workload's format, the limit of this machine."""
+        """Return the FLOPs per second of one large matrix product in the workload's number format."""
         side = LARGE if self.device.type == "cuda" else LARGE // 8
         dtype = torch.float32 if self.precision == "float32" else torch.bfloat16
         factor = torch.randn(side, side, device=self.device).to(dtype)
@@ -112,12 +113,12 @@ class Runner:
         return 2 * side**3 / min(timer() for _ in range(5))
 
     def breakdown(self) -> dict[str, float]:
-        """Return the fraction of a step's time per category of operation."""
+        """Return the fraction of the step time per category of operation."""
         return breakdown(self.step, self.device)
 
 
 def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
-    """Return a function that runs one training step, or predicts one batch, with a new network on the device.
+    """Return a function that trains a new network for one step, or predicts one batch with it.
 
     Raises `ConfigError` if a peer cannot be built.
     """
@@ -160,7 +161,7 @@ def _training_step(
     def step() -> None:
         with autocast(workload.precision, workload.device):
             logits = network(images)
-        loss: Any = F.cross_entropy(logits.float(), labels)  # torch does not type the backward method
+        loss: Any = F.cross_entropy(logits.float(), labels)  # torch has no type for backward()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Time until a model can be used: imports, loading and the first prediction, each beside its limit."""
+"""Time until a model can be used: imports, loading and the first prediction."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from vitrail.weights.load import load
 __all__ = ["LOADS", "PROCESSES", "Loading", "measure_loading"]
 
 LOADS = ("vitrail.load", "safetensors.torch.load_file", "plain read")
-"""Ways to read the weights: ours, which also verifies the SHA-256 and makes the network, and two limits."""
+"""Ways to read the weights. `vitrail.load` also verifies the SHA-256 and builds the network; the other two are lower
+bounds."""
 
 PROCESSES = ("python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict")
-"""Programs that fresh processes run. The last one predicts one image."""
+"""Programs that are timed in new processes. The last one predicts one image."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Times in seconds, of every round."""
+    """Loading times in seconds."""
 
     file_bytes: int
     """Size of model.safetensors."""
     first: dict[str, float]
-    """Time of each of `LOADS`, once, after the system was asked to drop the file from its cache."""
+    """Time of a single read by each of `LOADS`, after the system was asked to drop the file from its cache."""
     loads: dict[str, list[float]]
-    """Times of each of `LOADS`, with the file in the system's cache."""
+    """Times of all rounds for each of `LOADS`, with the file in the system's cache."""
     processes: dict[str, list[float]]
-    """Times of each of `PROCESSES`."""
+    """Times of all rounds for each of `PROCESSES`."""
 
 
 def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int, warmup: int) -> Loading:
-    """Write a bundle with random weights to a temporary folder and time its use. Raises `ConfigError`."""
+    """Write a bundle with random weights to a temporary folder, and time loading it and predicting with it."""
     if not config.num_classes:
         raise ConfigError("num_classes=0 leaves nothing to predict; set 1 or more")
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
@@ -59,7 +60,7 @@ def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int
             weights.read_bytes,
         )
         reads = dict(zip(LOADS, ways, strict=True))
-        load(str(model), device=str(device))  # so that late imports do not count
+        load(str(model), device=str(device))  # imports everything before the measurement
         first = {}
         for way, read in reads.items():
             _forget(weights)
@@ -83,7 +84,7 @@ def measure_loading(config: AnyConfig, *, device: torch.device, repetitions: int
 
 
 def _write(config: AnyConfig, folder: Path) -> tuple[Path, Path]:
-    """Write a bundle and an image file for it, and return their paths."""
+    """Write a bundle and an image file, and return both paths."""
     bundle = Bundle(
         network=build(config),
         classes=tuple(f"class {index}" for index in range(config.num_classes)),
@@ -95,14 +96,14 @@ def _write(config: AnyConfig, folder: Path) -> tuple[Path, Path]:
 
 
 def _forget(path: Path) -> None:
-    """Ask the system to drop a file from its cache, so that it is read from the disk. Not every system complies."""
+    """Ask the system to drop a file from its cache. If the system complies, the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _process(command: list[str]) -> Callable[[], object]:
-    """Return a function that runs this Python in a new process, with the same number of threads."""
+    """Return a function that runs `python COMMAND` in a new process, with as many threads as this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Interleaved timing: contenders are timed round by round, so that a slower machine affects all of them alike."""
+"""Interleaved timing. Each round times every function once, so a slower machine affects all functions alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Spread:
 def interleave(
     timers: Mapping[Key, Callable[[], float]], *, repetitions: int, warmup: int = 0
 ) -> dict[Key, list[float]]:
-    """Return the seconds of each timer in each round. A round calls every timer once. Warm-up rounds do not count."""
+    """Return the seconds of each timer in each round after the warm-up. A round calls every timer once."""
     for _ in range(warmup):
         for timer in timers.values():
             timer()
@@ -44,7 +44,10 @@ def interleave(
 
 
 def timed(step: Callable[[], object], synchronise: Callable[[], object] = lambda: None) -> Callable[[], float]:
-    """Return a timer of a step. `synchronise` waits for an asynchronous device, before and after the step."""
+    """Return a function that runs a step and returns the seconds.
+
+    `synchronise` is called before and after the step. It waits for an asynchronous device.
+    """
 
     def timer() -> float:
         synchronise()
@@ -57,7 +60,7 @@ def timed(step: Callable[[], object], synchronise: Callable[[], object] = lambda
 
 
 def waits_for(device: torch.device) -> Callable[[], object]:
-    """Return a function that returns when the device has finished all its work."""
+    """Return a function that waits until the device has finished all work."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     if device.type == "mps":

@@ -1,4 +1,4 @@
-"""The memory of a step, measured in a process of its own, and the largest batch that fits into memory."""
+"""The peak memory of a step, and the largest batch that fits into memory. Both are measured in new processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vitrail.models.cost.footprint import training_bytes
 __all__ = ["LargestBatch", "find_largest", "largest_batch", "measure_memory"]
 
 STEPS = 2
-"""Number of measured steps. The optimizer's state is in memory from the second step on."""
+"""Number of measured steps. At least two are needed, because the first step creates the optimizer's state."""
 
 LARGEST = 2**20
 
@@ -34,17 +34,17 @@ class LargestBatch:
     """The largest batch that fits into memory, as in the paper's Figure 12."""
 
     batch: int
-    """The largest batch whose training step fits; 0 if not even one image does."""
+    """Largest batch whose training step fits, or 0 if even one image does not fit."""
     predicted: int
-    """The largest batch that fits according to the closed form."""
+    """Largest batch that fits according to the closed form of the memory."""
     limit: int
-    """Bytes that the process may hold."""
+    """Memory limit of the process in bytes."""
     left: int
-    """Bytes of the limit that remain for the step after Python and torch."""
+    """Bytes that remain for the step after Python and torch have taken theirs."""
 
 
 def measure_memory(entry: Entry, workload: Workload) -> int:
-    """Return the peak bytes of some steps: network, optimizer, batch and activations, without Python and torch.
+    """Return the peak bytes of a step: network, optimizer, batch and activations, but not Python and torch.
 
     Raises `ConfigError` if the operating system does not report memory, and `VitrailError` if the process fails.
     """
@@ -56,8 +56,8 @@ def measure_memory(entry: Entry, workload: Workload) -> int:
 def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
     """Find the largest batch whose training step fits into `limit` bytes, by default the free memory.
 
-    Every trial runs in its own process. On a CPU the limit is set on the process, so that the process fails instead of
-    the machine. Raises `ConfigError` if the limit leaves no memory for a step or cannot be set.
+    Every trial runs in a new process with a memory limit, so a batch that is too large cannot exhaust the machine.
+    Raises `ConfigError` if the limit leaves no memory for a step or cannot be set.
     """
     limit = available_memory(workload.device) if limit is None else limit
     taken = 0 if workload.device.type == "cuda" else _in_process(_own_memory, workload, torch.get_num_threads())
@@ -78,7 +78,8 @@ def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
 
 
 def find_largest(fits: Callable[[int], bool]) -> int:
-    """Return a batch that fits and is within 3 % of the largest one, found by doubling and then bisection."""
+    """Return a batch size that fits and is within 3 % of the largest such size. It is found by doubling and
+    bisection."""
     low = 0
     while low < LARGEST and fits(max(1, 2 * low)):
         low = max(1, 2 * low)
@@ -90,7 +91,8 @@ def find_largest(fits: Callable[[int], bool]) -> int:
 
 
 def _in_process(work: Callable[..., int], *arguments: Any) -> int:
-    """Return the result of `work` in a new process. Raises its errors, and `VitrailError` if the process dies."""
+    """Return the result of `work` in a new process. Raises the errors of `work`, and `VitrailError` if the process
+    dies."""
     worker = Worker(partial, work, *arguments)
     try:
         return int(worker.call("__call__"))
@@ -99,7 +101,7 @@ def _in_process(work: Callable[..., int], *arguments: Any) -> int:
 
 
 def _peak(entry: Entry, workload: Workload, threads: int) -> int:
-    """Return the peak bytes of some steps above the bytes that the process held before."""
+    """Return the increase of this process's memory from before the steps to the peak, in bytes."""
     _settle(entry, workload, threads)
     if workload.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -107,27 +109,27 @@ def _peak(entry: Entry, workload: Workload, threads: int) -> int:
         before = torch.cuda.memory_allocated(workload.device)
     else:
         with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
-            file.write("5")  # reset the peak
+            file.write("5")  # resets the peak
         before = _status("VmRSS")
     _run(entry, workload, steps=STEPS)
     return peak_memory(workload.device) - before
 
 
 def _fits(workload: Workload, limit: int, threads: int) -> bool:
-    """Return True if a step succeeds within the limit, which is set on this process."""
+    """Limit the memory of this process, and return True if a step succeeds within the limit."""
     _settle(Entry(OURS), workload, threads)
     if workload.device.type == "cuda":
         total = torch.cuda.get_device_properties(workload.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), workload.device)
     else:
-        # The system limits writable addresses, and a process reserves more of them than it uses.
+        # The system limits the reserved memory, which is larger than the memory in use.
         addresses = _status("VmData") + limit - _status("VmRSS")
         resource.setrlimit(resource.RLIMIT_DATA, (addresses, addresses))
     try:
         _run(Entry(OURS), workload, steps=STEPS)
     except MemoryError:
         return False
-    except RuntimeError as error:  # torch.OutOfMemoryError among them
+    except RuntimeError as error:  # the base class of torch.OutOfMemoryError
         if re.search(r"out of memory|allocate|bad_alloc|could not create", str(error), re.IGNORECASE):
             return False
         raise
@@ -141,18 +143,18 @@ def _own_memory(workload: Workload, threads: int) -> int:
 
 
 def _settle(entry: Entry, workload: Workload, threads: int) -> None:
-    """Run one step with one image and one block, so that libraries are imported and threads are started."""
+    """Run one small step, so that all libraries are imported and all threads are started before the measurement."""
     torch.set_num_threads(threads)
     config = workload.config
     small = replace(config, depth=1) if config.architecture == "ViT" else config
     _run(entry, replace(workload, batch=1, config=small), steps=1)
     _hand_back()
     if entry.library == OURS:
-        keep_freed_memory()  # only now, else the memory of this step would be missing in the next measurement
+        keep_freed_memory()  # after the small step, whose memory must be returned to the system
 
 
 def _hand_back() -> None:
-    """Return freed memory to the system. Otherwise the next measurement misses it (260 MB for BiT-R50x1)."""
+    """Return freed memory to the system. If the process kept it, the next step would reuse it and appear too small."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc
@@ -166,7 +168,7 @@ def _run(entry: Entry, workload: Workload, steps: int) -> None:
 
 
 def _status(field: str) -> int:
-    """Return the bytes in a line of /proc/self/status. Raises `ConfigError` if there is no such file."""
+    """Return the bytes in a line of /proc/self/status. Raises `ConfigError` if the system has no such file."""
     try:
         with open("/proc/self/status", encoding="utf-8") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))

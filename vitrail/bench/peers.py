@@ -1,4 +1,4 @@
-"""Vision Transformers of other libraries, built with the sizes of ours. A library is imported only when it is used."""
+"""Vision Transformers of other libraries, with the same sizes as ours. A library is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vitrail.models.vit import ViTConfig
 __all__ = ["PEERS", "build_peer", "check_peers"]
 
 SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp_width", "num_classes")
-"""Fields that all libraries can set. All other fields must have the paper's values, which all libraries use."""
+"""Fields that every library can set. All other fields must have the values of the paper, which every library uses."""
 
 NO_MATTER = ("norm_eps", "head_bias", "position_std", "position_resize")
-"""Fields that may differ, because they change numbers but not the amount of arithmetic."""
+"""Fields that may differ between libraries, because they do not change the amount of arithmetic."""
 
 
 def check_peers(names: Sequence[str], config: AnyConfig) -> None:
-    """Raise `ConfigError` for an unknown library, and for a network that no library has."""
+    """Raise `ConfigError` for an unknown library, and for a network that no library provides."""
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"unknown library {name!r} in --against; {nearest(name, PEERS)}")
@@ -34,9 +34,9 @@ def check_peers(names: Sequence[str], config: AnyConfig) -> None:
 
 
 def build_peer(name: str, config: AnyConfig) -> nn.Module:
-    """Return the library's network of the same sizes, which outputs logits.
+    """Return the library's network with the sizes in `config`. The network returns logits.
 
-    Raises `ConfigError`, whose message follows the library's name, if the library cannot build the network.
+    Raises `ConfigError` if the library cannot build the network. The message is written to follow the library's name.
     """
     check_peers([name], config)
     assert config.architecture == "ViT"

@@ -1,6 +1,6 @@
-"""Worker processes, so that contenders share neither memory nor settings.
+"""Worker processes, so that measured libraries share neither memory nor settings.
 
-All are forked from one process that has only imported torch ("forkserver"), so each starts clean and quickly.
+Workers are forked from one process that has only imported torch ("forkserver"), so they start clean and quickly.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class ProcessKilled(VitrailError):
 
 
 class Worker:
-    """A process that makes an object and calls its methods on request. Between requests it waits.
+    """A process that makes an object and calls the object's methods on request.
 
-    Raises the errors of making the object, and `ProcessKilled` if the process dies.
+    The constructor raises the error if making the object fails, and `ProcessKilled` if the process dies.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        # torch imports torch._dynamo with the first optimizer, which is slow
+        # Creating the first optimizer imports torch._dynamo, which is slow.
         context.set_forkserver_preload(["vitrail.bench.contenders", "torch._dynamo"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
@@ -42,7 +42,7 @@ class Worker:
             raise
 
     def call(self, method: str) -> Any:
-        """Return the result of a method of the object. Raises the errors of the method."""
+        """Call a method of the object and return the result. Raises the errors of the method."""
         self._connection.send(method)
         return self._answer()
 
@@ -63,7 +63,7 @@ class Worker:
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print when they run out of memory, which is expected
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides what libraries print when memory runs out, which is expected
     try:
         made = make(*arguments)
         connection.send((None, None))

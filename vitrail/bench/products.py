@@ -1,6 +1,7 @@
-"""The matrix products of a step alone, whose time is that of a step in which everything else costs nothing.
+"""The matrix products of a step, without all other operations. Their total time is a lower bound for the step.
 
-They are recorded from a real step of our network and replayed on random numbers of the same shapes, strides and dtypes.
+The products are recorded from a real step of our network and replayed on random numbers with the same shapes, strides
+and dtypes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Operand(NamedTuple):
     dtype: torch.dtype
 
     def random(self, device: torch.device) -> Tensor:
-        """Return a random tensor with these properties. Strides may be 0 or overlap, as in an expanded tensor."""
+        """Return a random tensor with these properties. Strides may be 0, as in an expanded tensor."""
         size = 1 + sum((side - 1) * step for side, step in zip(self.shape, self.stride, strict=True))
         storage = torch.randn(size, device=device).to(self.dtype)
         return storage.as_strided(self.shape, self.stride)
@@ -52,7 +53,7 @@ class Product(NamedTuple):
 
 
 class Products:
-    """A function that replays recorded products in their order. Equal products share one set of inputs."""
+    """A callable that replays recorded matrix products in order. Equal products share their inputs."""
 
     def __init__(self, recorded: Sequence[Product], device: torch.device) -> None:
         inputs = {
@@ -64,7 +65,7 @@ class Products:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of all products. A product that a fused kernel computes twice counts twice."""
+        """The FLOPs of all products. If a fused kernel computes a product twice, it counts twice."""
         return sum(product.flops for product in self.recorded)
 
     @torch.no_grad()
@@ -80,7 +81,7 @@ def record(step: Callable[[], object]) -> list[Product]:
     return recorder.products
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives no types here
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Recorder of all operations that reach a kernel, including those of backward passes and custom functions."""
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         if "::_scaled_dot_product" in name and "_math" not in name:
             reader = _attention_backward if name.endswith("_backward") else _attention
         if reader is None:
-            with self:  # without gradients, compounds such as `linear` arrive whole, so record their parts
+            with self:  # without gradients, `linear` and similar arrive undivided; record the operations inside
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
         result = func(*args, **kwargs)
@@ -115,7 +116,8 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator[Product]]:
-    """Return a reader for an operation whose factors are the arguments `first` and `first` + 1. Addends are ignored."""
+    """Return a reader for an operation that multiplies the arguments `first` and `first` + 1. Other arguments are
+    ignored."""
 
     def read(args: Any, result: Any) -> Iterator[Product]:
         yield Product(operation, (_operand(args[first]), _operand(args[first + 1])))
@@ -124,7 +126,7 @@ def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator
 
 
 def _linear(weight: int) -> Callable[[Any, Any], Iterator[Product]]:
-    """Return a reader for an operation on rows (..., k) and a weight (n, k): a product with the transposed weight."""
+    """Return a reader for an operation that multiplies rows (..., k) by a transposed weight (n, k)."""
 
     def read(args: Any, result: Any) -> Iterator[Product]:
         (outputs, inputs), dtype = args[weight].shape, args[0].dtype
@@ -159,7 +161,8 @@ def _attention(args: Any, result: Any) -> Iterator[Product]:
 
 
 def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
-    """Yield the scores, which a fused kernel computes again, then the gradients of v, softmax, q and k."""
+    """Yield the product of the scores, which a fused kernel recomputes, and those of the gradients of v, softmax, q and
+    k."""
     _, q, k, v = args[:4]
     (m, d), n, e = q.shape[-2:], k.shape[-2], v.shape[-1]
     yield _heads(q, (m, d), (d, n), turned="second")
@@ -170,7 +173,8 @@ def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
 
 
 def _heads(like: Tensor, first: tuple[int, int], second: tuple[int, int], turned: str = "") -> Product:
-    """Return a batched product over all heads of all images, on dense tensors. `turned` names a transposed factor."""
+    """Return a batched product over all heads of all images, on dense tensors. `turned` says which factor is
+    transposed."""
 
     def operand(rows: int, columns: int, turn: bool) -> Operand:
         stride = (rows * columns, 1, rows) if turn else (rows * columns, columns, 1)
@@ -189,7 +193,7 @@ READERS: dict[str, Callable[[Any, Any], Iterator[Product]]] = {
     "mkldnn::_linear_pointwise": _linear(1),
     "mkldnn::_linear_pointwise.binary": _linear(2),
 }
-"""Functions that return the products of an operation from its arguments and result, by the operation's name."""
+"""Functions by operation name. Each returns the matrix products of an operation from the arguments and the result."""
 
 REPLAYS: dict[str, Callable[..., object]] = {
     "mm": torch.mm,

@@ -1,4 +1,4 @@
-"""Throughput from files to batches, beside decoding alone and beside a simple loop with Pillow."""
+"""Throughput of reading files into batches, compared with decoding alone and with a simple loop with Pillow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 DECODING, LOOP = "decoding alone", "Pillow, one by one"
 
 SIZE = (375, 500)
-"""Height and width of the generated photographs, which is typical of ImageNet."""
+"""Height and width of the generated images, which are typical of ImageNet."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Reading:
     image_bytes: float
     """Mean size of an encoded image in bytes."""
     seconds: dict[str, list[float]]
-    """Seconds of every round for each data set, by its name, and for `DECODING` and `LOOP`."""
+    """Seconds of every round for each data set, `DECODING` and `LOOP`, by name."""
     grown: dict[str, int]
-    """Bytes by which the process grew after the first quarter of a round, by data set, as the median over rounds."""
+    """Bytes that the process gained after the first quarter of a round. It is the median over rounds for each data
+    set."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class Opening:
     images: int
     first_seconds: float
     again_seconds: float
-    """Seconds of the second opening, which can use what the first one left on the disk."""
+    """Seconds of the second opening, which can use files that the first opening saved."""
     peak_bytes: int
-    """Peak bytes that opening, cutting off a validation split and computing the fingerprint added to the process."""
+    """Peak bytes that were added by opening, holding out a validation split and computing the fingerprint."""
 
 
 def measure_reading(
@@ -79,11 +80,11 @@ def measure_reading(
     repetitions: int,
     warmup: int,
 ) -> Reading:
-    """Time the reading of `images` images of each source per round, in turns with two references.
+    """Time reading `images` images of each source and two references. Each round measures all of them once.
 
-    All sources must hold the same images. `DECODING` decodes and scales encoded images from memory, on as many threads
-    as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. If images
-    are not encoded, both references are omitted.
+    All sources must hold the same images. `DECODING` decodes and scales encoded images in memory, with as many threads
+    as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. Both
+    references are skipped if images are not encoded.
     """
     count = min(images, *map(len, sources.values())) // batch_size * batch_size
     if not count:
@@ -99,7 +100,7 @@ def measure_reading(
         before = 0
         for step in range(steps):
             next(batches)
-            if step == steps // 4:  # by now, buffers and the threads' stacks are in use
+            if step == steps // 4:  # buffers and threads have their memory by now
                 before = _resident()
         grown[name].append(_resident() - before)
         batches.close()
@@ -125,7 +126,7 @@ def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> 
 
 
 def measure_opening(images: int) -> Opening:
-    """Make a folder of `images` files (links to a few) and open it twice, each time in a new process."""
+    """Make a folder of `images` files, which are links to a few images, and open it twice in new processes."""
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         root = Path(name)
         _write_links(root / "images", images)
@@ -138,7 +139,7 @@ def measure_opening(images: int) -> Opening:
 
 
 def _open(spec: str) -> tuple[float, int]:
-    """Return the seconds until the data is open, and the peak bytes added by opening and cutting it."""
+    """Return the seconds until the data is open, and the peak bytes added by opening and splitting it."""
     before, begun = _peak(), time.perf_counter()
     open_data(spec, validation_share=0.0)
     seconds = time.perf_counter() - begun
@@ -147,10 +148,8 @@ def _open(spec: str) -> tuple[float, int]:
 
 
 def _write_links(root: Path, count: int) -> None:
-    """Write class folders of 10,000 files each, which are hard links to one image per folder.
-
-    File systems limit the number of links to one file.
-    """
+    """Write class folders of 10,000 files each. All files of a folder are hard links to one image, because file systems
+    limit the number of links to a file."""
     data = io.BytesIO()
     Image.new("RGB", (3, 2)).save(data, "PNG")
     for start in range(0, count, 10_000):

@@ -1,4 +1,4 @@
-"""Growth of time and memory with batch, tokens, depth or width, beside the growth of the closed forms."""
+"""Growth of time and memory with batch, tokens, depth or width, compared with the growth of the closed forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitrail.models.vit import ViTConfig
 __all__ = ["Axis", "Point", "Scaling", "exponent", "scaling", "sweep"]
 
 Axis = Literal["batch", "tokens", "depth", "width"]
-"""The quantity that grows. Tokens grow with the image size; the width of the MLP grows in proportion to the width."""
+"""Quantity that grows. Tokens grow with the image size. With the width, the MLP's width grows in proportion."""
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 SIDES = (0.5, 0.75, 1.0, 1.25, 1.5)
@@ -42,17 +42,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A sweep, and the exponents of `axis` that fit it best."""
+    """The measurements of a sweep, and the exponents of growth with `axis`."""
 
     axis: Axis
     points: tuple[Point, ...]
     exponents: dict[str, float | None]
-    """Exponents of the measured seconds and bytes, and of the closed forms of FLOPs, bytes of a step, and bytes of its
-    activations. The last two are None for a prediction, which stores no activations."""
+    """Exponents of the measured seconds and bytes, and of the closed forms of FLOPs, step memory and activation memory.
+    The last two are None for predictions, which store no activations."""
 
 
 def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) -> Scaling:
-    """Measure the sweep in interleaved rounds, and the memory of each point. Raises the `ConfigError` of `sweep`."""
+    """Measure the times of the sweep in interleaved rounds, and the memory of each point. Raises `ConfigError` like
+    `sweep`."""
     values = sweep(workload, axis)
     keep_freed_memory()
     wait = waits_for(workload.device)
@@ -75,7 +76,8 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
 
 
 def sweep(workload: Workload, axis: Axis) -> dict[int, Workload]:
-    """Return the workloads of up to five values. Raises `ConfigError` if fewer than two values differ."""
+    """Return the workloads by value of the axis, at most five. Raises `ConfigError` for fewer than two different
+    values."""
     found = {"batch": _batches, "tokens": _tokens, "depth": _depths, "width": _widths}[axis](workload)
     if len(found) < 2:
         raise ConfigError(
@@ -85,7 +87,7 @@ def sweep(workload: Workload, axis: Axis) -> dict[int, Workload]:
 
 
 def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
-    """Return the exponent of x that fits y best: the slope of log y over log x by least squares."""
+    """Return the exponent of growth of y with x: the least-squares slope of log y over log x."""
     u, v = [math.log(x) for x in xs], [math.log(max(y, 1e-12)) for y in ys]
     middle_u, middle_v = sum(u) / len(u), sum(v) / len(v)
     slope = sum((a - middle_u) * (b - middle_v) for a, b in zip(u, v, strict=True))
@@ -93,7 +95,7 @@ def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
 
 
 def _batches(workload: Workload) -> dict[int, Workload]:
-    """Return the workload at its batch size and at up to four halvings of it."""
+    """Return the workload at its batch size, halved zero to four times."""
     values = [workload.batch // 2**halvings for halvings in range(5)]
     return {value: replace(workload, batch=value) for value in values if value >= 1}
 
@@ -117,7 +119,7 @@ def _depths(workload: Workload) -> dict[int, Workload]:
 
 
 def _widths(workload: Workload) -> dict[int, Workload]:
-    """Return the workload at smaller widths. The number of heads stays, so the heads get narrower, by an even width."""
+    """Return the workload at smaller widths. The number of heads stays the same, so each head becomes narrower."""
     config = _transformer(workload, "width")
     head = config.width // config.heads
     found = {}

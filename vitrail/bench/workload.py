@@ -1,4 +1,4 @@
-"""The workload that is timed: one training step or one prediction, at a batch size and in a number format."""
+"""The measured workload: one training step or one prediction, with a batch size and a number format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Workload:
     """One step on one batch of random images. Raises `ConfigError` for settings that cannot be run."""
 
     name: str
-    """Name of the network, for the reader."""
+    """Name of the network in tables."""
     config: AnyConfig
     task: Task = "train"
     """"train": forward, cross-entropy, backward and AdamW. "infer": logits only."""
@@ -33,7 +33,7 @@ class Workload:
     precision: Format = "float32"
     """Format of matrix products. Weights are always float32."""
     float8: bool = False
-    """True if the dense layers of our blocks train in 8 bits. Other layers and other libraries use `precision`."""
+    """True if the dense layers in our blocks train in 8 bits. All other layers and other libraries use `precision`."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -52,19 +52,20 @@ class Workload:
 
     @property
     def whole_flops(self) -> int:
-        """The FLOPs of all products if the last block also computes tokens that the head ignores, as elsewhere."""
+        """The FLOPs of all matrix products in other libraries, whose last block also computes tokens that the head
+        ignores."""
         if self.config.architecture == "BiT" or self.config.pool != "cls":
             return self.flops
         return replace(self, config=replace(self.config, pool="gap", class_token=True)).flops
 
     @property
     def tokens(self) -> int:
-        """The sequence length in the blocks; for a ResNet, the number of cells of its last feature map."""
+        """The sequence length in the blocks, or the number of positions in the last feature map of a ResNet."""
         return self.config.tokens
 
     @property
     def predicted_bytes(self) -> int | None:
-        """The bytes of a training step by closed form, or None for a prediction or float8, which have no such form."""
+        """The bytes of a training step by closed form. None for predictions and float8, which have no closed form."""
         if self.task == "infer" or self.float8:
             return None
         return training_bytes(self.config, self.batch, precision=self.precision)

@@ -1,4 +1,4 @@
-"""The command line: finds the verb, imports its module alone, and turns errors into a message and an exit code."""
+"""The command line. It imports only the module of the verb, and turns errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERBS = {
     "evaluate": "measure a model on a data set",
     "predict": "classify images with a model",
     "embed": "save the features of every image of a data set",
-    "convert": "write a model in another library's format, or read one",
+    "convert": "convert models between Vitrail's and other libraries' formats",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
     "models": "list network sizes with their parameters and cost",
@@ -29,16 +29,18 @@ VERBS = {
 }
 
 USAGE = """\
-Vision Transformers, whole: pre-train, transfer, look inside, serve.
+Train, fine-tune, evaluate and use Vision Transformers.
 
 usage: vitrail VERB ...
 
 {verbs}
 
-`vitrail VERB --help` shows the options that matter most, --help-all shows
-every option, and --debug shows the traceback of an error.
-Exit codes: 0 done; 1 an internal error; 2 wrong usage or input; 75 stopped on
-request, resumable.
+vitrail VERB --help      show the most important options
+vitrail VERB --help-all  show every option
+vitrail VERB --debug     show the traceback of an error
+
+Exit codes: 0 success, 1 internal error, 2 wrong usage or input, 75 stopped on
+request (the command can be continued).
 Start with `vitrail train`: it trains on bundled images in a few minutes.
 """
 
@@ -95,7 +97,7 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
 
 
 def _no_verb(typed: list[str]) -> int:
-    """Say which verbs there are if the one that was typed is not complete or does not exist."""
+    """Print the verbs to choose from, because the typed verb is incomplete or unknown. Return the exit code."""
     if group := {verb: text for verb, text in VERBS.items() if verb.split()[0] == typed[0]}:
         if len(typed) == 1 or typed[1] in HELP:
             print(f"usage: vitrail {typed[0]} VERB ...\n\n{_verb_list(group)}")

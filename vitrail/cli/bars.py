@@ -1,4 +1,4 @@
-"""The progress bar over images that the verbs share."""
+"""The progress bar that all verbs use while they process images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["images_bar"]
 
 
 def images_bar(console: Console, *, transient: bool = False) -> Progress:
-    """Return a bar with a description, the images done and the time left. It appears on terminals only."""
+    """Return a progress bar with the number of images and the remaining time. It is shown only on terminals."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),

@@ -1,4 +1,4 @@
-"""`vitrail bench`: measure training and inference speed on this machine, against its own limits."""
+"""`vitrail bench`: measure the speed of training, inference and loading on this machine."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ class Bench:
     """Options of `vitrail bench`."""
 
     task: Annotated[str, Positional("train|infer|load")]
-    """Measurement: training steps, batches of inference, or the time to load a model and predict."""
+    """Measurement: training steps, inference, or the time to load a model and predict."""
     variant: Annotated[str, Positional("[VARIANT]")] = "ViT-S/16"
-    """Network size and patch, as `vitrail models` lists them."""
+    """Network size and patch. `vitrail models` lists the sizes."""
     image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. By default 224 x 224, or less for the three smallest networks (28, 64, 32)."""
+    """Image height and width in pixels. By default the variant's own size: 224 x 224 for most; `vitrail models` shows
+    it."""
     channels: int = 3
     """Number of image channels: 3 for RGB, 1 for grey."""
     num_classes: int = 1000
     """Number of outputs of the head."""
     width: int | None = None
-    """Token width, by default the variant's. For a BiT network, the channels of its stem."""
+    """Width of the tokens, or number of stem channels of a BiT network. By default the variant's."""
     depth: int | None = None
     """Number of blocks. By default the variant's."""
     heads: int | None = None
@@ -57,44 +58,44 @@ class Bench:
     batch_size: int = 32
     """Images per step."""
     precision: TrainingPrecision = "auto"
-    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32; float8 runs
-    the dense layers of the blocks in 8 bits, in bench train."""
+    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32. float8 is for
+    bench train only and applies to the dense layers of the blocks."""
     compile: Compile = "auto"
-    """Also measure vitrail compiled block by block; graphs adds CUDA graphs. auto is on for CUDA, else off."""
+    """Also measure vitrail with each block compiled. graphs adds CUDA graphs. auto is on for CUDA, else off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure. auto is the GPU if there is one."""
     threads: int | None = None
-    """Number of threads that compute. By default torch's choice."""
+    """Number of compute threads. By default PyTorch chooses it."""
     repetitions: int = 7
-    """Number of timed rounds. Each round runs every contender once."""
+    """Number of timed rounds. Each round measures every library once."""
     warmup: int = 2
-    """Number of rounds before these, which are not timed."""
+    """Number of untimed rounds before the timed ones."""
     against: str = ""
     """Other libraries to compare with, separated by commas: timm, transformers, vit-pytorch, torchvision. Libraries
     that are not installed are skipped."""
     best: bool = False
-    """Also measure every library compiled: vitrail block by block, others as a whole."""
+    """Also measure every library with torch.compile. Vitrail compiles each block, other libraries the whole network."""
     profile: bool = True
-    """Show how the time of vitrail's step is divided among its operations."""
+    """Show the fraction of vitrail's step time that each kind of operation takes."""
     memory: bool = False
-    """Measure the memory of every contender that is not compiled, each in its own process."""
+    """Also measure the memory of each library in its own process. Compiled networks are skipped."""
     scaling: Axis | None = None
-    """Measure instead how time and memory grow with this dimension."""
+    """Measure only how time and memory grow with this dimension."""
     largest_batch: bool = False
-    """Find instead the largest batch whose training step fits into memory."""
+    """Find only the largest batch whose training step fits into memory."""
     memory_limit: str | None = None
-    """Memory that --largest-batch may use, such as 4GB. By default the memory that is free."""
+    """Memory that --largest-batch may use, such as 4GB. By default all free memory."""
     json: bool = False
     """Print JSON instead of tables, with the time of every round."""
 
 
 COMMAND = Command(
     name="bench",
-    summary="""Measure a network on this machine, against the machine's own limits and against other libraries.
+    summary="""Measure the speed of a network on this machine, and compare it with other libraries.
 
-    train measures training steps, infer measures batches of inference, and load measures reading a model, importing
-    the library and the first prediction; vitrail bench data measures reading images. The contenders take turns, round
-    by round. "products alone" are the matrix products of vitrail's step, replayed without the rest.""",
+    train measures training steps. infer measures inference. load measures importing the library, reading a model and
+    the first prediction. Each round measures every library once. The row "products alone" is the time of the step's
+    matrix products only, a lower bound for the step. To measure how fast images are read, use vitrail bench data.""",
     examples=(
         Example("vitrail bench train ViT-S/16", "Measure training steps of ViT-S/16."),
         Example("vitrail bench infer ViT-B/16 --against timm,torchvision", "Compare inference with two libraries."),

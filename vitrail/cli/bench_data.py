@@ -44,15 +44,15 @@ class BenchData:
     """Options of `vitrail bench data`."""
 
     data: Annotated[str, Positional("[SPEC]")] = ""
-    """Data set to read. By default photographs of 500 x 375 pixels are made, as a folder, shards and Parquet."""
+    """Data set to read. By default generated images of 500 x 375 pixels, as a folder, as shards and as Parquet."""
     images: int = 512
     """Images per round."""
     image_size: tuple[int, int] = (224, 224)
-    """Height and width in pixels to which images are scaled."""
+    """Image height and width in pixels after scaling."""
     channels: int = 3
     """Number of image channels: 3 for RGB, 1 for grey."""
     scaled_decode: bool = False
-    """Decode JPEG files at a reduced size if at least twice the pixels that are needed remain."""
+    """Decode large JPEG files at a reduced size, which stays at least twice the size needed."""
     batch_size: int = 32
     """Images per batch."""
     threads: int | None = None
@@ -62,19 +62,19 @@ class BenchData:
     repetitions: int = 5
     """Number of timed rounds. Each round reads every data set once."""
     warmup: int = 1
-    """Number of rounds before these, which are not timed."""
+    """Number of untimed rounds before the timed ones."""
     entries: int | None = None
-    """Measure instead the time and memory of opening a folder with this many images."""
+    """Measure only the time and memory of opening a folder with this many images."""
     json: bool = False
     """Print JSON instead of a table, with the time of every round."""
 
 
 COMMAND = Command(
     name="bench data",
-    summary="""Measure how fast images are read from the disk into batches, beside decoding alone and a plain loop
-    with Pillow.""",
+    summary="""Measure how fast images are read from the disk into batches. Two references are measured too: decoding
+    without reading, and a plain loop with Pillow.""",
     examples=(
-        Example("vitrail bench data", "Read photographs that are made for the measurement."),
+        Example("vitrail bench data", "Read generated images in three formats."),
         Example("vitrail bench data flowers --batch-size 128", "Read your own data set."),
         Example("vitrail bench data --entries 1000000", "Measure opening a folder of a million images."),
     ),
@@ -128,7 +128,7 @@ def main(call: Call) -> int:
 
 @contextmanager
 def _sources(options: BenchData) -> Iterator[dict[str, Source]]:
-    """Yield the data sets to read, by name. Photographs that were made for the measurement are deleted afterwards."""
+    """Yield the data sets to read, by name. Generated images are deleted afterwards."""
     if options.data:
         yield {options.data: open_data(options.data, validation_share=0.0).train}
         return
@@ -156,8 +156,8 @@ def _what(reading: Reading, options: BenchData) -> str:
 
 def _read(reading: Reading) -> Any:
     caption = (
-        "Every round did each once, in turn; images/s is the median. The ratios are medians over rounds. grown: by how "
-        "much the process grew in a round after its first quarter, the median over rounds."
+        "Each round timed every row once. images/s and ratios are medians over rounds. grown: memory that the process "
+        "gained after the first quarter of a round, as the median over rounds."
     )
     table = plain_table(("", "images/s", "low..high", "to decoding alone", "to the loop", "grown"), caption)
     for name, seconds in reading.seconds.items():
@@ -169,8 +169,7 @@ def _read(reading: Reading) -> Any:
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> str:
-    """Return how many times as fast as theirs ours is: the median over rounds, or nothing if theirs was not
-    measured."""
+    """Return our speed relative to theirs, as the median over rounds, or "" if theirs was not measured."""
     ratios = [other / mine for other, mine in zip(theirs, ours, strict=False)]
     return f"{Spread.of(ratios).median:.2f}x" if ratios else ""
 

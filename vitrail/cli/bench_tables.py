@@ -1,4 +1,4 @@
-"""What `vitrail bench` measured, as tables and as JSON values."""
+"""Tables and JSON values of the measurements of `vitrail bench`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def header(machine: dict[str, Any], what: str, rounds: dict[str, int] | None = None) -> str:
-    """Where, what, and how often."""
+    """Return the lines above the tables: the machine, the measurement and the number of rounds."""
     often = "" if rounds is None else f"\n{rounds['repetitions']} rounds after {rounds['warmup']} of warm-up"
     return escape(
         f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads, torch "
@@ -41,7 +41,7 @@ def header(machine: dict[str, Any], what: str, rounds: dict[str, int] | None = N
 
 
 def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
-    """In one line: network, images, batch, precision."""
+    """Return a line with the network, task, batch, images and precision."""
     height, width = workload.config.image_size
     task = "training" if workload.task == "train" else "inference"
     return (
@@ -52,11 +52,11 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
 
 
 def comparison(result: Comparison, workload: Workload) -> list[Any]:
-    """The main table, what was left out, the memory, and where the time goes."""
+    """Return the tables of speed, memory and operations, and a note for each library that was skipped."""
     caption = (
-        "Every round ran each contender once, in turn; images/s is the median. share: time of the products alone, "
-        "divided by this one's. vitrail: how many times as fast as this one ours is, compiled beside compiled. "
-        "Both are medians over rounds."
+        "Each round timed every row once. All columns are medians. share: time of the matrix products alone, "
+        "divided by the time of this row. vitrail: speed of vitrail divided by the speed of this row. A compiled "
+        "library is compared with compiled vitrail."
     )
     table = plain_table(("contender", "settings", "images/s", "low..high", "GFLOP/s", "share", "vitrail"), caption)
     for row in result.rows:
@@ -124,8 +124,8 @@ def plain_comparison(result: Comparison) -> dict[str, Any]:
 
 
 def scale(grown: Scaling) -> list[Any]:
-    """A row for each value, and the exponents."""
-    caption = "memory: the most that a step needs, in a process of its own. powers: least squares of the logarithms."
+    """Return a table with a row per value, and a table of the exponents."""
+    caption = "memory: peak of a step, measured in its own process. powers: fitted to the logarithms by least squares."
     table = plain_table((grown.axis, "ms a step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
     for point in grown.points:
         spread = Spread.of([1000 * second for second in point.seconds])
@@ -173,8 +173,8 @@ def largest(found: LargestBatch) -> list[Any]:
 
 
 def load(loading: Loading) -> list[Any]:
-    """Reading the file, and what fresh processes take."""
-    caption = "first: once, after the system was asked to drop the file from its memory; the rest: with the file in it."
+    """Return the tables of reading a model file and of starting new processes."""
+    caption = "first: one read after the system was asked to drop the file from its cache; other reads use the cache."
     table = plain_table(("reading a model", "ms", "low..high", "GB/s", "first, ms"), caption)
     for name, seconds in loading.loads.items():
         spread = Spread.of(seconds)
@@ -207,7 +207,7 @@ def plain_table(headings: Sequence[str], caption: str | None = None) -> Table:
 
 
 def _number(value: float) -> str:
-    """Three digits or more."""
+    """Return a number with at least three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 

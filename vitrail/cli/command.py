@@ -1,4 +1,4 @@
-"""What the verbs of the command line share: reading the options that were given, and naming options in messages."""
+"""Common parts of all verbs: parsing of options, and their spelling in messages."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from vitrail.errors import ConfigError, UserError
 __all__ = ["Call", "Command", "Example"]
 
 Options = Mapping[str, Any]
-"""Values of the options that were given, by the names of their fields."""
+"""Values of the options that the user typed, by field name."""
 
 SMALL_NEGATIVE = re.compile(r"-\d*\.?\d+[eE][+-]?\d+")
-"""Negative numbers that argparse takes for options."""
+"""Pattern of negative numbers that argparse would mistake for options."""
 
 
 ADVICE = re.compile(r"\b(such as|choose|give|use|try) $")
-"""Words before a value that a message advises to give."""
+"""Words that precede a recommended value in a message."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a verb."""
+    """The arguments of one call of a verb."""
 
     arguments: tuple[str, ...]
-    """The words after the verb, as they were typed."""
+    """Arguments after the verb, as they were typed."""
     options: Options
-    """Only what was given: an option that is missing here has its default or is chosen by a rule."""
+    """Values of the options that the user typed, by field name. Options with default values are not included."""
     started: float
-    """When the process began, by `time.perf_counter`."""
+    """Start of the process, as a value of `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A command that the help shows, and what it does."""
+    """An example command for the help, with a sentence about its effect."""
 
     command: str
     text: str
@@ -49,38 +49,39 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A verb: the options that it takes, and its help."""
+    """A verb of the command line with its options and help."""
 
     name: str
-    """The verb, without `vitrail`: "predict" or "data check"."""
+    """Name without `vitrail`, such as "predict" or "data check"."""
     summary: str
-    """One or two paragraphs about what the verb does."""
+    """One or two paragraphs that describe the verb."""
     examples: tuple[Example, ...]
     options: tuple[type, ...]
     """Dataclasses whose fields are the verb's own options."""
     settings: Callable[[], Iterable[Option]] = tuple
-    """Further options: the settings of a run, for verbs that train."""
+    """More options, such as the settings of a run for verbs that train."""
     depends: Callable[[Options], Mapping[str, Option]] = lambda given: {}
-    """Options that differ with others that are given, such as the settings of a task. They replace `known`."""
+    """Function that returns options that depend on the typed options, such as a task's settings. They replace
+    `known`."""
     essential: Mapping[str, tuple[str, ...]]
     """Options that `--help` shows, by the heading of their group."""
     defaults: Callable[[Options], Mapping[str, str]] = lambda given: {}
-    """Texts for defaults that differ from those of the fields, for the options that were given."""
+    """Function that returns texts for defaults that depend on the typed options or differ from those of the fields."""
     required: tuple[str, ...] = ()
-    """Options that must be given although they have a default."""
+    """Options that are required although their fields have a default."""
     hidden: tuple[str, ...] = ()
     """Options that the help does not show."""
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """Names of fields that a user of this verb gives in another way, such as `init`, which is `MODEL`."""
+    """Fields that this verb spells in another way, such as `init`, which is `MODEL`."""
 
     @cached_property
     def known(self) -> dict[str, Option]:
-        """Every option by the name of its field."""
+        """Every option, by field name."""
         own = (option for cls in self.options for option in options_of(cls))
         return {option.name: option for option in (*own, *self.settings())}
 
     def options_for(self, given: Options) -> dict[str, Option]:
-        """Return every option by the name of its field, as it is beside the options that were given."""
+        """Return every option by field name. Some options depend on the typed options, such as a task's settings."""
         return {**self.known, **self.depends(given)}
 
     @property
@@ -94,7 +95,7 @@ class Command:
         return " ".join(["vitrail", self.name, *parts, "[options]"])
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """Return the values of the options that were given. Raise `ConfigError` for one that is unknown or wrong."""
+        """Return the values of the typed options. Raise `ConfigError` for an unknown option or a wrong value."""
         typed = list(arguments)
         end = typed.index("--") if "--" in typed else len(typed)
         parser, by_name = self._parser(), self.known
@@ -116,7 +117,7 @@ class Command:
         return given
 
     def check_required(self, given: Options) -> None:
-        """Raise `ConfigError` if an option that has no default is not given."""
+        """Raise `ConfigError` if a required option is missing."""
         if "resume" in given:
             return
         if missing := [option.label for option in self._required() if option.name not in given]:
@@ -128,11 +129,11 @@ class Command:
         return [one for one in self.known.values() if one.default is missing or one.name in self.required]
 
     def message(self, error: UserError, given: Options) -> str:
-        """Return an error's message with the fields that it names spelled as options: `--batch-size: 0 is less than 1`
-        for `batch_size=0 is less than 1`.
+        """Return the message of an error with field names replaced by option names.
 
-        Values of settings that were not given keep their spelling unless they are a line's first words or advice. Only
-        the first words are changed if the error is not about settings, since its message can name fields of files.
+        For example, `batch_size=0 is less than 1` becomes `--batch-size: 0 is less than 1`. Inside a line,
+        `name=value` is replaced only if the user typed that option or the message recommends the value. For errors
+        other than `ConfigError`, only the start of a line is replaced, because the rest can name fields of files.
         """
         about_settings = isinstance(error, ConfigError)
         return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
@@ -176,7 +177,7 @@ class Command:
         return parser
 
     def _places(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the positional arguments; the last of them takes all words that are left if it takes several."""
+        """Return the positional arguments. If the last one accepts several values, it takes all remaining words."""
         given, rest = {}, list(words)
         for option in self.positionals:
             taken, rest = (rest, []) if option.arity is None else (rest[:1], rest[1:])
@@ -188,7 +189,8 @@ class Command:
 
 
 def _plain(word: str) -> str:
-    """Return a word with dashes in its option's name, or with a negative number written out for argparse."""
+    """Return a word for argparse: dashes replace underscores in option names, and small negative numbers are written
+    out."""
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value
@@ -204,5 +206,5 @@ def _is_number(word: str) -> bool:
 
 
 def _typed(value: str) -> str:
-    """Return a value as a user types it: the values of a tuple with spaces between them."""
+    """Return a value as a user types it. The elements of a tuple are separated by spaces."""
     return " ".join(value[1:-1].replace(",", " ").split()) or "none" if value.startswith("(") else value

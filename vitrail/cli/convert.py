@@ -1,4 +1,4 @@
-"""`vitrail convert`: write a model in another library's format, or read one."""
+"""`vitrail convert`: convert models between Vitrail's and other libraries' formats."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ class Convert:
     """Options of `vitrail convert`."""
 
     source: Annotated[str, Positional("SRC")]
-    """Folder or file of a model, or its name on the Hugging Face hub."""
+    """Folder or file of a model, or name of a model on the Hugging Face hub."""
     destination: Annotated[Path, Positional("DST")]
     """File or folder to write: a new path or an empty folder."""
     to: str
-    """Layout to write, one of those named above."""
+    """Layout to write: one of the layouts named above."""
     layout: str | None = None
-    """Layout of the source. By default it is recognised from the file."""
+    """Layout of the source. By default it is recognised automatically."""
     heads: int | None = None
-    """Number of attention heads, for files that do not state it."""
+    """Number of attention heads. Needed only if the file does not contain it."""
     image_size: tuple[int, int] | None = None
-    """Image height and width in pixels that the source was trained for. If its grid of patches differs, the position
-    embeddings are resized."""
+    """Image height and width in pixels of the converted model. Position embeddings are resized if the converted model
+    needs another patch grid."""
     num_classes: int | None = None
-    """Replace the head by a new one with this many outputs, all zero. 0 removes the head."""
+    """Replace the head by a zero-initialised head with this many outputs. 0 removes the head."""
     drop_head_hidden: bool = False
-    """Drop the hidden layer before the head, together with the head."""
+    """Remove the head and the hidden layer before it."""
     overwrite: bool = False
-    """Replace an earlier output at DST. A folder that holds other files is never replaced."""
+    """Replace an earlier output at DST. A folder with any other files is never replaced."""
     json: bool = False
     """Print JSON instead of text."""
 
 
 COMMAND = Command(
     name="convert",
-    summary="""Write a model in another layout. The layout of the source is recognised.
+    summary="""Write a model in another layout. The layout of the source is recognised automatically.
 
     Layouts: vitrail (folder), google and big-vision (.npz), bit (.npz), bit-torch (.pth), timm (folder or
     .safetensors), huggingface (folder), torchvision (.pth).""",
     examples=(
         Example("vitrail convert runs/flowers flowers-hf --to huggingface", "Write a model for transformers."),
         Example("vitrail convert runs/flowers flowers.safetensors --to timm", "Write a model for timm."),
-        Example("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Read a checkpoint of the paper."),
+        Example("vitrail convert ViT-B_16.npz vit-b --to vitrail", "Import a checkpoint published with the ViT paper."),
     ),
     options=(Convert,),
     essential={

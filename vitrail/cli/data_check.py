@@ -33,10 +33,10 @@ __all__ = ["main"]
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 MOST_CLASSES = 20
-"""Largest number of rows of the table; the page has more."""
+"""Largest number of rows in the printed table. The HTML page shows more rows."""
 
 MOST_SHOWN = 3
-"""Largest number of images that are named under a finding."""
+"""Largest number of groups of images that are printed for a finding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,19 @@ class Check:
     """Options of `vitrail data check`."""
 
     data: Annotated[str, Positional("SPEC")]
-    """Data set: any that `vitrail train --data` takes."""
+    """Data set, in any form that `vitrail train --data` accepts."""
     sample: int | None = None
-    """Number of images to inspect, drawn evenly from all classes. By default all images."""
+    """Number of images to inspect, sampled from each split and class in proportion to its size. By default all
+    images."""
     validation_share: float = 0.1
-    """Fraction of the training images that training holds out if the data has no validation split. 0 holds out
-    none."""
+    """Fraction of the training images to hold out for validation, if the data has no validation split. 0 holds out
+    no images."""
     max_skipped: float = 0.01
     """Fraction of the training images that may fail to decode before training stops."""
     threads: int | None = None
     """Number of threads that read and decode images. By default one per core."""
     page: Path | None = Path("data-check.html")
-    """HTML page to write, with pictures of the problems. None writes no page."""
+    """HTML page to write, with pictures of the problems. Use None to write no page."""
     json: bool = False
     """Print the report as JSON instead of tables."""
 
@@ -63,10 +64,10 @@ class Check:
 COMMAND = Command(
     name="data check",
     summary="""Find problems in a data set before training: images that cannot be decoded, duplicates (also between
-    training and test images), classes that are missing or rare, and images unlike the rest. For each problem, the
-    report says what training does about it.
+    training and test images), missing or rare classes, and images that look unlike all others. The report explains how
+    training handles each problem.
 
-    The exit code is 2 if training on the data would fail.""",
+    If training on the data would fail, the exit code is 2.""",
     examples=(
         Example("vitrail data check flowers", "Inspect every image, and write data-check.html."),
         Example("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),

@@ -25,7 +25,7 @@ from vitrail.training.monitoring.stop import StopRequest
 __all__ = ["Pack", "main"]
 
 SHOWN = 10
-"""Largest number of unreadable images that are printed; dataset.json lists all."""
+"""Largest number of unreadable images that are printed. The file dataset.json lists all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +33,22 @@ class Pack:
     """Options of `vitrail data pack`."""
 
     data: Annotated[str, Positional("SPEC")]
-    """Data set: any that `vitrail train --data` takes."""
+    """Data set, in any form that `vitrail train --data` accepts."""
     destination: Annotated[Path, Positional("DST")]
-    """Folder for the shards: a new or empty folder, or one that the same command began to write."""
+    """Folder for the shards. It must be new, empty, or left by the same command when it was stopped."""
     shard_size: str = "256MB"
     """Largest size of a shard, such as 256MB, 1GiB or 250000000."""
     max_side: int | None = None
-    """Largest side in pixels: larger images are scaled down and encoded as JPEG of quality 95. All other images are
-    copied byte for byte."""
+    """Largest side in pixels. Larger images are scaled down and saved as JPEG of quality 95; all other images are
+    copied unchanged. By default images keep their size."""
     workers: int = min(16, os.cpu_count() or 1)
-    """Number of threads that read and encode. The shards do not depend on it."""
+    """Number of threads that read and encode images. It does not change the shards."""
 
 
 COMMAND = Command(
     name="data pack",
     summary="""Write a data set as tar shards in the WebDataset convention: few large files instead of many small
-    ones. If the command is stopped, give it again to continue.""",
+    ones. If the command is stopped, run the same command again to continue.""",
     examples=(
         Example("vitrail data pack photos shards", "Copy a folder of images into shards."),
         Example("vitrail data pack photos shards --max-side 512", "Scale large images down to 512 pixels."),

@@ -33,27 +33,27 @@ class Embed:
     model: Annotated[str, Positional("MODEL")]
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     data: str
-    """Data set: any that `vitrail train` takes, or a folder of images without classes."""
+    """Data set, in any form that `vitrail train` accepts, or a folder of images without classes."""
     out: Path
-    """Folder for the features. It receives one folder per split (npy) or one file per split (parquet)."""
+    """Output folder. Each split is written to a folder (npy) or a file (parquet) in it."""
     split: Literal["all", "train", "validation", "test"] = "all"
-    """Split to embed. all embeds every split that the data has; no validation split is cut."""
+    """Split to embed. all embeds every split of the data, and holds out no validation images."""
     format: Literal["npy", "parquet"] = "npy"
-    """npy writes features.npy, keys.jsonl and features.json. parquet writes the columns key, label and feature."""
+    """Output format: npy (features.npy, keys.jsonl, features.json) or parquet."""
     image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. By default the model's; for another size, the position embeddings are
-    resized."""
+    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
+    sizes."""
     batch_size: int = 256
     """Images per forward pass."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1. auto is the GPU if there is one."""
+    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "float32"
-    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32."""
+    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
     cache: Path | None = None
     """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
     no_cache: bool = False
-    """Neither read nor write the cache. An extraction that is stopped then starts again from the beginning."""
+    """Do not use the cache of features. A stopped extraction then starts again from the beginning."""
     overwrite: bool = False
     """Replace earlier features of the same splits."""
     json: bool = False
@@ -62,8 +62,8 @@ class Embed:
 
 COMMAND = Command(
     name="embed",
-    summary="""Save the features of every image of a data set: the vectors that the model's head receives. If the
-    command is stopped, give it again to continue.""",
+    summary="""Save the features of every image of a data set. Features are the vectors that the model's head
+    receives. If the command is stopped, run the same command again to continue.""",
     examples=(
         Example("vitrail embed runs/flowers --data flowers --out features", "Write NumPy files for every split."),
         Example(
@@ -115,7 +115,7 @@ def main(call: Call) -> int:
 
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
-    """Return the splits by name, and notes about them."""
+    """Return the splits by name, and notes for the user."""
     splits = open_data(options.data, validation_share=0.0, unlabelled=True)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     there = {name: source for name, source in named.items() if source is not None}
@@ -127,7 +127,7 @@ def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
 
 
 def _target(options: Embed, split: str) -> Path:
-    """Return the file or folder to write for a split. Raises `DestinationError` if it must not be replaced."""
+    """Return the output path of a split. Raises `DestinationError` if that path must not be replaced."""
     if options.format == "parquet":
         target = options.out / f"{split}.parquet"
         check_new_file(target, overwrite=options.overwrite)
@@ -154,7 +154,7 @@ def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console
 
 
 def _about(bundle: Bundle, split: str, options: Embed) -> dict[str, Any]:
-    """Return a description of the features, which is written beside them."""
+    """Return the description that is saved with the features."""
     return {
         "model": options.model, "data": options.data, "split": split, "precision": options.precision,
         "image_size": list(bundle.preprocess.image_size),

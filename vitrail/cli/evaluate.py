@@ -1,4 +1,4 @@
-"""`vitrail evaluate`: measure a model on a data set or on a suite of tasks, by its head or by its features."""
+"""`vitrail evaluate`: measure the head or the features of a model on a data set or a suite of tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.cli.command import Call, Command, Example
 from vitrail.cli.fields import Positional, flag
 from vitrail.errors import ConfigError
 
-if TYPE_CHECKING:  # --help does not wait for PyTorch
+if TYPE_CHECKING:  # keeps PyTorch out of --help, which is then faster
     from vitrail.data.source import Source
     from vitrail.evaluation.outputs import Outputs
     from vitrail.evaluation.predictions.report import ClassificationReport
@@ -27,7 +27,7 @@ BY_SUITE = (
     "by", "numbers", "split", "per_class", "confusion", "bootstrap", "real", "class_names", "shots", "seeds", "l2",
     "allow_fewer", "k", "temperature",
 )  # fmt: skip
-"""Options that a suite decides."""
+"""Options that cannot be combined with --suite, because the suite sets them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,66 +37,69 @@ class Evaluate:
     model: Annotated[str, Positional("MODEL")]
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     data: str = ""
-    """Data set: any that `vitrail train` takes. With --suite, a folder that may hold the tasks' data in folders of
-    their names."""
+    """Data set, in any form that `vitrail train` accepts. With --suite, a folder that can hold a folder of data per
+    task, named like the task."""
     by: str = ""
-    """Evaluators, separated by commas: accuracy, regression, linear, fewshot, knn. By default the one for the model's
-    own head: accuracy, or regression if it predicts numbers. The other three learn from the features of the training
-    split: a linear model, least squares on a few images per class, or a vote of the nearest neighbours."""
+    """Evaluators, separated by commas: accuracy, regression, linear, fewshot, knn. By default accuracy, or regression
+    if the model predicts numbers; both measure the model's own head. The other three train a simple model on features
+    of the training split: a linear model, least squares on a few images per class, or nearest neighbours."""
     numbers: tuple[str, ...] = ()
-    """Numeric columns of a table to measure instead of classes. By default those that the model predicts."""
+    """Numeric columns of a table to measure instead of classes. By default the columns that the model predicts."""
     suite: str = ""
     """Suite of tasks to measure instead of one data set: vtab-1k, paper-table-5, fewshot, offline, or a TOML file."""
     strict: bool = False
     """Fail if a task of the suite cannot be measured. By default the task is skipped."""
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
-    """Split to measure. held-out is the test split, or else the validation split that training on this data would
-    hold out; all measures every image, including training images."""
+    """Split to measure. held-out is the test split if there is one, else the images that training holds out for
+    validation. all measures every image, including training images."""
     per_class: bool = False
-    """Show the metrics of each class. They are those of the model's own head."""
+    """Show the metrics of the model's own head for each class."""
     confusion: bool = False
-    """Show the confusion matrix of the model's own head, or with more than 20 classes the most confused pairs."""
+    """Show the confusion matrix of the model's own head. With more than 20 classes, show only the most confused
+    pairs."""
     bootstrap: int = 1000
-    """Number of resamples for each 95 % interval. 0 computes no intervals."""
+    """Number of bootstrap resamples for each 95 % confidence interval. 0 computes no intervals."""
     real: str = ""
-    """Also measure by the ReaL labels of ImageNet's validation images: public, or a file real.json."""
+    """Also measure with the ReaL labels of ImageNet's validation images: public, or a file real.json."""
     class_names: str = ""
-    """File with WordNet ids and names in the order of the model's outputs, if data and model name classes
-    differently."""
+    """File with the WordNet id and name of each model output, in order. Needed only if the data uses other class names
+    than the model."""
     shots: tuple[int, ...] = ()
-    """Numbers of training images per class for fewshot. By default 1, 5, 10 and 25, as far as every class has them."""
+    """Numbers of training images per class for fewshot. By default those of 1, 5, 10 and 25 for which every class has
+    enough images."""
     seeds: int = 3
-    """Number of random draws of these images, over which fewshot averages."""
+    """Number of random draws of training images. fewshot reports the mean over the draws."""
     l2: float | Literal["loo"] = 1024.0
-    """Strength of fewshot's regularisation. loo chooses it for each draw by leave-one-out validation."""
+    """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""
     allow_fewer: bool = False
-    """Use all images of classes that have fewer than the number of shots. By default this is an error."""
+    """Accept classes with too few images for fewshot, and use all of their images. By default this is an error."""
     k: tuple[int, ...] = ()
-    """Numbers of neighbours for knn. By default 1, 5, 10, 20 and 100, as far as there are as many images."""
+    """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training
+    images."""
     temperature: float = 0.07
-    """Temperature of knn: the vote of a neighbour has the weight exp(cosine / temperature)."""
+    """Temperature of knn. The vote of a neighbour is weighted by exp(cosine similarity / temperature)."""
     image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. By default the model's; for another size, the position embeddings are
-    resized."""
+    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
+    sizes."""
     batch_size: int = 256
     """Images per forward pass."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1. auto is the GPU if there is one."""
+    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "bf16", "float32"] = "float32"
-    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32."""
+    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
     cache: Path | None = None
     """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
     no_cache: bool = False
-    """Neither read nor write the cache of features."""
+    """Do not use the cache of features."""
     json: bool = False
     """Print JSON instead of tables."""
 
 
 COMMAND = Command(
     name="evaluate",
-    summary="""Measure a model on a data set: the accuracy of its own head, or of a simple classifier that is trained
-    on its features. With --suite, measure it on many data sets.""",
+    summary="""Measure a model on a data set: the accuracy of the model's own head, or of a simple classifier that is
+    trained on the model's features. With --suite, measure the model on many data sets.""",
     examples=(
         Example("vitrail evaluate runs/flowers --data flowers", "Measure the model of a run on held-out images."),
         Example("vitrail evaluate vit.npz --data flowers --by linear,knn", "Compare the features of another model."),
@@ -144,7 +147,7 @@ def _one(options: Evaluate, console: Console) -> int:
     from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of, measure
 
     heads = set(BY_HEAD.values())
-    evaluators_of(options.by or "accuracy", _settings(options))  # a wrong option is reported before the model is loaded
+    evaluators_of(options.by or "accuracy", _settings(options))  # reports wrong options before loading the model
     bundle = _load(options)
     evaluators = evaluators_of(options.by or BY_HEAD[bundle.output], _settings(options))
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
@@ -272,7 +275,7 @@ def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, Classifi
 
 
 def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bundle) -> dict[str, Any]:
-    """Return what the JSON of a split holds beside its metrics."""
+    """Return the JSON values of a split other than metrics."""
     from vitrail.plain import to_plain
 
     detail: dict[str, Any] = {}

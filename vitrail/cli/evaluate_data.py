@@ -1,4 +1,4 @@
-"""The data that `vitrail evaluate` measures a model on, opened once for each set of classes."""
+"""Opening of the data for `vitrail evaluate`. The data is opened once for each set of classes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vitrail.weights.bundle import Bundle
 __all__ = ["Measured", "open_for_features", "open_for_head"]
 
 USUAL_SHARE = 0.1
-"""Fraction that is held out for models whose training did not record one."""
+"""Fraction of images to hold out if the model does not record the fraction of its training."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The data of some evaluators."""
+    """Opened data that one or more evaluators use."""
 
     sources: dict[str, Source]
     """The splits to measure, by name."""
@@ -29,9 +29,11 @@ class Measured:
 
 
 def open_for_features(bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...]) -> Measured:
-    """Return the data with its own classes, or with the columns `numbers`, by default those that the model predicts.
+    """Return the data with its own classes as targets.
 
-    No validation split is cut if another split is measured, so that a classifier can learn from all training images.
+    For regression the targets are the columns `numbers`, by default the columns that the model predicts. Images are
+    held out for validation only if the validation split is measured. Otherwise a classifier can learn from all
+    training images.
     """
     opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
     splits = opened.splits(validation_share=0.0)
@@ -43,7 +45,8 @@ def open_for_features(bundle: Bundle, spec: str, split: str, numbers: tuple[str,
 def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: Measured | None) -> Measured:
     """Return the data with the model's classes or numbers as targets. Raise `DataError` if they do not match.
 
-    `class_names` is a file that says which classes correspond. `own` is the data with its own classes, if it is open.
+    `class_names` is a file with the WordNet id and name of each model output, or "". `own` is the data with its own
+    classes if it is already open, else None.
     """
     opened = None if own is None or class_names or own.opened.whole.classes != bundle.classes else own.opened
     class_map = None
@@ -52,18 +55,18 @@ def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: 
             classes = None if bundle.output == "numbers" else bundle.classes or None
             opened = open_whole(spec, classes=classes, numbers=_numbers_of(bundle))
         except DataError:
-            pass  # the classes differ, or else opening without them raises the same error
+            pass  # the classes differ; any other error is raised again below
     if opened is None:
         opened = open_whole(spec, numbers=_numbers_of(bundle)) if own is None else own.opened
         class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
-    # The cut depends on names and fraction alone, so this holds out the images that training held out.
+    # The split depends only on the names and the fraction, so the same images are held out as in training.
     splits = opened.splits(validation_share=0.0 if split == "all" else _validation_share(bundle))
     found = _measured(bundle, opened, splits, split)
     return found if class_map is None else _mapped(found, class_map, bundle.classes)
 
 
 def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) -> Measured:
-    """Return the splits to measure, with notes about them. Raise `DataError` for a split that the data lacks."""
+    """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     existing = {name: source for name, source in named.items() if source is not None}
     notes = list(splits.notes)
@@ -88,7 +91,7 @@ def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) ->
 
 
 def _mapped(found: Measured, class_map: ClassMap, classes: tuple[str, ...]) -> Measured:
-    """Return the same with the model's classes as labels."""
+    """Return the data with labels mapped to the model's classes."""
     sources: dict[str, Source] = {
         name: MappedSource(source, class_map, classes) for name, source in found.sources.items()
     }

@@ -19,13 +19,13 @@ __all__ = ["confusion_table", "metrics_table", "per_class_table", "suite_table"]
 FORMATS = {"cross_entropy": ".4f", "linear_penalty": ".3g"} | dict.fromkeys(
     ("images", "skipped", "unlabelled", "training_images", "real_images"), ",.0f"
 )
-"""Formats of metrics that are not fractions."""
+"""Number formats by metric. All other metrics are fractions and shown as percentages."""
 
 NUMBER_METRICS = ("r2", "mean_absolute_error", "root_mean_squared_error")
-"""Ends of the names of metrics in the units of the targets."""
+"""Suffixes of metrics that have the unit of the targets."""
 
 EXTRAS = ("_low", "_high", "_deviation")
-"""Ends of the names of metrics that describe another metric."""
+"""Suffixes of metrics that describe another metric."""
 
 NAMES = {
     "top5_accuracy": "top-5 accuracy",
@@ -38,12 +38,12 @@ NAMES = {
     "r2": "R²",
 }
 SEVERAL = {"accuracy": "likeliest class is a label"}
-"""Names if images can have several labels."""
+"""Display names of metrics that differ if images can have several labels."""
 
 COUNTED = re.compile(r"(fewshot|knn)_(\d+)(.*)")
 
 CONFUSED = 20
-"""Largest number of classes with a whole confusion matrix, and number of pairs shown for more classes."""
+"""Largest number of classes for which the whole confusion matrix is shown, and number of pairs shown otherwise."""
 
 
 def metrics_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
@@ -51,7 +51,7 @@ def metrics_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
     table = Table("", *rows, box=SIMPLE_HEAD, pad_edge=False)
     names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
     named = SEVERAL if "exact_match" in names else {}
-    for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # counts last
+    for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # puts counts last
         table.add_row(named.get(name) or _named(name), *(_cell(row, name) for row in rows.values()))
     return table
 
@@ -110,7 +110,7 @@ def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -
 
 
 def suite_table(result: SuiteResult) -> Table:
-    """Return a table with a row per task, the mean after each group, and the mean of all tasks last."""
+    """Return a table with a row per task. Each group ends with its mean, and the last row is the mean of all tasks."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(result.suite.name, no_wrap=True)
     columns, means = result.columns(), result.means()
@@ -129,7 +129,7 @@ def suite_table(result: SuiteResult) -> Table:
 
 
 def _mean(name: str, means: Mapping[str, tuple[float, int]], tasks: int) -> str:
-    """Return a mean, with the number of its tasks if some are missing."""
+    """Return a mean as text. If some tasks lack the metric, append the number of tasks that have it."""
     if name not in means:
         return "-"
     value, count = means[name]
@@ -141,13 +141,13 @@ def _named(name: str) -> str:
         kind, number, rest = match.groups()
         text = f"knn, k = {number}" if kind == "knn" else f"fewshot, {number} shot{'s' if number != '1' else ''}"
         return text + (f", {NAMES.get(rest[1:]) or rest[1:].replace('_', ' ')}" if rest else "")
-    output, _, metric = name.rpartition(":")  # "age:r2" is that of one of several numbers
+    output, _, metric = name.rpartition(":")  # "age:r2" is the metric r2 of the number "age"
     text = NAMES.get(metric) or metric.replace("_", " ").replace(" r2", ", R²")
     return f"{output}: {text}" if output else text
 
 
 def _cell(row: Mapping[str, float], name: str) -> str:
-    """Return a value with its interval or its deviation."""
+    """Return a metric as text, with its confidence interval or standard deviation if it has one."""
     if name not in row:
         return ""
     text = _value(name, row[name])
@@ -160,7 +160,7 @@ def _cell(row: Mapping[str, float], name: str) -> str:
 
 
 def _value(name: str, value: float) -> str:
-    """Return a metric as text. Metrics that are in no table of formats are fractions."""
+    """Return the value of a metric as text. Metrics without a format are shown as percentages."""
     return format(value, ".4g" if name.endswith(NUMBER_METRICS) else FORMATS.get(name, ".2%"))
 
 

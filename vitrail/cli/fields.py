@@ -1,4 +1,4 @@
-"""Options of the command line, read from the fields of frozen dataclasses: their names, types, defaults and texts."""
+"""Command-line options from the fields of frozen dataclasses, with names, types, defaults and help texts."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ NAMED_METAVARS = {
     "shard_size": "SIZE",
     "to": "LAYOUT",
 }
-"""Placeholders for the values of some options, by name."""
+"""Placeholders for the values of some options, by option name."""
 
 HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
-"""Options of other programs, and what they are called here."""
+"""Option names of other programs, each with the name of the same option here."""
 
 
 @dataclass(frozen=True)
 class Positional:
-    """Marks a field, by `Annotated`, that is given by its place on the command line and not by `--name`."""
+    """Annotation of a field that is a positional argument on the command line."""
 
     metavar: str
 
@@ -51,18 +51,18 @@ class Option:
     """One option or positional argument of a verb."""
 
     name: str
-    """The name that users know, with underscores: the field's own, or the bare name that its metadata gives."""
+    """Name of the option with underscores: the name in the field's metadata if there is one, else the field's name."""
     field: str
-    """The field's name."""
+    """Name of the field."""
     kind: Any
-    """The type of a value, without None."""
+    """Type of the value, without None."""
     accepts_none: bool
     default: Any
-    """The field's default; `dataclasses.MISSING` if the option is required."""
+    """Default of the field, or `dataclasses.MISSING` if the option is required."""
     owner: type
-    """The dataclass that has the field."""
+    """Dataclass that defines the field."""
     section: str
-    """Name of the section of the config that the dataclass is; "" for the verb's own options."""
+    """Section of the config, such as "optimizer", or "" for an option of the verb itself."""
     positional: Positional | None
 
     @property
@@ -76,7 +76,7 @@ class Option:
 
     @property
     def arity(self) -> int | None:
-        """Number of values; None for any number."""
+        """Number of values, or None if any number is accepted."""
         if get_origin(self.kind) is not tuple:
             return 1
         kinds = get_args(self.kind)
@@ -84,7 +84,7 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """Placeholder for the values in help and messages."""
+        """Placeholder for the values in the help and in messages."""
         if self.is_flag:
             return ""
         if self.name in NAMED_METAVARS:
@@ -100,12 +100,12 @@ class Option:
 
 
 def flag(name: str) -> str:
-    """Return the option for a field's name."""
+    """Return the option name for a field name, such as `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 
 def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
-    """Yield an option for each field of a dataclass, and for each field of the dataclasses that it contains."""
+    """Yield an option for each field of a dataclass. Nested dataclasses are replaced by their own fields."""
     kinds = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         kind, positional = kinds[field.name], None
@@ -122,7 +122,7 @@ def options_of(cls: type, *, section: str = "") -> Iterator[Option]:
 
 @cache
 def field_texts(cls: type) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass, read from its source."""
+    """Return the docstring under each field of a dataclass, by field name. It is read from the source code."""
     texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if dataclasses.is_dataclass(owner):
@@ -143,14 +143,14 @@ def _own_texts(cls: type) -> dict[str, str]:
 
 
 def _for_users(text: str) -> str:
-    """Return a docstring as one line, without what only readers of Python need."""
+    """Return a docstring as one line of help, without backquotes and sentences about exceptions."""
     line = " ".join(text.split())
     line = re.sub(r"\s*Raises? `\w+`[^.]*\.", "", line)
     return re.sub(r"`([^`]*)`", lambda found: found[0] if " " in found[1] else found[1], line).strip()
 
 
 def convert(option: Option, values: Sequence[str]) -> Any:
-    """Return the value of an option that was given by these words. Raise `ConfigError` if they do not fit its type."""
+    """Return the value of an option from its words. Raise `ConfigError` if the words do not fit the option's type."""
     if option.accepts_none and list(values) in (["None"], ["none"]):
         return None
     try:
@@ -166,7 +166,7 @@ def convert(option: Option, values: Sequence[str]) -> Any:
 
 
 def _value(kind: Any, text: str) -> Any:
-    """Return one word as a value of a type. Raise `ValueError` with the rule that it breaks."""
+    """Convert one word to a type. Raise `ValueError` with the broken rule if that is impossible."""
     if get_origin(kind) is Literal:
         choices = {str(choice): choice for choice in get_args(kind)}
         if text not in choices:
@@ -194,7 +194,7 @@ def _first_that_fits(kinds: Sequence[Any], text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a default as a user would type it; nothing for one that means "not given"."""
+    """Return a default as a user would type it. Return "" for defaults that mean "not set"."""
     if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
         return ""
     if value is True:
@@ -221,7 +221,7 @@ def _metavar(kind: Any) -> str:
 
 
 def unknown_option(typed: str, verb: str, names: Sequence[str]) -> str:
-    """Return the message about an option that a verb does not have, with the nearest ones that it has."""
+    """Return the error message for an unknown option, with the nearest options of the verb."""
     name = typed.lstrip("-").replace("_", "-")
     labels = [each.replace("_", "-") for each in names]
     habit = [each for each in labels if each == HABITS.get(name)]

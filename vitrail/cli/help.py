@@ -1,4 +1,4 @@
-"""The help of a verb: `--help` on about a screen, `--help-all` with every option."""
+"""The help of a verb: `--help` shows about one screen, `--help-all` shows every option."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from vitrail.cli.fields import Option, flag, shown
 __all__ = ["help_page"]
 
 TEXT_AT = 26
-"""Column at which the texts of options begin."""
+"""Column at which the texts of options start."""
 
 WIDEST = 120
-"""Longest line; wider terminals leave the rest empty."""
+"""Largest line length, even on wider terminals."""
 
 
 def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, width: int | None = None) -> str:
-    """Return the help of a verb, for the options that were given beside `--help`.
+    """Return the help of a verb.
 
-    `width` is by default the terminal's.
+    `given` holds the options that were typed together with `--help`, since a few options and defaults depend on
+    others. The default of `width` is the width of the terminal.
     """
     width = min(width or shutil.get_terminal_size().columns, WIDEST)
     defaults = command.defaults(given)
@@ -43,7 +44,7 @@ def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, w
 
 
 def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> Iterator[tuple[str, Sequence[Option]]]:
-    """Yield headings and the options below them: the essential ones, then the rest by section."""
+    """Yield headings with their options: first the essential options, then all others by section."""
     if command.positionals:
         yield "Arguments", command.positionals
     known = command.options_for(given)
@@ -61,7 +62,7 @@ def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> 
 
 
 def _text(option: Option, command: Command) -> str:
-    """Return the text of an option in the terms of the verb: without "With --init: " if a verb always has --init."""
+    """Return the text of an option for a verb. Option names that the verb spells in another way are replaced."""
     text = option.help
     for name, spelled in command.spelled.items():
         text = text.removeprefix(f"With {flag(name)}: ").replace(flag(name), spelled)
@@ -69,7 +70,7 @@ def _text(option: Option, command: Command) -> str:
 
 
 def _entry(option: Option, text: str, defaults: Mapping[str, str], width: int, *, everything: bool) -> Iterator[str]:
-    """Yield the lines about an option: its name and values, and its text with the default."""
+    """Yield the lines of an option: the name, the placeholder of the value, the text and the default."""
     text = text if everything else _short(text)
     default = defaults[option.name] if option.name in defaults else shown(option.default)
     if default and "efault" not in text:
@@ -95,9 +96,9 @@ def _head(option: Option, default: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the first sentence, and the one that says what the default is."""
+    """Return the first sentence of a text and the sentence about the default."""
     first, *rest = re.split(r"(?<=[.])\s+(?=[A-Za-z0-9\"-])", text)
-    return " ".join([first, *(sentence for sentence in rest if sentence.startswith("By default"))])
+    return " ".join([first, *(sentence for sentence in rest if sentence.startswith(("By default", "The default is")))])
 
 
 def _wrapped(text: str, width: int, indent: str = "", first: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""`vitrail models`: list network sizes, and which of them can be trained on this machine."""
+"""`vitrail models`: list network sizes, their cost, and whether they can be trained on this machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class Models:
     """Options of `vitrail models`."""
 
     image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. By default 224 x 224, or less for the three smallest networks (28, 64, 32)."""
+    """Image height and width in pixels. By default each variant's own size, which the table shows: 224 x 224 for
+    most."""
     num_classes: int = 1000
     """Number of outputs of the head."""
     batch_size: int = 32
     """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
-    """Compare the costs of self-attention, recurrence and convolution instead."""
+    """Compare only the costs of self-attention, recurrence and convolution."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -43,10 +44,10 @@ OWN_SIZES = {"ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": 
 COMMAND = Command(
     name="models",
     summary="""List network sizes with their parameters, the cost of one image in billions of multiply-accumulates
-    (GMAC; one is two FLOPs), and the memory of a training step.
+    (GMAC; one multiply-accumulate is two FLOPs), and the memory of a training step.
 
-    Every size can have any patch that divides the image: ViT-S/8, or ViT-S/16x8 for patches of 16 rows and 8
-    columns. A ResNet before the transformer makes a hybrid: R101x3+ViT-L/32.""",
+    Any patch size that divides the image works: ViT-S/8 has patches of 8 x 8 pixels, ViT-S/16x8 has patches of 16
+    rows and 8 columns. A hybrid has a ResNet before the transformer: R101x3+ViT-L/32.""",
     examples=(
         Example("vitrail models", "List every published size at 224 x 224 pixels."),
         Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
@@ -97,7 +98,7 @@ def _table(rows: Sequence[dict[str, Any]], options: Models) -> Table:
 
 
 def _short(value: float, places: int = 1) -> str:
-    """Return a number with fewer decimals the larger it is, so that columns stay narrow."""
+    """Return a number as text. Larger numbers have fewer decimals, so that columns stay narrow."""
     if value < 100:
         return f"{value:.{places}f}"
     return f"{value:.{places - 1}f}" if value < 1000 else f"{value:.0f}" if value < 10_000 else f"{value / 1000:.0f}k"
@@ -122,7 +123,7 @@ def _row(name: str, options: Models) -> dict[str, Any]:
 
 
 def _size(name: str, options: Models) -> tuple[int, int]:
-    """Return the wanted size, or the nearest one that the variant's patches divide."""
+    """Return the requested image size, or the nearest size that the variant's patches divide."""
     wanted = options.image_size or OWN_SIZES.get(name, (224, 224))
     config = variant_config(name, image_size=32 * int(name.rpartition("/")[2] if "/" in name else 1))
     return config.nearest_size(*wanted)

@@ -35,11 +35,11 @@ class Predict:
     images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
     """Image files, or folders that are searched for images."""
     top: int = 3
-    """Number of classes to show for each image, the most probable first."""
+    """Number of classes to show for each image, starting with the most probable."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1. auto is the GPU if there is one."""
+    """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "float32"
-    """Number format of the matrix products. auto is bf16 if the processor has units for it, else float32."""
+    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
     json: bool = False
     """Print one line of JSON per image, with the probabilities of all classes."""
 
@@ -99,7 +99,8 @@ def _plain(path: Path, result: AnyPrediction | UndecodableImage) -> dict[str, ob
 
 
 def _image_paths(places: Sequence[Path]) -> list[Path]:
-    """Return files as they are, and all images in and below folders, sorted. Raise `DataError` if there are none."""
+    """Return the image files. Folders are replaced by all images in and below them, sorted. Raise `DataError` if a path
+    does not exist or a folder has no images."""
     paths: list[Path] = []
     for path in places:
         if not path.exists():

@@ -19,9 +19,9 @@ __all__ = ["check_only_resume", "default_texts", "run_options", "task_of", "task
 
 
 def run_options() -> Iterator[Option]:
-    """Yield the options of a run, none of them required, since a recipe or a rule has a value for each.
+    """Yield the options of a run. None of them is required, because a recipe or a rule provides every value.
 
-    A setting that several tasks have is yielded once, as the first of them has it.
+    A setting that several tasks share is yielded once, with the text and default of the first task.
     """
     kinds = get_type_hints(TrainConfig)
     for section in dataclasses.fields(TrainConfig):
@@ -39,18 +39,18 @@ def run_options() -> Iterator[Option]:
 
 
 def task_of(given: Mapping[str, Any], usual: str) -> str:
-    """Return the name of the task: the one that is given, regression for --numbers, or the usual one."""
+    """Return the name of the task: the typed task, else regression if --numbers is used, else `usual`."""
     return given.get("task") or (Regression.name if "numbers" in given else usual)
 
 
 def task_options(task: str) -> dict[str, Option]:
-    """Return the settings of a task by name, or nothing for a task that does not exist."""
+    """Return the options of a task by name. The result is empty if the task does not exist."""
     return {option.name: option for option in options_of(TASKS[task], section="task")} if task in TASKS else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """The options that choose among dataclasses."""
+    """Options that select a dataclass."""
 
     task: str = "classification"
     """Task to train for. Each task has settings of its own."""
@@ -62,7 +62,7 @@ def _task_option() -> Option:
 
 
 def _model_options(section: str) -> Iterator[Option]:
-    """Yield the variant, and an option for each field of a network's config that can be overridden."""
+    """Yield the option for the variant, and an option for each field of a network's config that can be overridden."""
     yield next(option for option in options_of(ModelConfig, section=section) if option.name == "variant")
     for name in override_fields():
         owner = _owner_of(name)
@@ -72,12 +72,12 @@ def _model_options(section: str) -> Iterator[Option]:
 
 
 def _owner_of(name: str) -> Any:
-    """Return the config of a network that has a field; the first one if several have it."""
+    """Return the first network config class that has the field."""
     return next(cls for cls in (ViTConfig, ResNetConfig) if name in {field.name for field in dataclasses.fields(cls)})
 
 
 def default_texts(config: TrainConfig) -> dict[str, str]:
-    """Return the values of a run's settings as texts, by their bare names."""
+    """Return the values of a run's settings as texts, by option name."""
     texts = {"task": config.task.name}
     for name, section in config.settings().items():
         value = _value(getattr(config, section), name)
@@ -92,7 +92,7 @@ def _value(section: Any, name: str) -> Any:
 
 
 def check_only_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> None:
-    """Raise `ConfigError` if an option is given beside --resume."""
+    """Raise `ConfigError` if another option is combined with --resume."""
     for name in given:
         if name != "resume":
             raise ConfigError(f"{labels[name].label}: a run that --resume continues keeps its settings; leave this out")

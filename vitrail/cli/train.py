@@ -1,4 +1,4 @@
-"""`vitrail train`: train a network from scratch or from a model, or continue a run that was stopped."""
+"""`vitrail train`: train a network from scratch or from a model, or continue a stopped run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Train:
     """Options of `vitrail train` that are not settings of the run."""
 
     recipe: Annotated[str, Positional("[RECIPE]")] = ""
-    """Settings to start from: demo, fashion-mnist or folder. By default demo, or folder for --data of your own."""
+    """Recipe to start from: demo, fashion-mnist or folder. The default is demo, or folder if --data is given."""
     resume: Path | None = None
     """Folder of a stopped run to continue, with the run's own settings."""
 
 
 def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
-    """Return the recipe that is named, or the one for the data. Raise `ConfigError` if there is none of this name."""
+    """Return the named recipe, else the recipe for the data. Raise `ConfigError` if the name is unknown."""
     data = given.get("data")
     for_data = "demo" if data is None else {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")
     name = given.get("recipe") or for_data
@@ -56,7 +56,7 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_task(given: Mapping[str, Any]) -> dict[str, Option]:
-    """Return the settings of the task that is given, or of the recipe's."""
+    """Return the options of the typed task, else of the recipe's task."""
     return task_options(task_of(given, recipe_for(given).task.name))
 
 
@@ -65,11 +65,11 @@ COMMAND = Command(
     summary="""Train a Vision Transformer from scratch, or from a model with --init. Without options it trains a small
     network on bundled images, which takes a few minutes.
 
-    RECIPE sets all options; those that you give replace its values. Ctrl-C saves the run and stops it; continue with
+    A recipe sets all options; options that you type replace them. Ctrl-C saves and stops the run. Continue with
     vitrail train --resume RUN.""",
     examples=(
         Example("vitrail train", "Train the demo on bundled images."),
-        Example("vitrail train --data photos --epochs 100", "Train on a folder that has a folder per class."),
+        Example("vitrail train --data photos --epochs 100", "Train on a folder with one subfolder per class."),
         Example("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
     ),
     options=(Train,),
@@ -103,7 +103,10 @@ def main(call: Call) -> int:
 
 
 def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
-    """Return the run, and the model to start it from. The model replaces the recipe's network and preprocessing."""
+    """Return the config of the run and the model to start from, or None.
+
+    The network and the preprocessing of that model replace the recipe's.
+    """
     recipe, initial = recipe_for(given), None
     if (init := given.get("init")) is not None:
         initial = load(init, device="cpu")
