@@ -117,7 +117,8 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
 
 
 def keep_branch(repository: Repository, commit: str, file: str) -> None:
-    """Record in the cache, for use offline, that the branch stands for `commit`, of which `file` is in the cache.
+    """Record in the cache that the branch points to `commit`, so that the branch can be used offline. `file` is a file
+    of this commit in the cache.
 
     The client records this when a file is requested by the branch. Call this function last, so that after an
     interrupted download the branch still stands for a complete commit.
@@ -128,8 +129,11 @@ def keep_branch(repository: Repository, commit: str, file: str) -> None:
 
 
 def cached_folder(repository: Repository, why: str) -> Path:
-    """Return the folder of earlier downloads, complete or not. `why` is the reason, for messages, why the hub is not
-    asked. Raise `Repository.error` if there is no such folder."""
+    """Return the cached folder of a repository, which can be incomplete. Raise `Repository.error` if there is no such
+    folder.
+
+    `why` is the reason why the hub cannot be used, for the error message.
+    """
     hub = client()
     try:  # no patterns, because the caller knows which of the repository's files are needed
         return Path(

@@ -21,7 +21,7 @@ NOUNS: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "values that are true or false"),
     str: ("a text", "texts"),
 }
-"""Names of JSON's types in messages, one and several."""
+"""Names of JSON's types in messages, singular and plural."""
 
 
 def to_plain(value: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def to_plain(value: Any) -> dict[str, Any]:
 def from_plain(cls: type[T], values: Any) -> T:
     """Return the dataclass that `to_plain` took apart. A missing field takes its default.
 
-    Raise `ConfigError` that names the first field with a wrong value, without a value, or that does not exist.
+    If a field is unknown, missing or has a wrong value, raise `ConfigError` with the name of the first such field.
     Errors that the dataclass itself raises pass through.
     """
     if not isinstance(values, dict):
@@ -77,7 +77,8 @@ def _field_names(cls: Any) -> list[str]:
 
 
 class _Boolean:
-    """True or False in the place of a number. Python takes them for 1 and 0; a type of their own is refused."""
+    """Wrapper for a boolean where a number is expected. Python accepts True and False as numbers, but dacite refuses
+    this type."""
 
     def __init__(self, value: bool) -> None:
         self.value = value

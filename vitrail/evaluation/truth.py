@@ -51,7 +51,7 @@ class Truth(ABC):
     @property
     @abstractmethod
     def known(self) -> Bool[np.ndarray, " n"]:
-        """True for each sample of which anything is known."""
+        """Mask of the samples with a known label or at least one known number."""
 
     def rows(self: T, chosen: Shaped[np.ndarray, " m"] | slice) -> T:
         """Return the truth of some samples, chosen by a mask, by indices or by a slice."""
@@ -73,7 +73,7 @@ class Truth(ABC):
 
     @abstractmethod
     def groups(self) -> Int64[np.ndarray, " n"]:
-        """Return a class for each sample, in whose proportions samples are drawn; the same for all if there is none."""
+        """Return the stratum of each sample for stratified draws. Without classes, all samples are in one stratum."""
 
     @abstractmethod
     def plain(self, row: int) -> int | list[int] | list[float | None] | None:
@@ -202,7 +202,7 @@ def truth_of(source: Source, rows: Iterable[int] | None = None) -> Truth:
 
 
 def truth_of_targets(targets: Iterable[Target], kind: TargetKind, columns: int) -> Truth:
-    """Return the truth that targets of a kind tell, of `columns` classes or numbers.
+    """Return the truth of samples with these targets, for `columns` classes or numbers.
 
     If the kind is "none", the result has a label of -1 for each sample.
     """

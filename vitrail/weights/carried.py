@@ -30,14 +30,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rule:
-    """Values of a field that a layout accepts; by default any value, which the file keeps."""
+    """Values of a config field that a layout can store. By default the file stores any value."""
 
     only: tuple[Any, ...] | None = None
-    """Values that the file keeps. Other values are refused."""
+    """Values that the file can store. Any other value raises an error."""
     own: tuple[Any, ...] = ()
-    """The value in the library's code, as a tuple of one. Other values are written, and reported as not carried."""
+    """The fixed value in the other library's code, as a tuple of length 1. A model with another value is written, and
+    the difference is reported."""
     inside: Mapping[str, Rule] | None = None
-    """Table of a nested dataclass."""
+    """Rules for the fields of a nested dataclass."""
 
 
 Table = Mapping[str, Rule]
@@ -47,7 +48,7 @@ KEPT = Rule()
 
 
 def only(*values: Any) -> Rule:
-    """Return the rule of a field of which the layout keeps these values and no others."""
+    """Return the rule of a field for which the layout can store only these values."""
     return Rule(only=values)
 
 
@@ -97,8 +98,10 @@ def carried(layout: str, options: Any, table: Table) -> list[str]:
 
 
 def output_loss(layout: str, bundle: Bundle, *, kept: tuple[str, ...], noted: tuple[str, ...] = ()) -> list[str]:
-    """Return what a file does not carry of the meaning of the outputs. Raise `BundleError` for a meaning that is in
-    neither list."""
+    """Return a description of the meaning of the outputs if the file does not store it.
+
+    Raise `BundleError` if the meaning is in neither `kept` nor `noted`.
+    """
     if bundle.output not in (*kept, *noted):
         raise BundleError(f"the layout {layout} cannot carry output={bundle.output!r}")
     return [f"output={bundle.output!r}"] if bundle.output in noted else []

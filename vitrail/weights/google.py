@@ -251,7 +251,8 @@ def _dense(ours: str, theirs: str) -> Iterator[Pair]:
 
 
 def _norm(ours: str, theirs: str) -> Iterator[Pair]:
-    """Return the pairs of a norm. Older files store a group norm's weights as (1, 1, 1, channels)."""
+    """Return the tensor pairs of a normalisation layer. Older files store a group norm's weights as (1, 1, 1,
+    channels)."""
     yield Pair(f"{ours}.weight", (f"{theirs}/scale",), _flat)
     yield Pair(f"{ours}.bias", (f"{theirs}/bias",), _flat)
 
@@ -263,7 +264,10 @@ def _convolution(ours: str, theirs: str) -> Pair:
 
 
 def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Iterator[Pair]:
-    """Return the pairs of queries, keys and values: each (width, heads, channels) there, (3 width, width) here."""
+    """Return the tensor pairs of the query, key and value projections.
+
+    The file has three kernels of shape (width, heads, channels). Our single weight has the shape (3 width, width).
+    """
     yield Pair(
         f"{ours}.weight",
         tuple(f"{name}/kernel" for name in theirs),
@@ -274,7 +278,8 @@ def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Iterator[Pair]
 
 
 def _joined(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
-    """Return the pairs of attention's output, which is (heads, channels, width) in the file."""
+    """Return the tensor pairs of the output projection of attention. The kernel in the file has the shape (heads,
+    channels, width)."""
     yield Pair(
         f"{ours}.weight",
         (f"{theirs}/kernel",),

@@ -71,7 +71,8 @@ def _parsed(name: str) -> Repository:
 
 
 def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
-    """Return the descriptions among a repository's files, and the file of weights or the index of its parts."""
+    """Return the names of the JSON description files in a repository, and the name of the weights file or of the index
+    of sharded weights."""
     names = sorted(name for name in names if "/" not in name)
     if DESCRIPTION in names and WEIGHTS in names:
         return [DESCRIPTION], WEIGHTS
@@ -94,7 +95,7 @@ def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
 
 
 def _shards(path: Path) -> list[str]:
-    """Return the files of weights that an index names; none for a file that holds the weights itself."""
+    """Return the weights files that an index names. For a file that is not an index, return an empty list."""
     if not path.name.endswith(".index.json"):
         return []
     try:

@@ -68,7 +68,8 @@ so `_hub_name` needs to know the family."""
 
 
 class HuggingFace:
-    """Networks with a class token are written as ViT; with LayerScale as DINOv2, which can have registers."""
+    """The layout of Hugging Face's transformers for networks with a class token. A network with LayerScale is written
+    as DINOv2, with or without registers. Any other network is written as ViT."""
 
     name = "huggingface"
     folder_files: tuple[str, ...] = ("model.safetensors", "config.json", "preprocessor_config.json")
@@ -179,7 +180,7 @@ def _both(ours: str, *theirs: str, bias: bool = True) -> Iterator[Pair]:
 
 
 def _family(tensors: TensorFile, settings: Settings) -> Family:
-    """Return the family that the config names, or else the only family with such tensor names."""
+    """Return the model family that the config names. Without a name in the config, the names of the tensors decide."""
     model_type = settings.get("model_type", str, None)
     if model_type is not None:
         if model_type not in FAMILIES:
@@ -223,7 +224,8 @@ def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _check_carried(config: ViTConfig, family: Family) -> list[str]:
-    """Return what the file does not carry. Raise `BundleError` for what would change the result."""
+    """Return the options that the file does not store. Raise `BundleError` if the loss of an option would change
+    predictions."""
     dinov2_pool = only("cls+gap", "cls") if config.num_classes else only("cls")
     table: Table = {
         **SHAPE, "root": only(None), "class_token": only(True),
@@ -244,7 +246,7 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
 
 
 def _check_dinov2(config: ViTConfig) -> None:
-    """Raise `BundleError` for values that the library's code computes from other fields, and so cannot have."""
+    """Raise `BundleError` if the config has a value that DINOv2's code in the library cannot produce."""
     for name, (down, across) in (("patch_size", config.patch_size), ("image_size", config.image_size)):
         if down != across:
             raise BundleError(f"Hugging Face's DINOv2 takes square patches and images: {name}={(down, across)}")

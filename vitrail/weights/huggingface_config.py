@@ -44,7 +44,7 @@ OUTPUTS: dict[str, OutputKind] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One of the library's models: its names, and the values that are fixed in its class."""
+    """A model family of the library: names of the model, and values that the library's model class fixes."""
 
     model_type: str
     class_name: str
@@ -148,7 +148,8 @@ def _mlp(tensors: TensorFile, settings: Settings, family: Family) -> tuple[Activ
 def _image_size(
     tensors: TensorFile, settings: Settings, patch: tuple[int, int], hints: Hints, notes: list[str]
 ) -> tuple[int, int]:
-    """Return the image size that the positions are made for: the config's, or else the hinted one or a square."""
+    """Return the image size of the position embedding. It is the size in the config, else the hinted size, else a
+    square."""
     places = _shape(tensors, POSITIONS, 3)[1] - 1
     size = settings.image_size()
     if size is None:

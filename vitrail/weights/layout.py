@@ -70,7 +70,8 @@ class Pair:
 
 
 PRODUCER = "vitrail"
-"""Value of "producer" in every `config.json` that we write, by which a later command recognises its own output."""
+"""Value of "producer" in every `config.json` that Vitrail writes. A later export with `overwrite` may replace only such
+folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ class Layout(Protocol):
         """Return True if the tensors' names and the config are those of this layout."""
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
-        """Return the description of a file. Raise `BundleError` that asks for the hint that is missing."""
+        """Return the description of a file. If a hint is missing, raise `BundleError` with the name of the hint."""
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         """Write the file or folder that the library would have written. Return what the file does not carry."""
@@ -132,8 +133,8 @@ class Layout(Protocol):
 def assemble(description: Description) -> AnyNetwork:
     """Return the network with the file's weights.
 
-    Raise `BundleError` that lists every missing, unexpected and misshaped tensor with both shapes, before any tensor is
-    read.
+    All names and shapes are checked before any tensor is read. If a tensor is missing, unexpected or of another shape,
+    raise `BundleError` with a list of all such tensors.
     """
     tensors = description.tensors
     with torch.device("meta"):  # the weights come from the file, so drawing some would waste time

@@ -95,7 +95,7 @@ def resolve_model(model: str | Path | Bundle | StartingModel, *, device: str = "
 def convert(
     source: str | Path, destination: str | Path, to: str, *, overwrite: bool = False, **options: Any
 ) -> tuple[str, ...]:
-    """Write a model in another layout ("vitrail" is our own); return notes on what was assumed or could not be carried.
+    """Write a model in another layout, and return notes on assumptions and on options that the file does not store.
 
     The destination is a new path or an empty folder; with `overwrite` it may be an earlier output. `options` are those
     of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the layout has no place for

@@ -30,7 +30,7 @@ class Prediction:
     label: str
     """The likeliest class."""
     probability: float
-    """Its probability, in [0, 1]."""
+    """Probability of the likeliest class, in [0, 1]."""
     ranking: tuple[tuple[str, float], ...]
     """Classes with their probabilities, the likeliest first: all of them, or the `top` that were asked for."""
 

@@ -60,7 +60,7 @@ class SavedModel:
 
 
 def is_bundle(path: Path) -> bool:
-    """Return True for a folder of a saved model, and for the folder of a run with one in it."""
+    """Return True if the folder holds a saved model, or is the folder of a run that holds a saved model."""
     return (path / DESCRIPTION).is_file() or (path / "model" / DESCRIPTION).is_file()
 
 
@@ -182,7 +182,8 @@ def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _fill(network: AnyNetwork, weights: dict[str, Tensor], folder: Path) -> None:
-    """Put the weights into a network without storage. Raise `BundleError` that names every tensor that does not fit."""
+    """Put the weights into a network on the meta device. If tensors do not fit, raise `BundleError` with the names of
+    all such tensors."""
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     problems = [f"missing: {name} {expected[name]}" for name in expected if name not in found]

@@ -305,8 +305,9 @@ def _grid(
 ) -> tuple[tuple[int, int], Covered]:
     """Return the grid of a position embedding, and the tokens before the patches that it covers.
 
-    In timm it covers all these tokens or none ("no_embed_class"), in DINOv2 the class token alone. The first of `sizes`
-    whose grid fits one of these decides; if none fits, the grid is the only possible square.
+    In timm, the position embedding covers all tokens before the patches or none of them ("no_embed_class"). In DINOv2,
+    it covers the class token only. The first image size in `sizes` with a matching number of patches is used. If no
+    size matches, the grid must be the only possible square.
     """
     choices: dict[int, Covered] = {}
     counts: tuple[tuple[Covered, int], ...] = (("class", int(has_cls)), ("patches", 0), ("all", has_cls + registers))

@@ -52,7 +52,7 @@ LINE = re.compile(r"(n[0-9]{8})(?:[\s:,]+(.*))?")
 
 @dataclass(frozen=True)
 class Synset:
-    """A class: its WordNet id and its names, the usual name first."""
+    """A class of WordNet, with an id and with names. The usual name comes first."""
 
     id: str
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class ClassMap:
 
     columns: tuple[int, ...]
     note: str
-    """How classes were matched, in a sentence for the user."""
+    """Message for the user about the rule that matched the classes."""
 
 
 class MappedSource:
@@ -135,7 +135,7 @@ def map_classes(
 
 
 def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
-    """Return the output of a head for each of ImageNet's 1,000 classes, by the WordNet ids in the head's names.
+    """Return the index of the output for each of ImageNet's 1,000 classes, by the WordNet ids in `head_classes`.
 
     Without ids, the outputs are assumed to be in ImageNet's order. Raise `DataError` for any other head.
     """
@@ -184,10 +184,11 @@ def real_accuracy(
 ) -> RealAccuracy:
     """Return the accuracy by the reassessed labels (2006.07159, section 4), with a 95 % interval.
 
-    The likeliest class has to be one of the labels. Images without such a label are skipped.
+    A prediction is correct if the likeliest class is one of the reassessed labels. Images without a reassessed label
+    are skipped. File names like ILSVRC2012_val_00000001.JPEG identify the images.
 
-    Images are identified by their file names, like ILSVRC2012_val_00000001.JPEG. Raise `DataError` for other names, for
-    a head that is not ImageNet's, and if no image has a label.
+    Raise `DataError` if a file name has another form, if the outputs are not ImageNet's 1,000 classes, or if no image
+    has a label.
     """
     columns = imagenet_columns(predictions.classes)
     hits = []
@@ -213,13 +214,13 @@ def _plain(names: Sequence[str]) -> list[str]:
 
 
 def _id_in(name: str) -> str:
-    """Return the WordNet id in a name; "" if there is none."""
+    """Return the WordNet id in a name, or "" if the name has no id."""
     match = WORDNET.search(name)
     return match[0] if match else ""
 
 
 def _numbers(names: Sequence[str]) -> list[int]:
-    """Return names as numbers of ImageNet's classes; nothing unless all names are such numbers."""
+    """Return names as indices of ImageNet's classes. If a name is not such an index, return an empty list."""
     numbers = [int(name) if re.fullmatch("[0-9]{1,4}", name) else CLASSES for name in names]
     return numbers if max(numbers, default=0) < CLASSES else []
 
@@ -229,7 +230,10 @@ def _are_imagenet(ids: Sequence[str]) -> bool:
 
 
 def _by_key(head: Sequence[str], data: Sequence[str], key: Callable[[str], str]) -> list[int] | None:
-    """Return the output with the key of each class of the data; None unless each key is that of one output."""
+    """Return the index of the output with the same key as each class of the data.
+
+    Return None if the key of a class matches no output or several outputs.
+    """
     columns: dict[str, list[int]] = {}
     for column, name in enumerate(head):
         columns.setdefault(key(name), []).append(column)
@@ -238,7 +242,10 @@ def _by_key(head: Sequence[str], data: Sequence[str], key: Callable[[str], str])
 
 
 def _places(synsets: Sequence[Synset], data: Sequence[str]) -> list[int | None]:
-    """Return the place of each class in the list, by its id or usual name; None unless there is one."""
+    """Return the index in `synsets` of each class of the data, found by WordNet id or usual name.
+
+    The index is None if no synset or several synsets match the class.
+    """
     usual: dict[str, list[int]] = {}
     for place, synset in enumerate(synsets):
         for key in {synset.id, *synset.names[:1]}:
@@ -248,7 +255,8 @@ def _places(synsets: Sequence[Synset], data: Sequence[str]) -> list[int | None]:
 
 
 def _order(head: Sequence[str], synsets: Sequence[Synset]) -> list[int]:
-    """Return the output for each class of the list. Lists spell some names differently, so half have to agree."""
+    """Return the index of the output for each class of the list. At least half of the names must agree, because lists
+    spell some names differently."""
     if all(map(_id_in, head)) and (columns := _by_key(head, [synset.id for synset in synsets], _id_in)):
         return columns
     if len(head) != len(synsets):

@@ -41,7 +41,8 @@ def check_labels(labels: Int64[np.ndarray, " n"], num_classes: int) -> None:
 
 
 def top_k(logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], k: int) -> Bool[np.ndarray, " n"]:
-    """Return True for each label among the `k` classes with the largest logits; of equal logits the first is larger."""
+    """Return True for each sample whose label is among the `k` classes with the largest logits. The first class wins a
+    tie."""
     check_labels(labels, logits.shape[1])
     own = np.take_along_axis(logits, labels[:, None], axis=1)
     earlier = np.arange(logits.shape[1]) < labels[:, None]
@@ -90,17 +91,17 @@ def per_class_of_targets(
 
 
 def balanced_accuracy(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> float:
-    """Return the mean over the classes with samples of the accuracy within each class (Brodersen et al. 2010)."""
+    """Return the mean of the per-class accuracies (Brodersen et al. 2010). Classes without samples are skipped."""
     return float(np.nanmean(per_class(labels, predicted, num_classes).recall))
 
 
 def average_precision(
     scores: Float[np.ndarray, "n classes"], truth: Bool[np.ndarray, "n classes"]
 ) -> Float64[np.ndarray, " classes"]:
-    """Return the average precision of each class; NaN for a class without a true sample.
+    """Return the average precision of each class, or NaN for a class without a positive sample.
 
-    It is the mean over the true samples of the fraction of true samples among those ranked at least as high. Samples of
-    equal score are ranked in their order.
+    Average precision is the mean, over the positive samples, of the precision at the rank of the sample. Samples with
+    equal scores are ranked in their original order.
     """
     result = np.full(scores.shape[1], np.nan)
     ranks = np.arange(1, len(scores) + 1)
@@ -111,7 +112,8 @@ def average_precision(
 
 
 def mean_average_precision(scores: Float[np.ndarray, "n classes"], truth: Bool[np.ndarray, "n classes"]) -> float:
-    """Return the mean of `average_precision` over the classes that have a true sample; 0 if none has one."""
+    """Return the mean of `average_precision` over the classes that have a positive sample, or 0 if there is no such
+    class."""
     return float(np.nanmean(average_precision(scores, truth))) if truth.any() else 0.0
 
 

@@ -38,8 +38,8 @@ def number_metrics(
 ) -> tuple[NumberMetrics, tuple[NumberMetrics | None, ...]]:
     """Return the metrics over all outputs, and those of each output, with bootstrap intervals.
 
-    NaN in `truth` is an unknown number, which is skipped. An output without any known number has None and does not
-    count in the means. Raise `DataError` if no number is known.
+    NaN in `truth` is an unknown number, which is skipped. The metrics of an output without known numbers are None, and
+    the means skip this output. Raise `DataError` if no number is known.
     """
     known = ~np.isnan(truth)
     there = known.any(axis=0)

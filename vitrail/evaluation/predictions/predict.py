@@ -30,11 +30,11 @@ class Predictions:
     keys: tuple[str, ...]
     """The samples' names in the source."""
     indices: Int64[np.ndarray, " n"]
-    """The samples' numbers in the source."""
+    """Indices of the samples in the source."""
     classes: tuple[str, ...]
     """Names of the outputs."""
     scores: OutputKind = "softmax"
-    """How logits become probabilities."""
+    """Meaning of the outputs."""
     skipped: tuple[Skipped, ...] = ()
     """Samples that could not be decoded. They have no row."""
 

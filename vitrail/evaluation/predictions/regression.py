@@ -28,7 +28,8 @@ class OutputRow:
     images: int
     """Images for which the number is known."""
     metrics: NumberMetrics | None
-    """None if the number is known for no image, like the values below; they are then empty or None."""
+    """Metrics of the number. If the number is unknown for all images, this and the following fields are None or
+    empty."""
     mean: float | None
     """Mean of the true numbers."""
     deviation: float | None
@@ -52,7 +53,7 @@ class LargeError:
     true: float
     predicted: float
     deviations: float | None
-    """The absolute error, in standard deviations of the true numbers of this name; None if these are all equal."""
+    """Absolute error divided by the standard deviation of the true numbers, or None if all true numbers are equal."""
 
 
 @dataclass(frozen=True)
