@@ -251,7 +251,10 @@ def test_without_a_network_the_cache_serves(
     shutil.rmtree(os.environ["VITRAIL_DATA"])
     next(Path(os.environ["HF_HOME"]).rglob("train-00001-of-00002.parquet")).unlink()
     text = message(SPEC)
-    assert "1 of 2 files x/train-* are there; the first missing file is x/train-00001-of-*" in text and expected in text
+    assert (
+        "The cache has 1 of 2 files x/train-*. The first missing file is x/train-00001-of-*." in text
+        and expected in text
+    )
 
 
 def test_a_cache_on_a_disk_without_links(hub: Hub, parquet: Callable[..., bytes]) -> None:

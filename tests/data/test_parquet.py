@@ -297,7 +297,7 @@ def test_a_models_classes(tmp_path: Path, pictures: list[bytes]) -> None:
     assert "unknown classes: y; the known classes are: x, z" in message(path, ("x", "z"))
     path = write(tmp_path / "b.parquet", {"image": images(pictures[:3]), "label": [0, 1, 2]})
     assert open_parquet(path, ("y", "z", "x")).classes == ("y", "z", "x")
-    assert "has the label 2; the 2 classes are numbered from 0" in message(path, ("x", "z"))
+    assert "has the label 2, but the labels of 2 classes go from 0 to 1" in message(path, ("x", "z"))
 
 
 def test_two_classes_of_one_name(tmp_path: Path, pictures: list[bytes]) -> None:

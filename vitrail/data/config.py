@@ -14,27 +14,27 @@ __all__ = ["DataConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The data of a run. Raises `ConfigError`, naming every field that does not fit, when it is made."""
+    """The data of a run. Raises `ConfigError` if a field is invalid; the message names every invalid field."""
 
     spec: str = field(default="bundled", metadata=named("data"))
-    """Data set: a folder with a folder per class, a table, shards, or a name such as fashion-mnist. In full: a folder
+    """Data set: a folder with a folder per class, a table, shards, or a name such as fashion-mnist. All forms: a folder
     of class folders (with or without train/, val/, test/), a table (.csv, .tsv, .jsonl), tar shards, Parquet,
-    hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or bundled. With [:1000] or [:10%]
-    behind it, only that part of the training images is used."""
+    hf:ORG/NAME, fractals:CLASSES:SAMPLES, a folder of IDX files, fashion-mnist or bundled. The suffix [:1000] or [:10%]
+    selects that number or percentage of the training images."""
     numbers: tuple[str, ...] = ()
-    """Numeric columns of a table that are learned, with --task regression. An empty cell is an unknown number."""
+    """Numeric columns of a table that --task regression learns. An empty cell is an unknown number."""
     mix: tuple[str, ...] = ()
-    """More data to train on, each with its fraction of the images: 0.3:fractals:1000:100. Its held-out splits are not
-    used."""
+    """More training data, as FRACTION:SPEC. For example, 0.3:fractals:1000:100 draws 30 % of the training images from
+    fractals. Only the training split of this data is used."""
     per_class: int | None = None
     """Training images per class. By default all are used."""
     subset_seed: int = 0
-    """Random seed of the choice of images for --per-class and for a part of the data."""
+    """Random seed that selects the images for --per-class and for an amount such as [:1000]."""
     validation_share: float = 0.1
     """Fraction of the training images that is held out if the data has no validation split; 0 for none."""
     max_skipped: float = 0.01
-    """Fraction of the training images that may fail to decode before the run stops. At least three failures are
-    tolerated unless this is 0 (of fewer than 30 images, a tenth)."""
+    """Fraction of the training images that may fail to decode before the run stops. Unless this is 0, at least three
+    failures are tolerated, or a tenth of the images if there are fewer than 30."""
 
     def __post_init__(self) -> None:
         problems = [*at_least(self, per_class=1, subset_seed=0), *below_one(self, "validation_share")]
@@ -43,19 +43,19 @@ class DataConfig:
         raise_problems(problems)
 
     def open(self, *, unlabelled: bool = False) -> Splits:
-        """Return the splits, with everything of `mix` in the training split. Raises `DataError`.
+        """Return the splits. The training split includes the data of `mix`. Raises `DataError`.
 
         With `unlabelled`, data without classes is opened as well.
         """
         return self.cut(self.open_whole(unlabelled=unlabelled))
 
     def open_whole(self, *, unlabelled: bool = False) -> OpenedData:
-        """Open the data and everything of `mix`, and leave the choice of splits to `cut`. Raises `DataError`."""
+        """Open the data and the data of `mix`, for `cut` to split. Raises `DataError`."""
         opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled)
         return replace(opened, mixed=open_mixed(opened.whole, self.mix))
 
     def cut(self, data: Source | Splits | OpenedData) -> Splits:
-        """Return the splits of data that is open already, as `open` does for the data that `spec` names.
+        """Return the splits of data that is already open, by the same rules as `open`.
 
         Configs that differ only in the validation fraction and the amount of training images can share open data.
         """

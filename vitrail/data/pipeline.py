@@ -1,4 +1,4 @@
-"""From a source to batches of pixels: a fixed order, readers that work ahead, and a state to resume from (Grain)."""
+"""Batches of pixels from a source, read ahead by Grain in a fixed order that can be resumed."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ __all__ = [
 
 @runtime_checkable
 class Crop(Protocol):
-    """Chooses the box of an image that is trained on."""
+    """A function that chooses the box of an image for training."""
 
     def __call__(self, epoch: int, sample: int, height: int, width: int, *, view: int) -> Box:
-        """Return top, left, height and width of the box in an image of `height` times `width` pixels."""
+        """Return top, left, height and width of the box, in pixels of an image of `height` x `width` pixels."""
         ...
 
 
@@ -54,14 +54,15 @@ class Readers:
     """Threads and processes that read and decode. They do not influence which samples a batch holds."""
 
     threads: int | None = None
-    """Threads per process. By default one per core, at most 16. With 0, samples are read when a batch is requested."""
+    """Threads per process. By default one per core, at most 16. If it is 0, samples are read when a batch is
+    requested."""
     processes: int = 0
-    """Worker processes that share the batches. With 0, the threads of this process read them."""
+    """Worker processes for reading and decoding. If it is 0, the threads of this process read the batches."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The part of every batch that is read here if several processes train or measure one network."""
+    """The rank of this process and the number of processes that train or evaluate one network together."""
 
     rank: int = 0
     world: int = 1
@@ -85,18 +86,18 @@ class Batch:
     images: Shaped[Tensor, "b c h w"]
     """uint8 as they leave the pipeline, float once normalised."""
     labels: Int64[Tensor, " b"]
-    """Class indices; -1 if there is no label, or if `targets` hold more."""
+    """Class indices. The value is -1 if there is no label or if only `targets` can hold the target."""
     valid: Bool[Tensor, " b"]
     samples: Int64[Tensor, " b"]
-    """Index of each image in its source. It stays on the CPU, like `epochs` and `views`, because random numbers are
-    drawn from it there."""
+    """Index of each image in its source. `samples`, `epochs` and `views` stay on the CPU, because the random numbers
+    that they key are computed there."""
     epochs: Int64[Tensor, " b"]
-    """The pass over the data that each image belongs to. A batch may end one and begin the next."""
+    """Epoch of each image, from 0. A batch can hold the last images of one epoch and the first images of the next."""
     views: Int64[Tensor, " b"] = field(default=None)  # type: ignore[assignment]
-    """Number of the view of its sample that each image is, from 0. By default all are 0."""
+    """View number of each image, from 0. By default every image is view 0."""
     targets: Float[Tensor, "b k"] | None = None
-    """The amount of each class if an image can have several or is mixed from others, or the numbers of regression, NaN
-    for one that is unknown. None if `labels` hold everything that is known."""
+    """Amount of each class, or the numbers of a regression target. An unknown number is NaN. It is None if every image
+    has at most one class and no images are mixed; `labels` then hold the targets."""
     target_kind: TargetKind = "class"
     skipped: tuple[Skipped, ...] = ()
 
@@ -105,26 +106,26 @@ class Batch:
             object.__setattr__(self, "views", torch.zeros_like(self.samples))
 
     def __len__(self) -> int:
-        """Return the number of rows: samples times views."""
+        """Return the number of rows, which is the number of samples times the number of views."""
         return len(self.labels)
 
     @property
     def views_per_sample(self) -> int:
-        """Rows that each sample has."""
+        """Number of rows per sample."""
         return int(np.from_dlpack(self.views)[-1]) + 1  # DLPack shares memory on the CPU only, so nothing waits here
 
     @property
     def counted(self) -> Bool[Tensor, " b"]:
-        """True for each image that could be decoded and of which something is known."""
+        """True for each image that was decoded and has a label or a target."""
         if self.target_kind == "numbers" and self.targets is not None:
             return self.valid & ~self.targets.isnan().all(dim=1)
         return self.valid & (self.labels >= 0) if self.targets is None else self.valid
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch with everything that the network and its loss need on the device.
+        """Return the batch with the images, labels and other tensors for the loss on the device.
 
-        `samples`, `epochs` and `views` stay on the CPU: augmentation draws its numbers from them there, so that no code
-        waits for the device.
+        `samples`, `epochs` and `views` stay on the CPU, because the random numbers that they key are computed there. No
+        code therefore waits for the device.
         """
         moved = {}
         for name in ON_DEVICE:
@@ -135,14 +136,15 @@ class Batch:
         return replace(self, **moved)
 
     def chunks(self, count: int) -> list[Batch]:
-        """Return the batch in `count` parts of nearly equal size, in order, or one part per sample if it has fewer.
+        """Return the batch as `count` smaller batches of nearly equal size, in order. A batch with fewer than `count`
+        samples becomes one batch per sample.
 
-        All views of a sample are in one part.
+        All views of a sample stay together.
         """
         names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), Tensor)]
         views = self.views_per_sample
         samples = len(self) // views
-        size, larger = divmod(samples, chunks := min(count, samples))  # the first parts are larger by one sample
+        size, larger = divmod(samples, chunks := min(count, samples))  # the first ones have one more sample
         ends = [views * (number * size + min(number, larger)) for number in range(1, chunks)]
         parts = zip(*(getattr(self, name).tensor_split(ends) for name in names), strict=True)
         return [Batch(**dict(zip(names, part, strict=True)), target_kind=self.target_kind) for part in parts]
@@ -160,7 +162,8 @@ class _Loader:
     kind: TargetKind
     crop: Crop | None = None
     first: int = 0
-    """First index and length of the part of a mixture that the positions count."""
+    """First index and length of the samples of one source of a mixture. The positions in the order refer to these
+    samples."""
     length: int | None = None
     views: int = 1
 
@@ -180,7 +183,8 @@ class _Loader:
         }  # fmt: skip
 
     def _pixels(self, image: bytes | np.ndarray, epoch: int, place: int) -> list[np.ndarray]:
-        """Return the pixels of each view. An image is decoded once, unless its box decides how it is decoded."""
+        """Return the pixels of each view. The image is decoded once for all views, except if the size of the box
+        changes the decoding."""
         if self.crop is None:
             return [self.preprocess.pixels(image)] * self.views
         if self.views > 1 and not self.preprocess.scaled_decode:
@@ -190,7 +194,7 @@ class _Loader:
         return [self.preprocess.pixels(image, box) for box in boxes]
 
     def _values(self, target: Target) -> np.ndarray | None:
-        """Return the numbers of a target, or the amount of each class; None if its label holds everything."""
+        """Return the numbers of a target or the amount of each class. Return None if the class index is enough."""
         if self.kind == "numbers":
             return np.array([math.nan] * len(self.source.classes) if target is None else target, np.float32)
         if self.kind != "classes":
@@ -201,7 +205,7 @@ class _Loader:
 
 
 def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Put samples side by side, as arrays: these pass between processes through shared memory, tensors would not."""
+    """Stack samples as arrays. Arrays pass between processes through shared memory; tensors would not."""
     views = len(parts[0]["images"])
     columns = {
         name: np.array([part[name] for part in parts], dtype).repeat(views, 0)
@@ -220,8 +224,8 @@ def _batch(columns: dict[str, Any], kind: TargetKind) -> Batch:
 
 
 def skips_allowed(images: int, share: float) -> int:
-    """Return how many of `images` may fail to decode: the fraction `share` of them, and at least three, or a tenth of
-    fewer than 30 images, unless `share` is 0."""
+    """Return the number of images that may fail to decode: the fraction `share` of `images`. Unless `share` is 0, at
+    least three failures are allowed, or a tenth of the images if there are fewer than 30."""
     return max(math.floor(share * images), min(3, images // 10)) if share else 0
 
 
@@ -231,13 +235,13 @@ def default_threads() -> int:
 
 
 class TrainingBatches(Iterator[Batch]):
-    """Batches without end, every epoch in an order of its own.
+    """An endless iterator over training batches, with a new order in every epoch.
 
     The sample at a position of the run is a pure function of (seed, epoch, position). Readers and batch size do not
     influence it. Each of `ranks.world` processes gets an equal part of every batch, so that together they see the same
-    samples at each step as one process would. `state` and `restore` stop and resume at any batch, also with other
-    readers and ranks. With `views`, a batch of `batch_size` samples has that many rows per sample, which differ in
-    their box and in how they are augmented. Raise `ConfigError` if the ranks do not divide the batch.
+    samples at each step as one process would. `state` and `restore` resume from any batch, even with a different number
+    of readers or ranks. A batch has `batch_size` samples with `views` rows each. The views of a sample differ in their
+    box and their augmentation. Raise `ConfigError` if the batch size is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -309,7 +313,7 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield every sample once, in the order of the source. The last batch may be smaller.
 
-    With several ranks, each gets an equal part of the samples, up to one sample less, and no sample is read twice.
+    Each rank reads different samples. The number of samples per rank differs by at most one.
     """
     kind = target_kind(source)
     order = _grain().MapDataset.range(len(source)).map_with_index(_Loader(source, preprocess, kind))
@@ -323,14 +327,15 @@ def evaluation_batches(
 
 
 def _order_seed(seed: int, part: int) -> int:
-    """Return the hashed seed. Grain seeds epoch e with seed + e, so runs with neighbouring seeds would share orders."""
+    """Return the hashed seed. Grain seeds epoch e with seed + e. Without the hash, runs with consecutive seeds would
+    share orders."""
     text = f"order {seed}" + (f" of part {part}" if part else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def _read(batches: grain.MapDataset, readers: Readers) -> Any:
-    """Return an iterator over the batches, read ahead. An element is a whole batch, so a buffer that is a little longer
-    than the number of readers is enough, and bounds the memory."""
+    """Return an iterator that reads batches ahead. An element is a whole batch. The buffer holds a few more batches
+    than there are readers, which is enough and limits the memory."""
     threads = default_threads() if readers.threads is None else readers.threads
     options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 2 if threads else 0)
     dataset = batches.to_iter_dataset(options)
@@ -341,7 +346,8 @@ def _read(batches: grain.MapDataset, readers: Readers) -> Any:
 
 @functools.cache
 def _grain() -> ModuleType:
-    """Return Grain, imported at first use: prediction needs none, and its import warns that jax is missing."""
+    """Return the module Grain. It is imported at first use, because prediction does not need it and its import warns
+    that jax is missing."""
     logger = logging.getLogger("absl")
     was_disabled, logger.disabled = logger.disabled, True
     try:

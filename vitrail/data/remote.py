@@ -1,7 +1,7 @@
 """Files at URLs (s3://, gs://, https:// and all others of fsspec): ranges of bytes, with retries and timeouts.
 
-Each attempt may take `TIMEOUT` seconds. After `ATTEMPTS` attempts, with pauses that double from `PAUSE` seconds, a
-`DataError` names the URL. No request therefore blocks for longer than 2 min 38 s.
+Each attempt may take `TIMEOUT` seconds. The pause between attempts starts at `PAUSE` seconds and doubles each time.
+After `ATTEMPTS` attempts, a `DataError` names the URL. No request therefore blocks for longer than 2 min 38 s.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PACKAGES = {
     "sftp": "paramiko",
     "ssh": "paramiko",
 }
-"""Packages to install for protocols that fsspec supports only with another package."""
+"""Packages that fsspec needs for a protocol."""
 
 TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "Last-Modified", "mtime", "created")
-"""Fields in which file systems state the version of a file, most reliable first."""
+"""Fields that can hold the version of a file, most reliable first."""
 
 
 def is_remote(location: str) -> bool:
@@ -45,9 +45,9 @@ def is_remote(location: str) -> bool:
 
 
 def describe(url: str) -> tuple[int, str]:
-    """Return the size of a file in bytes, and text that identifies its version ("" if the server states none).
+    """Return the size of a file in bytes and a text that identifies its version, or "" if the server states no version.
 
-    Raises `FileNotFoundError`, `PermissionError`, and `DataError` after the last attempt.
+    Raises `FileNotFoundError`, `PermissionError`, or, after the last attempt, `DataError`.
     """
     about = _retry("looking it up", url, lambda system, path: system.info(path))
     if not isinstance(about.get("size"), int):
@@ -56,7 +56,7 @@ def describe(url: str) -> tuple[int, str]:
 
 
 def read(url: str, start: int, stop: int) -> bytes:
-    """Return all bytes from `start` to `stop`. Raises the errors of `describe`."""
+    """Return the bytes from `start` to `stop`. Raises the same errors as `describe`."""
 
     def part(system: Any, path: str) -> bytes:
         data: bytes = system.cat_file(path, start=start, end=stop)
@@ -68,7 +68,7 @@ def read(url: str, start: int, stop: int) -> bytes:
 
 
 def read_all(url: str) -> bytes:
-    """Return all bytes of a small file. Raises the errors of `describe`."""
+    """Return all bytes of a small file. Raises the same errors as `describe`."""
     return _retry("reading", url, lambda system, path: system.cat_file(path))
 
 
@@ -96,7 +96,7 @@ def _list(url: str, work: Callable[[Any, str], list[str]]) -> list[str]:
 
 
 def _retry(action: str, url: str, work: Callable[[Any, str], T]) -> T:
-    """Return the result of `work(file system, path)`, which is repeated if it fails in a way that may be temporary."""
+    """Return the result of `work(file system, path)`. The call is repeated after an error that may be temporary."""
     failure: Exception | None = None
     for attempt in range(ATTEMPTS):
         if attempt:
@@ -117,7 +117,7 @@ def _retry(action: str, url: str, work: Callable[[Any, str], T]) -> T:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, which fsspec caches, and the path in it."""
+    """Return fsspec's file system for a URL, and the path in that file system. fsspec caches file systems."""
     try:
         system, path = importlib.import_module("fsspec.core").url_to_fs(url)
     except ImportError as error:
@@ -133,7 +133,8 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _in_time(work: Callable[[], T]) -> T:
-    """Return the result of `work`. Raises its errors, or `TimeoutError`, after which `work` runs on unobserved."""
+    """Return the result of `work`, and raise its errors. Raises `TimeoutError` after the timeout; the thread of `work`
+    then continues in the background."""
     results: list[T] = []
     errors: list[Exception] = []
 

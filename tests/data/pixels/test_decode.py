@@ -193,7 +193,10 @@ def test_16_bits_of_colour_are_scaled_not_clipped() -> None:
 
 
 def test_floating_point_pixels_are_refused(encode: Encode) -> None:
-    with pytest.raises(UndecodableImage, match=r"has 32-bit pixels .mode F., whose range is unknown"):
+    with pytest.raises(
+        UndecodableImage,
+        match=r"has 32-bit pixels .mode F., whose range is unknown; save it with 8 or 16 bits per channel",
+    ):
         decode(encode(np.ones((2, 2), np.float32), "TIFF"), 3)
 
 

@@ -13,24 +13,24 @@ __all__ = ["FILE", "FORMAT", "NUMBERS", "UNFINISHED", "Manifest", "Packing", "Sh
 
 FILE = "dataset.json"
 UNFINISHED = "dataset.unfinished.json"
-"""Name of the description while shards are missing. It is renamed to `FILE` after the last shard."""
+"""Name of the manifest until all shards are complete. It is then renamed to `FILE`."""
 
 FORMAT = "vitrail shards 1"
 
 NUMBERS = "__numbers__"
-"""Field of a sample's JSON: a list of the numbers to learn, null for a number that is unknown."""
+"""Field of a sample's JSON with the list of numbers to learn. An unknown number is null."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The settings that determine every byte of the shards: the samples and the way they are written."""
+    """The settings that determine every byte of the shards."""
 
     fingerprint: str
     """`vitrail.data.source.fingerprint` of the splits."""
     shard_size: int
     """Largest size of a shard in bytes. Only a shard with a single sample can be larger."""
     max_side: int | None
-    """Side in pixels to which larger images are scaled down, or None if no image is."""
+    """Largest side in pixels. Larger images are scaled down to it. None keeps all sizes."""
     jpeg_quality: int | None
     """JPEG quality of the images that are scaled down."""
 
@@ -46,7 +46,8 @@ class ShardRecord:
     rescaled: int
     """Number of images that were larger than `max_side`."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Reasons why images could not be rescaled, by key. The shard has the original bytes of these images."""
+    """Keys of images that could not be scaled down, with the reasons. The shard has the original bytes of these
+    images."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Manifest:
 
 
 def parse(where: str, data: bytes) -> Manifest:
-    """Return the manifest in the bytes of a file. Raises `DataError` if it is not a manifest or is inconsistent."""
+    """Return the manifest in the bytes of a file. Raises `DataError` if the file is not a consistent manifest."""
     try:
         manifest = from_plain(Manifest, json.loads(data))
     except (ValueError, RecursionError, ConfigError) as error:

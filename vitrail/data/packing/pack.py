@@ -1,4 +1,5 @@
-"""Writing a data set as tar shards. The bytes depend only on the input, not on the number of workers.
+"""Packing of a data set into tar shards. The bytes of the shards depend only on the input, not on the number of
+workers.
 
 An interrupted pack continues after the last complete shard.
 """
@@ -41,11 +42,11 @@ END = bytes(2 * BLOCK)
 
 GREY = ("1", "L", "LA", "I;16", "I;16B", "I;16L")
 MARKS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
-"""The first bytes of image formats. All other files are taken for JPEG, the likeliest format."""
+"""The first bytes of image formats. A file without any of these is assumed to be a JPEG."""
 
 
 class _Encoded(NamedTuple):
-    """A sample in the form in which it is written into a shard."""
+    """A sample as it is written into a shard."""
 
     key: str
     image: bytes
@@ -73,8 +74,8 @@ def pack(
     down but cannot be decoded is copied and listed in dataset.json. `progress` is called with the number of samples
     written so far. If `stop` returns True, `Stopped` is raised. A further call continues after the last complete shard.
 
-    Raises `ConfigError` for invalid arguments and for a folder that holds something else, `SaveError`, and the
-    `DataError` of the source.
+    Raises `ConfigError` if an argument is invalid or the folder holds other files, `SaveError` if a file cannot be
+    written, and the `DataError` of the source.
     """
     for name, value in (("shard_size", shard_size), ("max_side", max_side), ("workers", workers)):
         if value is not None and value < 1:
@@ -110,9 +111,9 @@ def packed_before(manifest: Manifest) -> int:
 
 
 def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, ...]]:
-    """Make the folder, and return the complete shards that it already has, up to the first incomplete one.
+    """Make the folder, and return the complete shards in it, up to the first incomplete one.
 
-    Raises `ConfigError` if the folder holds something else.
+    Raises `ConfigError` if the folder holds other files.
     """
     shards: dict[str, tuple[ShardRecord, ...]] = dict(state.shards)
     for name in (FILE, UNFINISHED):
@@ -235,7 +236,7 @@ class _Shard:
 
 
 def _member(name: str, data: bytes) -> bytes:
-    """Return a file of a tar without owner and time, so that the same data always give the same bytes."""
+    """Return a tar member without owner and time, so that the same data always gives the same bytes."""
     about = tarfile.TarInfo(name)
     about.size = len(data)
     return about.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
@@ -279,7 +280,7 @@ def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
 
 
 def _fields(target: Target) -> dict[str, object]:
-    """Return the JSON fields of a target. A float is always one of several numbers."""
+    """Return the JSON fields of a target: a list of numbers for a tuple with a float, else the class indices."""
     if target is None:
         return {}
     if isinstance(target, tuple) and any(isinstance(number, float) for number in target):
@@ -288,11 +289,12 @@ def _fields(target: Target) -> dict[str, object]:
 
 
 def _rescaled(image: bytes, max_side: int) -> bytes | None:
-    """Return the image as a JPEG scaled down to `max_side`, or None if it is not larger. Raises `UndecodableImage`."""
+    """Return the image as a JPEG scaled down to `max_side`, or None if the image is small enough. Raises
+    `UndecodableImage`."""
     try:
         with Image.open(io.BytesIO(image), formats=FORMATS) as header:
             size, mode = header.size, header.mode
-    except Exception:  # decoding raises the usual error for whatever is wrong
+    except Exception:  # decoding raises the usual error for a broken file
         to_pil(image, 3)
         return None
     if max(size) <= max_side:
@@ -313,7 +315,7 @@ def _saved(picture: Image.Image, file_format: str, **options: int) -> bytes:
 
 
 def _suffix(key: str, image: bytes) -> str:
-    """Return the suffix of the image's name, or else the one that its first bytes imply."""
+    """Return the image's file suffix: that of its key, else the suffix of the format that its first bytes show."""
     own = os.path.splitext(key)[1].lower()  # noqa: PTH122 (a key is not a path of this machine)
     if own in SUFFIXES:
         return own.removeprefix(".")

@@ -1,1 +1,1 @@
-"""Encoded bytes to pixels at the network's size: decoding, geometry and normalisation."""
+"""Conversion of encoded images to the network's input: decoding, geometry and normalisation."""

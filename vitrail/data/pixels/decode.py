@@ -30,13 +30,14 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 """Suffixes, in lower case, of files that count as images."""
 
 MAX_PIXELS = 89_478_485
-"""A header that claims more pixels is refused before memory is taken. Pillow warns from this number on (256 MiB)."""
+"""Largest number of pixels of an image, at which Pillow starts to warn (256 MiB). A larger image is refused before
+memory is allocated."""
 
 BACKGROUND = (255, 255, 255)
-"""Colour behind transparent pixels."""
+"""Background colour of transparent pixels."""
 
 SHRINKS = (8, 4, 2)
-"""Factors by which the inverse DCT of a JPEG can shrink each side, with a gain in speed."""
+"""Factors by which decoding can shrink each side of a JPEG to save time."""
 
 WIDTH, HEIGHT, PHOTOMETRIC, ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 256, 257, 262, 274, 322, 323
 """Tags of EXIF and TIFF."""
@@ -53,24 +54,25 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transpositions that turn a picture upright, by its orientation in EXIF."""
+"""Transpositions that turn a picture upright, by EXIF orientation."""
 
 TURNED = frozenset({5, 6, 7, 8})
 """Orientations that swap height and width."""
 
 FROM_BELOW, FROM_RIGHT = frozenset({3, 4, 7, 8}), frozenset({2, 3, 6, 7})
-"""Orientations whose upright rows (columns) run in the opposite direction to the stored ones."""
+"""Orientations for which turning the picture upright reverses the order of the rows (or columns)."""
 
 PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
-"""Marks of PNG chunks that can hold the orientation. To find a chunk behind the pixels, Pillow decodes the file."""
+"""Types of PNG chunks that can hold the orientation. If such a chunk follows the pixels, Pillow has to decode the file
+to find it."""
 
-# Everything that Pillow warns about is decoded or refused here, so its warnings say nothing more.
+# Pillow's warnings are disabled, because this module decodes or refuses every image that causes one.
 QUIET: Any = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An image whose header was read. Its size is known, and its pixels are not decoded yet."""
+    """An image whose header was read. The size is known, but the pixels are not decoded yet."""
 
     picture: Image.Image
     size: tuple[int, int]
@@ -78,18 +80,20 @@ class Opened:
     orientation: int = 1
     """1 to 8, as EXIF numbers them."""
     shrinks: bool = False
-    """True for a JPEG file that was opened here. A file that a caller opened is left as it is."""
+    """True for a JPEG that this module opened, so that its decoder may be changed. False for a Pillow image from the
+    caller."""
 
     def shrink_for(self, most: float) -> int:
-        """Return the factor by which a JPEG can shrink while it is decoded: 8, 4 or 2 up to `most`, else 1."""
+        """Return the largest of the factors 8, 4 and 2 that is at most `most`, or 1 if there is none or the image is
+        not a JPEG."""
         most = min(most, *self.size) if self.shrinks else 1
         return next((shrink for shrink in SHRINKS if shrink <= most), 1)
 
     def begin(self, shrink: int) -> tuple[float, float]:
-        """Return the row and column, in pixels of the shrunk picture, at which the upright picture begins.
+        """Return the first row and column of the upright picture, in pixels of the shrunk picture.
 
-        If the size is no multiple of `shrink`, the last block at the right or the bottom is filled up. Turning the
-        picture upright can bring that edge to the left or the top.
+        If the size is not a multiple of `shrink`, the decoder pads the picture at the right and the bottom. After the
+        picture is turned upright, the padding can be at the left or the top.
         """
         height, width = (-size % shrink / shrink for size in self.size)
         return height * (self.orientation in FROM_BELOW), width * (self.orientation in FROM_RIGHT)
@@ -105,17 +109,19 @@ class Opened:
                 self.picture.draft(None, (width // shrink, height // shrink))
             self.picture.load()
             picture = _black_is_zero(self.picture)
-            turn = UPRIGHT.get(_orientation(self.picture))  # read here, because Pillow turns a TIFF upright as it loads
+            # The orientation is read after loading, because Pillow turns a TIFF upright when it loads the pixels.
+            turn = UPRIGHT.get(_orientation(self.picture))
             return _plain(picture if turn is None else picture.transpose(turn), channels)
 
 
 def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.ndarray, "h w c"]:
-    """Return the pixels of an image with 1 (grey) or 3 (RGB) channels, upright by its EXIF tag, alpha on white.
+    """Return the pixels of an image with 1 (grey) or 3 (RGB) channels. The EXIF orientation is applied, and transparent
+    pixels are blended with white.
 
-    The image is an encoded file, an array (uint8; h w, h w 1 or h w 3) or a Pillow image. Of an animation or a file
-    with several pages, the first is decoded. Of 16 bits per channel, the upper 8 are kept. Colour profiles (ICC) are
-    ignored, as in torchvision and timm, whose models were trained without them. Raise `UndecodableImage`, which says
-    what is wrong with the image.
+    The image is an encoded file, an array (uint8; h w, h w 1 or h w 3) or a Pillow image. Only the first frame or page
+    is decoded. If the image has 16 bits per channel, the upper 8 bits are kept. ICC colour profiles are ignored,
+    because the models of torchvision and timm were trained without them. Raise `UndecodableImage` if the image cannot
+    be decoded; the message gives the reason.
     """
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] == (channels,) and image.size:
         return image
@@ -124,17 +130,17 @@ def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.n
 
 
 def to_pil(image: bytes | np.ndarray | Image.Image, channels: int) -> Image.Image:
-    """Return the image as `decode` does, as a Pillow image in mode L or RGB."""
+    """Return the pixels of `decode` as a Pillow image in mode L or RGB."""
     return open_image(image).load(channels)
 
 
 def image_size_of(image: bytes | np.ndarray | Image.Image) -> tuple[int, int]:
-    """Return the height and width that `decode` gives, from the header alone. Raise `UndecodableImage`."""
+    """Return the height and width of the result of `decode`. Only the header is read. Raise `UndecodableImage`."""
     return open_image(image).size
 
 
 def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
-    """Read the header, which takes little memory. Raise `UndecodableImage`."""
+    """Open an image and read its header only. Raise `UndecodableImage`."""
     if isinstance(image, np.ndarray):
         picture = _from_array(image)
         return Opened(picture, (picture.height, picture.width))
@@ -159,7 +165,7 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
 def _refusing() -> Iterator[None]:
     """Turn every exception of a decoder into `UndecodableImage`."""
     _hush()
-    # `catch_warnings` is not safe in threads. Code that uses it around this removes our filter, so it is set again.
+    # `catch_warnings` is not safe in threads. It can remove our filter, so the filter is set again.
     if not warnings.filters or warnings.filters[0] != QUIET:
         warnings.filterwarnings("ignore", module=r"PIL\.")
     try:
@@ -185,7 +191,7 @@ def _open(data: bytes) -> Image.Image:
         raise UndecodableImage(f"is not an image in a format of {', '.join(FORMATS)}{hint}") from None
     _check_size(*picture.size)
     if picture.format == "TIFF":
-        tags = _tags(picture)  # Memory for a tile is taken as a whole, however small the picture is.
+        tags = _tags(picture)  # Memory is allocated for whole tiles, even if the picture is small.
         _check_size(tags.get(TILE_WIDTH, 1), tags.get(TILE_HEIGHT, 1), "tiles of ")
     return picture
 
@@ -211,7 +217,7 @@ def _orientation(picture: Image.Image) -> int:
 
 
 def _tags(picture: Image.Image) -> Any:
-    """Return the tags of a TIFF file by number; no tags for other files."""
+    """Return the tags of a TIFF file by number, or an empty mapping for other files."""
     return getattr(picture, "tag_v2", {})
 
 
@@ -232,7 +238,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 def _plain(picture: Image.Image, channels: int) -> Image.Image:
-    """Return a picture of any of Pillow's modes in L or RGB, with 8 bits per channel."""
+    """Convert a picture of any Pillow mode to mode L (1 channel) or RGB (3 channels), with 8 bits per channel."""
     mode = "L" if channels == 1 else "RGB"
     if picture.mode == mode and "transparency" not in picture.info:
         return picture
@@ -241,7 +247,9 @@ def _plain(picture: Image.Image, channels: int) -> Image.Image:
         visible = grey != picture.info.get("transparency", -1)
         picture = Image.fromarray(np.where(visible, grey >> 8, BACKGROUND[0]).astype(np.uint8))
     elif picture.mode in ("I", "F"):
-        raise UndecodableImage(f"has 32-bit pixels (mode {picture.mode}), whose range is unknown; save it with 8 or 16")
+        raise UndecodableImage(
+            f"has 32-bit pixels (mode {picture.mode}), whose range is unknown; save it with 8 or 16 bits per channel"
+        )
     elif picture.mode == "LAB":  # Pillow cannot convert LAB to grey directly
         picture = picture.convert("RGB")
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:

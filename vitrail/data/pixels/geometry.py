@@ -1,4 +1,4 @@
-"""Where an image lands when it is scaled, cut and mirrored, in whole numbers, as torchvision and timm compute them."""
+"""Geometry of scaling, cropping and mirroring an image, with the rounding of torchvision and timm."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ Box = tuple[int, int, int, int]
 """Top, left, height and width of a part of an image, in pixels of the upright image at its full size."""
 
 NEARLY_WHOLE = 1e-9
-"""Relative difference to a whole number up to which a quotient counts as whole: 224 / (224 / 232) is not quite 232."""
+"""Largest relative rounding error of a quotient that counts as an integer. For example, 224 / (224 / 232) is not
+exactly 232."""
 
 
 _Part = tuple[np.ndarray, np.ndarray]
-"""Along one axis: the places or weights that make each pixel, and False for pixels that become the fill value."""
+"""Source indices or weights for each pixel along one axis, and False for pixels that become the fill value."""
 
 
 class _Axis(NamedTuple):
-    """A placement along one axis."""
+    """A placement along one axis of the image."""
 
     image: int
     begin: int
-    """First pixel of the box in the image."""
+    """Index of the box's first pixel in the image."""
     length: int
-    """Pixels of the box."""
+    """Length of the box in pixels."""
     scaled: int
-    """Pixels of the scaled box."""
+    """Length of the scaled box in pixels."""
     start: int
-    """First pixel of the window in the scaled box."""
+    """Index of the window's first pixel in the scaled box."""
     size: int
-    """Pixels of the result."""
+    """Length of the result in pixels."""
     mirrored: bool
 
     def forward(self, positions: Float64[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
@@ -54,15 +55,15 @@ class _Axis(NamedTuple):
         return (window + self.start) * self.length / self.scaled + self.begin
 
     def pixels(self) -> tuple[Int64[np.ndarray, " size"], Bool[np.ndarray, " size"]]:
-        """Return, for each pixel of the result, the pixel of the image under its centre, and False if it is padding."""
+        """Return, for each pixel of the result, the image pixel under its centre, and False if the pixel is padding."""
         places = np.arange(self.size)
         scaled = (places[::-1] if self.mirrored else places) + self.start
         inside = (scaled >= 0) & (scaled < self.scaled)
         return self.begin + (2 * scaled + 1) * self.length // (2 * self.scaled), inside
 
     def cells(self, count: int) -> tuple[Int64[np.ndarray, " image"], Bool[np.ndarray, " image"]]:
-        """Return, for each pixel of the image, the one of `count` equal cells of the result that its centre is in, and
-        False if it lies outside the result."""
+        """Return, for each pixel of the image, the index of the cell of the result that contains its centre. The result
+        is divided into `count` equal cells. Pixels outside the result are marked by False."""
         pixels = np.arange(self.image)
         doubled = (2 * (pixels - self.begin) + 1) * self.scaled - 2 * self.length * self.start
         found = doubled * count // (2 * self.length * self.size)
@@ -70,7 +71,8 @@ class _Axis(NamedTuple):
         return count - 1 - found if self.mirrored else found, inside
 
     def filter(self) -> tuple[Float64[np.ndarray, "size image"], Bool[np.ndarray, " size"]]:
-        """Return the weights of the image's pixels in each pixel of the result, those of Pillow's bilinear filter."""
+        """Return the weights of Pillow's bilinear filter: one row per pixel of the result, one column per pixel of the
+        image."""
         _, inside = self.pixels()
         centres = self.back(np.arange(self.size) + 0.5) - self.begin
         weights = np.zeros((self.size, self.image))
@@ -78,7 +80,8 @@ class _Axis(NamedTuple):
         return weights, inside
 
     def filter_back(self, count: int) -> tuple[Float64[np.ndarray, "image count"], Bool[np.ndarray, " image"]]:
-        """Return the weights of `count` equal cells of the result in each pixel of the image."""
+        """Return interpolation weights: one row per pixel of the image, one column per cell. The result is divided into
+        `count` equal cells."""
         _, inside = self.cells(count)
         centres = self.forward(np.arange(self.image) + 0.5) * count / self.size
         return _triangles(centres, count, self.scaled / self.length * count / self.size), inside
@@ -86,56 +89,58 @@ class _Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an image lands. A box of it is scaled, a window of the scaled box is kept, and perhaps mirrored.
+    """The position of an image in the network's input. A box of the image is scaled, and a window of the scaled box is
+    kept and optionally mirrored.
 
-    The window reaches beyond the scaled box if `top` or `left` is negative: that part is padding. The same value places
-    points, boxes, masks and maps, and puts them back onto the image. Points and boxes are in pixels from the top left
-    corner, so the centre of the first pixel is at (0.5, 0.5).
+    If `top` or `left` is negative, the window extends beyond the scaled box and is padded there. A placement converts
+    points, boxes, masks and maps from the image to the result and back. Points and boxes are in pixels from the top
+    left corner, so the centre of the first pixel is at (0.5, 0.5).
     """
 
     image: Size
-    """Of the upright image."""
+    """Height and width of the upright image."""
     box: Box
     scaled: Size
-    """Size to which the box is scaled."""
+    """Height and width of the scaled box."""
     size: Size
-    """Size of the window, which is the result."""
+    """Height and width of the window, which is the result."""
     top: int = 0
     left: int = 0
     mirrored: bool = False
-    """The result is mirrored left to right."""
+    """True if the result is mirrored left to right."""
 
     def flipped(self) -> Placement:
         """Return the placement with its result mirrored left to right."""
         return replace(self, mirrored=not self.mirrored)
 
     def shifted(self, down: int, right: int) -> Placement:
-        """Return the placement with its window moved over its result: the content moves up and to the left."""
+        """Return the placement with the window moved down and to the right, so that the content moves up and to the
+        left."""
         return replace(self, top=self.top + down, left=self.left + (-right if self.mirrored else right))
 
     def points(self, points: Float[np.ndarray, "n 2"]) -> Float64[np.ndarray, "n 2"]:
-        """Return points (x, y) of the image in the result. A point can land outside of it."""
+        """Convert points (x, y) from the image to the result. A converted point can lie outside the result."""
         rows, columns = self._axes
         return np.stack([columns.forward(points[:, 0] * 1.0), rows.forward(points[:, 1] * 1.0)], axis=1)
 
     def points_back(self, points: Float[np.ndarray, "n 2"]) -> Float64[np.ndarray, "n 2"]:
-        """Return points (x, y) of the result in the image."""
+        """Convert points (x, y) from the result to the image."""
         rows, columns = self._axes
         return np.stack([columns.back(points[:, 0] * 1.0), rows.back(points[:, 1] * 1.0)], axis=1)
 
     def boxes(self, boxes: Float[np.ndarray, "n 4"]) -> Float64[np.ndarray, "n 4"]:
-        """Return boxes (left, top, right, bottom) of the image in the result, clipped to it.
+        """Convert boxes (left, top, right, bottom) from the image to the result, and clip them to the result.
 
-        A box that lies outside of the result has no area.
+        A box outside the result gets an area of 0.
         """
         return _clipped(self.points(boxes[:, :2]), self.points(boxes[:, 2:]), self.size)
 
     def boxes_back(self, boxes: Float[np.ndarray, "n 4"]) -> Float64[np.ndarray, "n 4"]:
-        """Return boxes (left, top, right, bottom) of the result in the image, clipped to it."""
+        """Convert boxes (left, top, right, bottom) from the result to the image, and clip them to the image."""
         return _clipped(self.points_back(boxes[:, :2]), self.points_back(boxes[:, 2:]), self.image)
 
     def mask(self, mask: Shaped[np.ndarray, "*c h w"], fill: float | int = 0) -> Shaped[np.ndarray, "*c height width"]:
-        """Return a mask of the image in the result, by nearest pixels. Padding becomes `fill`."""
+        """Convert a mask from the image to the result, by nearest pixels. Padding becomes `fill`."""
         self._check(mask)
         rows, columns = self._axes
         return _picked(mask, rows.pixels(), columns.pixels(), fill)
@@ -143,15 +148,15 @@ class Placement:
     def mask_back(
         self, mask: Shaped[np.ndarray, "*c h w"], fill: float | int = 0
     ) -> Shaped[np.ndarray, "*c height width"]:
-        """Return a mask of the result on the image, by nearest pixels. Pixels outside the result become `fill`.
+        """Convert a mask from the result to the image, by nearest pixels. Pixels outside the result become `fill`.
 
-        The mask covers the result with any number of rows and columns.
+        The mask may have any number of rows and columns; it always covers the whole result.
         """
         rows, columns = self._axes
         return _picked(mask, rows.cells(mask.shape[-2]), columns.cells(mask.shape[-1]), fill)
 
     def map(self, values: Float[np.ndarray, "*c h w"], fill: float = 0.0) -> Float64[np.ndarray, "*c height width"]:
-        """Return a map of the image, one number per pixel, in the result, by Pillow's bilinear filter.
+        """Convert a map with one number per pixel from the image to the result, by Pillow's bilinear filter.
 
         Padding becomes `fill`.
         """
@@ -162,10 +167,10 @@ class Placement:
     def map_back(
         self, values: Float[np.ndarray, "*c h w"], fill: float = 0.0
     ) -> Float64[np.ndarray, "*c height width"]:
-        """Return numbers for the result, such as an attention map, on the image, by linear interpolation.
+        """Convert a map, such as an attention map, from the result to the image, by linear interpolation.
 
-        The values cover the result with any number of rows and columns, such as one per patch. Pixels of the image
-        outside the result become `fill`.
+        The map may have any number of rows and columns, such as one per patch; it always covers the whole result.
+        Pixels of the image outside the result become `fill`.
         """
         rows, columns = self._axes
         return _filtered(values, rows.filter_back(values.shape[-2]), columns.filter_back(values.shape[-1]), fill)
@@ -187,19 +192,20 @@ class Placement:
 
 
 def scaled_side(side: int, share: float) -> int:
-    """Return the side of which `side` is the fraction `share`, rounded down: 256 for 224 and 0.875."""
+    """Return `side / share`, rounded down. For example, 224 and 0.875 give 256."""
     quotient = side / share
     nearest = round(quotient)
     return nearest if abs(quotient - nearest) <= NEARLY_WHOLE * quotient else math.floor(quotient)
 
 
 def place(old: Size, new: Size, resize: Resize, share: float) -> Placement:
-    """Return how an image of size `old` becomes one of size `new`, by `resize` and `crop_share` of `Preprocess`.
+    """Return the placement that turns an image of size `old` into one of size `new`. See `Preprocess` for `resize` and
+    `crop_share`.
 
-    The window is in the middle. As in torchvision (`transforms.Resize`, `CenterCrop`), the long side is rounded down
-    and the start of the window is rounded to the nearest pixel, halves to the even one. A border with an odd number of
-    pixels has more of them at the end. If the sizes are not square, or with "pad", both sides are rounded to the
-    nearest pixel, as in timm (`ResizeKeepRatio`).
+    The window is centred. As in torchvision (`transforms.Resize`, `CenterCrop`), the long side is rounded down, and the
+    start of the window is rounded to the nearest pixel (halves to even). If the padding is odd, the extra pixel is at
+    the bottom or right. If `new` is not square or `resize` is "pad", both sides are rounded to the nearest pixel, as in
+    timm (`ResizeKeepRatio`).
     """
     target = scaled_side(new[0], share), scaled_side(new[1], share)
     scaled = target if resize == "squash" else _in_proportion(old, target, cover=resize == "crop")
@@ -221,7 +227,8 @@ def _begin(whole: int, part: int) -> int:
 
 
 def _triangles(centres: Float64[np.ndarray, " n"], count: int, scale: float) -> Float64[np.ndarray, "n count"]:
-    """Return weights of `count` pixels around each centre that fall linearly to 0 over 1 pixel, or `scale` if more."""
+    """Return the weights of a triangle filter for `count` pixels around each centre. The weights fall linearly to 0
+    over max(1, scale) pixels and sum to 1."""
     centres = centres.clip(0.5, count - 0.5) if scale <= 1 else centres.clip(0, count)
     weights = (1 - np.abs(np.arange(count) + 0.5 - centres[:, None]) / max(1.0, scale)).clip(0)
     return weights / weights.sum(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""From a decoded image to the input of a network: one description for training, evaluation, export and serving."""
+"""Preprocessing of images for a network. Training, evaluation, export and serving share the same settings."""
 
 from __future__ import annotations
 
@@ -29,46 +29,48 @@ FILTERS: dict[Interpolation, Image.Resampling] = {
 }
 
 Part = tuple[float, float, float, float]
-"""Top, left, height and width of a part of a picture, in fractions of pixels."""
+"""Top, left, height and width of a region of a picture, in pixels, not necessarily whole."""
 
 SPARE = 2
-"""A JPEG is shrunk while it is decoded as long as each side keeps this many times the pixels that are needed."""
+"""Smallest ratio of a side of a shrunk JPEG to the side that is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """Geometry on the CPU, one image at a time (`pixels`); normalisation on the network's device, one batch at a time.
+    """Preprocessing of images: size, crop, padding and normalisation.
 
-    The fields can express the evaluation transforms of torchvision (`Resize`, `CenterCrop`) and of timm ("center",
-    "squash" and "border"), with the same pixels. Raise `ConfigError` if a field is out of its range.
+    `pixels` scales and crops one image at a time on the CPU. `normalise` works on a batch, on the network's device. The
+    fields can express the evaluation transforms of torchvision (`Resize`, `CenterCrop`) and of timm ("center", "squash"
+    and "border") with identical pixels. Raise `ConfigError` if a field is out of its range.
     """
 
     image_size: tuple[int, int]
     """Height and width in pixels of the images that the network receives."""
     channels: int = 3
-    """3 for RGB, 1 for grey. Other images are converted."""
+    """Number of channels: 3 for RGB or 1 for grey. Images are converted to it."""
     resize: Resize = "squash"
-    """"squash" scales both sides to the size. "crop" scales until the image covers it, and cuts out the centre. "pad"
-    scales until the image fits into it, and fills the borders."""
+    """Method of resizing to --image-size: "squash" ignores the aspect ratio, "crop" keeps it and cuts out the centre,
+    and "pad" keeps it and fills the borders."""
     crop_share: float = 1.0
-    """Fraction of the scaled image's side that the window keeps: 0.875 scales to 256 for 224, rounded down."""
+    """Fraction of the scaled image's side that the centre crop keeps. For example, 0.875 scales to 256 pixels and crops
+    to 224."""
     pad_value: tuple[int, ...] = (255,)
-    """Levels of the borders with "pad", 0 to 255: one number for all channels, or one per channel."""
+    """Grey level or colour of the borders that "pad" adds, 0 to 255: one number for all channels, or one per
+    channel."""
     interpolation: Interpolation = "bilinear"
-    """Filter for scaling. All but "nearest" average over the pixels that fall together. "area" takes their plain mean,
-    and repeats pixels when enlarging."""
+    """Interpolation filter for scaling. "area" averages with equal weights when it shrinks and repeats pixels when it
+    enlarges."""
     antialias: bool = True
-    """If False, scaling uses the nearest 2 x 2 ("bilinear") or 4 x 4 ("bicubic") pixels however much it shrinks, as
-    OpenCV does and torchvision with antialias=False. Only for models that were trained that way."""
+    """Widen the interpolation filter when an image is shrunk. If False, "bilinear" reads only 2 x 2 pixels and
+    "bicubic" 4 x 4, like OpenCV or torchvision's antialias=False; use it only for models that were trained this way."""
     scaled_decode: bool = False
-    """Decode a JPEG at a half, a quarter or an eighth of its size where that leaves twice the pixels that are needed on
-    each side. Pixels change by 0.5 to 2 levels on average, by up to 17 at edges (five pictures of 720 x 477 to 2000 x
-    1500, bilinear and bicubic). To 224, a photograph of 2000 x 1500 takes 11 ms instead of 19, one of 500 x 375 as long
-    as before (one of two cores of an AMD EPYC 9004, 2026-11). What is not a JPEG file is decoded in full."""
+    """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size, which is faster but changes pixels slightly. Each side keeps
+    at least twice the pixels that are needed. Other formats are decoded at full size."""
     mean: tuple[float, ...] = (0.5,)
-    """Subtracted from the levels, in units of [0, 1]: one number for all channels, or one per channel."""
+    """Mean that is subtracted from pixel values in [0, 1]: one number for all channels, or one per channel."""
     std: tuple[float, ...] = (0.5,)
-    """The levels are then divided by this. A mean and std of 0.5 give the paper's range of [-1, 1]."""
+    """Standard deviation by which the pixel values are then divided. A mean and std of 0.5 give the paper's range of
+    [-1, 1]."""
 
     def __post_init__(self) -> None:
         if problems := self._problems():
@@ -102,10 +104,10 @@ class Preprocess:
         return problems
 
     def pixels(self, image: bytes | np.ndarray | Image.Image, box: Box | None = None) -> UInt8[np.ndarray, "c h w"]:
-        """Decode, cut and scale an image of any kind that `decode` takes, as `placement` says.
+        """Decode, crop and scale an image by `placement`. The image is an encoded file, an array or a Pillow image.
 
-        Pixels outside `box` have no influence. Raise `UndecodableImage`, and `ConfigError` if `box` is not a part of
-        the image.
+        Pixels outside `box` do not affect the result. Raise `UndecodableImage` if decoding fails, and `ConfigError` if
+        `box` does not lie in the image.
         """
         array = decode(image, self.channels) if isinstance(image, np.ndarray) else None
         if array is None or array.shape[:2] != self.image_size or self.crop_share != 1 or box is not None:
@@ -113,10 +115,10 @@ class Preprocess:
         return np.ascontiguousarray(array.reshape(*self.image_size, self.channels).transpose(2, 0, 1))
 
     def placement(self, size: tuple[int, int], box: Box | None = None) -> Placement:
-        """Return where an image of this height and width lands.
+        """Return the placement of an image of this height and width.
 
-        With `box`, that part of the image is scaled to the size, regardless of `resize` and `crop_share`; training
-        draws such boxes. Raise `ConfigError` if `box` is not a part of the image.
+        If `box` is given, that box of the image is scaled to the network's size, and `resize` and `crop_share` are
+        ignored. Training draws random boxes. Raise `ConfigError` if `box` does not lie in the image.
         """
         if box is None:
             return place(size, self.image_size, self.resize, self.crop_share)
@@ -130,12 +132,13 @@ class Preprocess:
         return images.float().sub_(mean).mul_(scale)
 
     def _fit(self, opened: Opened, box: Box | None) -> np.ndarray:
-        """Return the image, or the box of it, scaled and cut: h w or h w c."""
+        """Return the scaled and cropped image, or a box of it, with shape h w or h w c."""
         placement = self.placement(opened.size, box)
         height, width = placement.scaled
         if height * width > MAX_PIXELS:
             raise UndecodableImage(
-                f"is too long and thin: {opened.size[1]} x {opened.size[0]} pixels, scaled to {width} x {height}"
+                f"has {opened.size[1]} x {opened.size[0]} pixels and would be scaled to {width} x {height}, more than "
+                f"the limit of {MAX_PIXELS:,} pixels; crop it to a less elongated shape"
             )
         top, left, *taken = placement.box
         shrink = 1
@@ -152,7 +155,7 @@ class Preprocess:
         return self._window(picture, placement)
 
     def _scaled(self, picture: Image.Image, part: Part | None, size: tuple[int, int]) -> Image.Image:
-        """Return `part` of the picture, or all of it, scaled to a height and width."""
+        """Return the picture, or the region `part` of it, scaled to a height and width."""
         height, width = size
         if part is None and picture.size == (width, height):
             return picture
@@ -160,7 +163,7 @@ class Preprocess:
             return _without_antialias(picture, size, self.interpolation)
         if part is None:
             return picture.resize((width, height), FILTERS[self.interpolation])
-        # Only pixels in the part may count, so whole pixels outside of it are cut off first.
+        # Pixels outside the region must not count, so they are cut off first.
         top, left, bottom, right = part[0], part[1], part[0] + part[2], part[1] + part[3]
         first = math.floor(left), math.floor(top)
         inside = picture.crop((*first, math.ceil(right), math.ceil(bottom)))
@@ -189,7 +192,7 @@ def _check_box(box: Box, size: tuple[int, int]) -> None:
 
 
 def _without_antialias(picture: Image.Image, size: tuple[int, int], interpolation: Interpolation) -> Image.Image:
-    """Scale by the nearest pixels alone, in float32, rounded half to even; "bicubic" is Keys's kernel with a = -3/4."""
+    """Scale without antialiasing, in float32, and round halves to even. "bicubic" is Keys's kernel with a = -3/4."""
     array = np.asarray(picture)
     planes = torch.from_numpy(array.reshape(*array.shape[:2], -1).transpose(2, 0, 1)[None].astype(np.float32))
     scaled = torch.nn.functional.interpolate(planes, size, mode=interpolation, align_corners=False)
@@ -199,5 +202,6 @@ def _without_antialias(picture: Image.Image, size: tuple[int, int], interpolatio
 
 @functools.cache
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return one number per channel, copied to the device once: a copy in every step would make a GPU wait."""
+    """Return one number per channel on the device. The copy is cached, because a copy in every step would make a GPU
+    wait."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1)

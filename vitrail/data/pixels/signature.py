@@ -1,4 +1,4 @@
-"""The format of a file by its first bytes, so that a message can name the format that cannot be decoded."""
+"""Recognition of file formats by their first bytes, for messages about files that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ SIGNATURES = (
     (0, b"\x1f\x8b", "a gzip file"),
     (0, b"version https://git-lfs", "a Git LFS pointer, whose file was not fetched"),
 )
-"""Position of a mark, the mark, and the name of the format."""
+"""Position of the signature, its bytes, and the name of the format."""
 
 MARKUP = ((b"<svg", "SVG"), (b"<html", "an HTML page"), (b"<!doctype html", "an HTML page"), (b"<?xml", "XML"))
-"""Marks of text formats in lower case, anywhere in the first bytes. The first one that is found counts."""
+"""Lower-case markers of text formats and the names of the formats. The first marker that occurs in the first 1,000
+bytes decides."""
 
 
 def format_of(data: bytes) -> str:
-    """Return the name of the format, spelled like Pillow's `FORMATS`, or an empty text if it is unknown."""
+    """Return the name of a file's format, in Pillow's spelling, or "" if the format is unknown."""
     for place, mark, name in SIGNATURES:
         if data.startswith(mark, place):
             return name

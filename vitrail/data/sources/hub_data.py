@@ -150,8 +150,8 @@ def _check_shards(repository: Repository, names: Iterable[str], why: str) -> Non
             prefixes = (f"{stem}{index:0{number}}-of-" for index in range(count))
             missing = next(prefix for prefix in prefixes if not any(file.startswith(prefix) for file in present))
             raise DataError(
-                f"{repository.title} is incomplete in the cache, and {why}: {len(present)} of {count} files {stem}* "
-                f"are there; the first missing file is {missing}*"
+                f"{repository.title} is incomplete in the cache, and {why}. The cache has {len(present)} of {count} "
+                f"files {stem}*. The first missing file is {missing}*."
             )
 
 

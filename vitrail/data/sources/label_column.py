@@ -95,7 +95,9 @@ def number(
                 "another column by adding ?label=COLUMN to the data's name"
             )
         if highest > most:
-            raise DataError(f"{title} has the label {highest}; the {most + 1} classes are numbered from 0")
+            raise DataError(
+                f"{title} has the label {highest}, but the labels of {most + 1} classes go from 0 to {most}"
+            )
         return known or tuple(str(label) for label in range(most + 1)), dict(labels)
     if train.stated:
         distinct = _distinct(title, train.names)
