@@ -1,6 +1,6 @@
-"""The contract of a data source, and sources made of others: subsets, mixtures, cuts.
+"""The protocol of a data source, and sources that combine or select samples of other sources.
 
-A source gives samples by number. It knows nothing of order, batches or devices.
+A source returns samples by index. It does not depend on the order of training, batches or devices.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 Target = int | tuple[int, ...] | tuple[float, ...] | None
-"""What a network learns to say about an image. An int is the index of its class. A tuple of ints holds the indices of
-all its classes, in rising order. A tuple of floats holds numbers, NaN for a number that is unknown. None means that
-nothing is known."""
+"""The training target of an image. An int is the index of the image's class. A tuple of ints holds the indices of all
+classes of the image, in rising order. A tuple of floats holds the numbers of a regression target, where NaN is an
+unknown number. None means that the image has no target."""
 
 TargetKind = Literal["class", "classes", "numbers", "none"]
 """The kind of a source's targets: one class per image, several classes, numbers, or no targets at all."""
@@ -43,12 +43,12 @@ TargetKind = Literal["class", "classes", "numbers", "none"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One image as its source holds it."""
+    """One sample of a source: an image and its target."""
 
     key: str
     """Name of the sample within its source, the same on every machine: a relative path or a number."""
     image: bytes | UInt8[np.ndarray, "h w c"]
-    """An encoded file, or pixels with 1 (grey) or 3 (RGB) channels."""
+    """Bytes of an image file, or an array of pixels with 1 (grey) or 3 (RGB) channels."""
     target: Target
 
 
@@ -56,12 +56,13 @@ class Sample:
 class Source(Protocol):
     """Random access to samples. `key` and `target` read no image, so splitting and counting are cheap.
 
-    A source may also have an attribute `target_kind`, which saves `target_kind()` a search.
+    A source may also have an attribute `target_kind`. The function `target_kind` then returns it without searching the
+    targets.
     """
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, or of the numbers if the targets are numbers; () if there are no targets."""
+        """Names of the classes or, if the targets are numbers, names of the numbers. Empty if there are no targets."""
         ...
 
     def __len__(self) -> int: ...
@@ -99,7 +100,7 @@ class Subset:
 
 
 class Widened:
-    """Another source with more classes, or more numbers, than it has. Its own come first."""
+    """A source with additional classes or numbers. The classes or numbers of the wrapped source come first."""
 
     def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
         assert classes[: len(source.classes)] == tuple(source.classes), "labels would change their meaning"
@@ -131,9 +132,10 @@ class Widened:
 class Mixture:
     """Several sources, one after the other, from which training draws with the given weights.
 
-    The classes of the first source keep their indices, and new names of the other sources follow. Numbers are matched
-    by their names in the same way. A key begins with the number of its source. All sources need the
-    kind of targets that the first one has; if it has none, the targets of the others are dropped.
+    The classes of the first source keep their indices, and new class names of the other sources follow. Numbers are
+    matched by name in the same way. The key of a sample begins with the number of its source. All sources need the same
+    kind of targets as the first source. If the first source has no targets, the targets of the other sources are
+    dropped.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
@@ -191,11 +193,11 @@ class Mixture:
 
 
 def cut(source: Source, share: float) -> tuple[Subset, Subset]:
-    """Split `source` into the rest and a held-out part of about the fraction `share`, by a hash of each sample's key.
+    """Hold out about the fraction `share` of the samples, by a hash of their keys. Return the rest and the held-out
+    samples.
 
-    The side of a sample depends on its key alone, so adding or renaming other files moves nothing. A class of two or
-    more samples has at least one on either side; the only sample of a class is never held out. If the targets are
-    numbers, or there are none, all samples count as one class.
+    A class of two or more samples has at least one sample in the rest and one held out. The only sample of a class is
+    never held out. If the targets are numbers, or there are none, all samples count as one class.
     """
     held_out: list[int] = []
     for members in _by_class(source, b""):
@@ -208,10 +210,9 @@ def cut(source: Source, share: float) -> tuple[Subset, Subset]:
 
 
 def take(source: Source, count: int, *, seed: int = 0) -> Subset:
-    """Return `count` samples in which every class keeps its fraction, chosen by a hash of seed and key.
+    """Return `count` samples with the class fractions of `source`, chosen by a hash of seed and key.
 
-    The samples of a smaller count are among those of a larger one. A class that would get less than half a sample gets
-    none.
+    A larger count adds samples to those of a smaller count. A class that would get less than half a sample gets none.
     """
     ranked = []
     for members in _by_class(source, _salt(seed)):
@@ -220,7 +221,7 @@ def take(source: Source, count: int, *, seed: int = 0) -> Subset:
 
 
 def take_per_class(source: Source, count: int, *, seed: int = 0) -> Subset:
-    """Return `count` samples of every class, chosen by a hash of seed and key, or all samples of a smaller class.
+    """Return `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is kept whole.
 
     If the targets are numbers, or there are none, all samples count as one class.
     """
@@ -250,10 +251,10 @@ def class_indices(target: Target) -> tuple[int, ...]:
 
 
 def stamp_of(source: Source, index: int) -> str | None:
-    """Return text that changes when the image of a sample changes, found without decoding it, or None.
+    """Return a text that changes when the image of a sample changes, or None if the source has none.
 
-    A source whose images can change has a method `stamp(index)`, which may return a file's size and times. The result
-    is None if a source has neither that method nor an `identity`.
+    The image is not decoded. A source whose images can change has a method `stamp(index)`, which returns, for example,
+    a file's size and times. If a source has neither this method nor an `identity`, the result is None.
     """
     identity = getattr(source, "identity", None)
     if isinstance(identity, str):
@@ -263,10 +264,11 @@ def stamp_of(source: Source, index: int) -> str | None:
 
 
 def fingerprint(*sources: Source | None) -> str:
-    """Return a hash of all keys and targets in order. Sources with the same hash serve the same samples in one order.
+    """Return a hash of all keys and targets in order. Sources with the same hash have the same samples in the same
+    order.
 
-    Images are not read, so a file that was replaced by another of the same name goes unnoticed. If a source has an
-    `identity`, because all its samples follow from a few numbers, that text is hashed instead.
+    Images are not read, so the hash does not change if a file is replaced by one with the same name. If a source has an
+    `identity`, because a few numbers determine all samples, the hash of the `identity` is returned.
     """
     digest = hashlib.sha256()
     for source in sources:
@@ -282,7 +284,8 @@ def fingerprint(*sources: Source | None) -> str:
 
 
 def _moved(target: Target, places: Sequence[int], width: int, kind: TargetKind) -> Target:
-    """Return a target under other classes or numbers: number i becomes number `places[i]` of `width`."""
+    """Return a target with new indices: class or number i gets the index `places[i]`. `width` is the new count of
+    numbers."""
     if target is None:
         return None
     if kind == "numbers":
@@ -300,7 +303,7 @@ def _salt(seed: int) -> bytes:
 
 
 def _by_class(source: Source, salt: bytes) -> list[list[tuple[float, int]]]:
-    """Return the samples of each class as pairs of a place in [0, 1), a hash of the key, and the index, sorted."""
+    """Return, for each class, a sorted list of pairs: a hash of the sample's key in [0, 1) and the sample's index."""
     groups: dict[Target, list[tuple[float, int]]] = {}
     labelled = target_kind(source) != "numbers"
     for index in range(len(source)):

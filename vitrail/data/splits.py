@@ -1,4 +1,4 @@
-"""The three splits of a data set, their names on disk, and the cut that makes a missing validation split."""
+"""The three splits of a data set, their names on disk, and the creation of a missing validation split."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ SPLITS: dict[Split, tuple[str, ...]] = {
     "validation": ("val", "validation", "valid"),
     "test": ("test",),
 }
-"""Names of each split, in any case, for a folder or at the beginning of a file's name."""
+"""Names of each split for folders and for the beginnings of file names. Case is ignored."""
 
 NAME = re.compile(rf"({'|'.join(name for names in SPLITS.values() for name in names)})(?:[^a-z].*)?", re.I | re.S)
 
 
 @runtime_checkable
 class Unlimited(Protocol):
-    """A source that draws its samples and can draw further ones of the same classes."""
+    """A source that generates its samples and can generate more samples of the same classes."""
 
     def held_out(self, fraction: float) -> Source:
-        """Return further samples, which make up about `fraction` of both sources together."""
+        """Return a source with more samples. It holds about `fraction` of the samples of both sources."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Splits:
 
     train: Source
     validation: Source | None
-    """Chooses the best weights. Its images are never trained on."""
+    """Validation split, which selects the best weights. It is never used for training."""
     test: Source | None
-    """Measured once, at the end. Nothing is ever trained on it or chosen by it."""
+    """Test split, which is evaluated once, at the end. It is never used for training or for selecting weights."""
     notes: tuple[str, ...] = field(default=())
-    """Remarks for the user, one sentence each, such as how many images were held out or which files were skipped."""
+    """Remarks for the user, one sentence each, for example about skipped files."""
     title: str = "the data"
-    """Names the data in messages."""
+    """Name of the data in messages."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -66,16 +66,19 @@ class Splits:
 
     @property
     def held_out(self) -> tuple[str, Source] | None:
-        """Name and source of the split that measures a finished model: the test split, or else the validation split."""
+        """Name and source of the split that evaluates a finished model: the test split if there is one, else the
+        validation split."""
         if self.test is not None:
             return "test", self.test
         return None if self.validation is None else ("validation", self.validation)
 
 
 def split_of(path: str) -> Split | None:
-    """Return the split that a relative path belongs to, by its name or the nearest folder named after a split.
+    """Return the split of a relative path. The file name decides, or else the nearest folder that is named after a
+    split.
 
-    "train-00000.tar", "val/0.tar" and "Test.csv" belong to one; "training.csv" and "images/0.tar" to none.
+    For example, "train-00000.tar", "val/0.tar" and "Test.csv" have a split. "training.csv" and "images/0.tar" have
+    none.
     """
     for part in reversed(path.split("/")):
         if match := NAME.fullmatch(part):
@@ -85,7 +88,7 @@ def split_of(path: str) -> Split | None:
 
 
 def by_split(where: str, paths: Iterable[str]) -> dict[Split, list[str]]:
-    """Return relative paths of files, sorted, by split. If no path names a split, all are training data.
+    """Return the sorted relative paths of each split. If no path names a split, all paths are training data.
 
     Raise `DataError` if some paths name a split and others do not, or if no path is training data.
     """
@@ -108,7 +111,7 @@ def by_split(where: str, paths: Iterable[str]) -> dict[Split, list[str]]:
 
 
 def check_classes(splits: Splits) -> None:
-    """Raise `DataError` unless the data can be classified: its targets are classes, and there are two or more."""
+    """Raise `DataError` unless the targets are classes and there are at least two classes."""
     if splits.target_kind == "numbers":
         raise DataError(
             f"{splits.title} has numbers ({', '.join(splits.classes)}) and no classes; classification needs classes: "
@@ -134,10 +137,10 @@ def check_numbers(splits: Splits) -> None:
 
 
 def with_validation(splits: Splits, spec: str, share: float) -> Splits:
-    """Return the splits with a validation split of about this fraction of the training images, if there is none yet.
+    """Return the splits with a validation split. A missing one is made from about `fraction` of the training images.
 
-    A source that draws its samples draws further ones for it. From other sources samples are cut off. A fraction of 0
-    leaves the splits as they are.
+    A source that generates its samples generates more samples for the validation split. Other sources lose the samples
+    that are held out. A fraction of 0 leaves the splits unchanged.
     """
     if splits.validation is not None or share == 0:
         return splits

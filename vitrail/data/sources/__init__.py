@@ -1,4 +1,4 @@
-"""The formats of data, one module each, and `open_data`, which opens what the user names as one `Source` per split."""
+"""Data formats, with one module per format, and `open_data`, which opens any of them as one `Source` per split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: dict[TargetKind, str] = {
     "numbers": "numbers",
     "none": "no targets",
 }
-"""How messages name the kinds of targets."""
+"""Names of the target kinds in messages."""
 
 NAMES = ("bundled", "fashion-mnist", "fractals:CLASSES:SAMPLES", "hf:ORG/NAME")
 
@@ -50,13 +50,15 @@ def open_data(
 ) -> Splits:
     """Open the data that `spec` names: a path or a name, optionally followed by an amount in brackets.
 
-    If there is no validation split, the fraction `validation_share` of the training images is cut off for it, chosen
-    by a hash of their keys; 0 creates none. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects some of the
-    remaining training images. Every amount is therefore validated on the same images. `subset_seed` determines which
-    images are selected. If `classes` is given (those of a model), labels are indices into it. `numbers` names columns
-    whose numbers are the targets, instead of classes. With `unlabelled`, data of one class or without classes is opened
-    as well, such as a folder of photographs. Raises `DataError`, and `ConfigError` if both `classes` and `numbers` are
-    given.
+    If there is no validation split, the fraction `validation_share` of the training images becomes the validation
+    split; 0 creates none. A hash of the keys chooses these images. An amount (`[:1000]`, `[:10%]`) or `per_class` then
+    selects some of the remaining training images, so every amount is validated on the same images. `subset_seed`
+    determines which images are selected.
+
+    If `classes` is given, such as the classes of a model, labels are indices into `classes`. `numbers` names columns of
+    numbers that are the targets instead of classes. If `unlabelled` is true, data with one class or without classes is
+    accepted, such as a folder of photographs. Raises `DataError`. Raises `ConfigError` if both `classes` and `numbers`
+    are given.
     """
     opened = open_whole(spec, classes=classes, numbers=numbers, unlabelled=unlabelled)
     return opened.splits(validation_share=validation_share, per_class=per_class, subset_seed=subset_seed)
@@ -64,16 +66,16 @@ def open_data(
 
 @dataclass(frozen=True)
 class OpenedData:
-    """Data that is open. Splits can be cut from it repeatedly without opening it again."""
+    """Opened data, from which splits can be made repeatedly without opening the files again."""
 
     spec: str
     whole: Splits
-    """All samples, before a validation split is cut off and an amount is selected."""
+    """All samples, before a validation split is made and an amount is selected."""
     mixed: tuple[tuple[float, Source], ...] = ()
-    """Further training data, each with its fraction of the samples that training draws."""
+    """Additional training data. Each source has the fraction of the training samples that come from it."""
 
     def splits(self, *, validation_share: float, per_class: int | None = None, subset_seed: int = 0) -> Splits:
-        """Return the splits that `open_data` describes, with the further training data. Raises `DataError`."""
+        """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`."""
         splits = with_validation(self.whole, self.spec, validation_share)
         splits = _reduced(splits, self.spec, _amount_of(self.spec)[1], per_class, subset_seed)
         return _mixture(splits, self.mixed) if self.mixed else splits
@@ -86,9 +88,9 @@ def open_whole(
     numbers: tuple[str, ...] = (),
     unlabelled: bool = False,
 ) -> OpenedData:
-    """Open the data that `spec` names, and leave the choice of its splits to `OpenedData.splits`.
+    """Open the data that `spec` names. `OpenedData.splits` then makes the splits.
 
-    The arguments are those of `open_data`, and so are the exceptions.
+    The arguments and exceptions are the same as for `open_data`.
     """
     if classes is not None and numbers:
         raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
@@ -114,17 +116,17 @@ def open_whole(
 
 
 def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
-    """Return the splits with further training data: each of `more` is "FRACTION:SPEC".
+    """Return the splits with additional training data. Each entry of `more` has the form "FRACTION:SPEC".
 
-    The fraction says how many of the samples that training draws come from that data. Classes with the same name are
-    merged. New classes follow those of `splits`, in all of its splits. If the targets of `splits` are numbers, the
-    columns of the same names are opened. Raises `DataError`.
+    The fraction is the fraction of training samples that come from that data. Classes with the same name are merged.
+    New classes follow the classes of `splits`, in all splits. If the targets of `splits` are numbers, the additional
+    data needs columns with the same names. Raises `DataError`.
     """
     return _mixture(splits, open_mixed(splits, more)) if more else splits
 
 
 def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[tuple[float, Source], ...]:
-    """Return the training data that `mix_in` adds to the splits, each with its fraction. Raises `DataError`."""
+    """Return the sources that `mix_in` adds to the splits, with their fractions. Raises `DataError`."""
     numbers = splits.classes if splits.target_kind == "numbers" else ()
     opened = []
     for text in more:
@@ -151,7 +153,7 @@ def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[tuple[float, Sour
 
 
 def _mixture(splits: Splits, mixed: tuple[tuple[float, Source], ...]) -> Splits:
-    """Return the splits with further training data, whose classes follow those of the splits."""
+    """Return the splits with additional training data. New classes follow the classes of the splits."""
     weights = [fraction for fraction, _ in mixed]
     train = Mixture([splits.train, *(source for _, source in mixed)], [1 - sum(weights), *weights])
 
@@ -208,7 +210,8 @@ def _open_classes(location: str, path: Path, classes: tuple[str, ...] | None, un
 
 
 def _amount_of(spec: str) -> tuple[str, str]:
-    """Return the path or name and the amount in brackets. A path that exists is kept whole even if it has brackets."""
+    """Split `spec` into the path or name and the amount in brackets. The brackets of a path that exists belong to the
+    path."""
     match = SUBSET.fullmatch(spec)
     if match is None or Path(spec).expanduser().exists():
         return spec, ""
@@ -307,7 +310,8 @@ def _folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool) -> S
 
 
 def _has_classes(root: Path) -> bool:
-    """Return True if the folders in `root` can be classes: there are several, and no images lie beside them."""
+    """Return True if the folders in `root` can be classes: there are at least two folders, and `root` itself has no
+    images."""
     return len(class_folders(root)) > 1 and not has_images(root)
 
 

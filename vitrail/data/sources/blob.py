@@ -1,8 +1,8 @@
-"""A file of many small pieces of bytes with random access by number, used to unpack sequential formats.
+"""A file format for many byte strings (pieces) with random access by index. It caches images of sequential formats.
 
-The file holds the pieces one after the other, then the offset of each piece (int64), then the number of pieces and a
-magic word. A reader keeps the offsets in memory and opens the file anew for each piece, so threads and processes can
-read it at the same time.
+The file holds the pieces one after another, then the offset of each piece (int64), the number of pieces, and a magic
+number. A reader keeps the offsets in memory and opens the file anew for each piece, so threads and processes can read
+it at the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ TAIL = 8 + len(MAGIC)
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """An opened file of pieces. Reading raises `DataError` if the file was removed or truncated after it was opened."""
+    """An opened file of pieces. Reading a piece raises `DataError` if the file was removed or truncated after
+    opening."""
 
     path: Path
     offsets: Int64[np.ndarray, " offsets"]
@@ -76,10 +77,11 @@ def open_blob(path: Path) -> Blob | None:
 
 
 def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
-    """Write the pieces unless another process has just done so, and return the blob.
+    """Write the pieces and return the blob. If another process has just written the file, return that blob.
 
-    A piece is anything that holds bytes; None is written as 0 bytes. The file appears complete or not at all. Of
-    several processes, one writes and the others wait for it. Raises `SaveError`, and whatever `pieces` raises.
+    A piece is any buffer; None is written as 0 bytes. The file is written under a temporary name and then renamed. If
+    several processes write the same blob, one writes and the others wait. Raises `SaveError`, and any error that
+    `pieces` raises.
     """
     with saving("unpacked images", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,9 +117,10 @@ def _write(file: Any, pieces: Iterable[Any]) -> Int64[np.ndarray, " offsets"]:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[tuple[Any, Path]]:
-    """Yield a file that only this process writes, and the path of that file.
+    """Yield a partial file that only this process writes, and its path.
 
-    Processes share one partial file and lock it in turn. If the file system has no locks, each process writes its own.
+    All processes use the same partial file and wait for its lock. If the file system has no locks, each process writes
+    a separate partial file.
     """
     partial = path.with_name(f"{path.name}.partial")
     while True:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST (arXiv 1708.07747): where to find the full data set, and the part that ships with the package."""
+"""Fashion-MNIST (arXiv 1708.07747): the full data set, and the subset that ships with the package."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ SHA256 = {
     "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
-"""Hashes of the decompressed files, because distributors compress the same bytes differently."""
+"""Hashes of the decompressed files. The compressed files differ between distributors."""
 
 
 def locate(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
-    """Return the folder with the full data set: under `$VITRAIL_DATA`, from Debian's package, or downloaded.
+    """Return the folder with the full data set. It is searched under `$VITRAIL_DATA` and in Debian's package, else
+    downloaded.
 
-    A download is verified by its hash. Raises `DataError`, which says what to do, if the data set cannot be found.
+    A download is verified by its hash. Raises `DataError` if the data set cannot be found; the message says what to do.
     """
     cache = cache_folder("fashion-mnist")
     for folder in (cache, cache.parent, debian):

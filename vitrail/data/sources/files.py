@@ -1,4 +1,4 @@
-"""The common part of folders and tables: every image is a file, which is read when its sample is requested."""
+"""The base of folder and table sources. Every image is a file, which is read when the sample is requested."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["FileSource", "inode_of", "refuse_shared"]
 
 
 class FileSource:
-    """Image files below a folder, by their relative paths, each with a target.
+    """Image files below a folder, named by relative paths, with one target per file.
 
-    `targets` holds one target per file; None if there are no targets. A million files with a class each take about
-    150 MB of memory. `inodes` identifies the file on the disk behind each path. If a file was removed since or cannot
-    be read, its sample raises `UndecodableImage`, so only one image is lost.
+    `targets` holds one target per file, or is None if there are no targets. A million files with one class each take
+    about 150 MB of memory. `inodes` holds the inode of each file. If a file was removed or cannot be read, reading the
+    sample raises `UndecodableImage`, so that training can skip it.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class FileSource:
         return "classes" if any(isinstance(target, tuple) for target in self._targets[:1]) else "class"
 
     def stamp(self, index: int) -> str:
-        """Return the file's size and times. The second time is the inode's, which copying and unpacking cannot set."""
+        """Return the file's size and its modification and inode change times. Programs that copy or unpack files cannot
+        set the latter."""
         try:
             status = os.stat(os.path.join(self.root, self._keys[index]))  # noqa: PTH116, PTH118 (as above)
         except OSError as error:
@@ -74,14 +75,14 @@ class FileSource:
 
 
 def refuse_shared(train: FileSource, other: FileSource, split: str) -> None:
-    """Raise `DataError` if the training split and another split contain the same files, under any names."""
+    """Raise `DataError` if the training split and another split contain the same file, even under different names."""
     common = np.intersect1d(train.inodes, other.inodes)
     pairs = []
     for inode in common:
         mine, theirs = (
             source.root / source.key(int(np.flatnonzero(source.inodes == inode)[0])) for source in (train, other)
         )
-        if mine.samefile(theirs):  # two disks can use the same inode
+        if mine.samefile(theirs):  # files on two disks can have the same inode
             pairs.append((mine, theirs))
     if pairs:
         raise DataError(
@@ -91,7 +92,7 @@ def refuse_shared(train: FileSource, other: FileSource, split: str) -> None:
 
 
 def inode_of(entry: os.DirEntry[str]) -> int:
-    """Return the inode of the file that an entry leads to; for a broken link, the inode of the link."""
+    """Return the inode of the file that an entry refers to. For a broken link, return the inode of the link."""
     if not entry.is_symlink():
         return entry.inode()
     try:

@@ -19,10 +19,10 @@ ENDINGS = tuple(SUFFIXES)
 class FolderSource(FileSource):
     """The images in class folders and their subfolders, in the order of their paths.
 
-    `classes` are those of another split or of a model; a folder with another name is an error. By default the classes
-    are the sorted names of the folders. With `unlabelled`, all images at or below `root` are samples without a target.
-    Hidden files and folders are skipped. Files without an image suffix are skipped and counted in `ignored`. Links are
-    followed, but no folder is entered twice. Raises `DataError`.
+    By default the classes are the sorted names of the folders. If `classes` of another split or a model is given, a
+    folder with any other name is an error. If `unlabelled` is true, all images in `root` and its subfolders are samples
+    without a target. Hidden files and folders are skipped. Files without an image suffix are skipped and counted in
+    `ignored`. Links are followed, but each folder is read only once. Raises `DataError`.
     """
 
     def __init__(self, root: Path, classes: tuple[str, ...] | None = None, *, unlabelled: bool = False) -> None:
@@ -79,7 +79,7 @@ class FolderSource(FileSource):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
                 else:
                     self.ignored += 1
-        for inner in sorted(folders):  # sorted, so that the same one of two links is entered on every machine
+        for inner in sorted(folders):  # sorted, so that every machine follows the same one of two links
             found += self._images(root, inner, entered)
         return found
 

@@ -45,18 +45,20 @@ FACTORS = np.array([0.8, 0.9, 1.0, 1.1, 1.2])
 COUNTS = 2, 8
 """Smallest and largest number of contractions of a system."""
 MAX_NORM = 0.775
-"""Largest norm of a contraction. Scaling its elements by up to 1.2 multiplies the norm by at most 1 + 0.2 sqrt(2), so
-it stays below 1."""
+"""Largest norm of a contraction. Scaling the elements by up to 1.2 multiplies the norm by at most 1 + 0.2 sqrt(2), so
+that the norm stays below 1."""
 AREAS = 1.0, 1.5
-"""Range of the sum of a system's determinants, before norms are limited. If the sum is below 1, the parts cannot cover
-the whole picture."""
+"""Range of the sum of a system's determinants, before the norms are limited. If the sum is below 1, the images of the
+picture under the contractions cannot cover the picture."""
 SMALLEST_FILLING = 0.2
-"""Fraction of the pixels of a square that points must reach for a system to be kept (the paper's rate)."""
+"""Smallest fraction of a square's pixels that the points of a system must reach (the paper's rate). Other systems are
+rejected."""
 FILLING_SIDE = 128
-"""Side of that square in pixels, the same for pictures of all sizes. It is drawn with one point per pixel."""
+"""Side in pixels of the square for `SMALLEST_FILLING`, for all picture sizes. The number of points equals the
+number of pixels."""
 ATTEMPTS = 64
-"""Largest number of systems that are drawn for a class. If none fills enough, the fullest is used; 58 % of all systems
-fill enough."""
+"""Largest number of systems that are drawn for a class. If no system fills enough of the square, the fullest one is
+used."""
 DEPTH = 16
 """Number of contractions in the address of a point."""
 
@@ -76,8 +78,8 @@ class FractalSource:
 
     Sample `index` has the class `index % classes`, so all classes are equally frequent in any prefix, give or take one
     sample. A picture depends only on the seed, its class and its number within the class, which starts at `first`.
-    Larger values of `classes` or `samples` therefore add pictures and keep the existing ones. Opening takes no time,
-    regardless of these numbers. Raises `DataError`.
+    Larger values of `classes` or `samples` therefore add pictures and keep the existing ones. Pictures are drawn only
+    when they are requested. docs/data.md has the measured speed. Raises `DataError`.
 
     One core draws about 1,600 pictures per second of 32 or of 224 pixels (AMD EPYC 9004, 2026-11). It draws about 550
     per second if each is the first of its class, because the system of the class has to be found.
@@ -103,7 +105,7 @@ class FractalSource:
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The names "fractal-0000" and so on, with as many digits as the last one needs (a second for a million)."""
+        """The names "fractal-0000", "fractal-0001" and so on. All names have the same number of digits."""
         return tuple(map(self._name, range(self.count)))
 
     @property
@@ -112,7 +114,8 @@ class FractalSource:
         return f"fractals:{self.count}:{self.samples}:{self.seed}:{self.size}:{self.first}"
 
     def held_out(self, fraction: float) -> FractalSource:
-        """Return further pictures of the same classes, which make up about `fraction` of both sources together."""
+        """Return a source with more pictures of the same classes. It holds about `fraction` of the pictures of both
+        sources."""
         samples = max(1, round(self.samples * fraction / (1 - fraction)))
         return FractalSource(self.count, samples, self.seed, size=self.size, first=self.first + self.samples)
 
@@ -175,7 +178,7 @@ def system_of(seed: int, number: int) -> FunctionSystem:
 
 
 def dots_of(system: FunctionSystem, side: int, parts: int, key: str) -> Bool[np.ndarray, "side side"]:
-    """Return the pixels of a square that parts x parts points of the fractal reach. `key` varies the points.
+    """Return the pixels of a square that `parts` x `parts` points of the fractal reach. `key` varies the points.
 
     The fractal is scaled to fit the square exactly. A number in [0, 1) is the address of a point. The probabilities of
     the contractions divide the interval into parts, and the part with the address selects the outermost contraction.

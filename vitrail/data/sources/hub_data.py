@@ -1,7 +1,7 @@
 """Data sets on the Hugging Face hub, such as `hf:org/name`. Parquet files are downloaded into the hub client's cache.
 
-The README of a repository, or the names of its folders, say which files belong to which configuration and split. If a
-repository has no Parquet files, the hub's own conversion is used, from the revision refs/convert/parquet.
+The README of a repository or the folder names determine the configuration and split of each file. If a repository has
+no Parquet files, the hub's own conversion is used, from the revision refs/convert/parquet.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ PREFIX = "hf:"
 CONVERTED = "refs/convert/parquet"
 README = "README.md"
 SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?", re.S)
-"""Name that `datasets` gives to the files of a split. Older versions append a hash."""
+"""File names of a split as the library `datasets` writes them. Older versions append a hash."""
 ATTEMPTS = 3
-"""Number of requests per file, besides the client's own retries, with pauses of 1 and 2 seconds between them."""
+"""Number of requests per file, with pauses of 1 and 2 seconds between requests. The hub client has its own retries in
+addition."""
 CONNECTIONS = 4
 
 Configurations = dict[str, dict[str, list[str]]]
-"""The files by configuration and split, with the repository's own names."""
+"""The files by configuration and split, with the configuration and split names of the repository."""
 
 
 class _Listing(NamedTuple):
@@ -44,7 +45,7 @@ class _Listing(NamedTuple):
     commit: str
     names: list[str]
     why: str
-    """Reason why the hub cannot be reached, so that all files must come from the cache; "" if it can be reached."""
+    """Reason why the hub cannot be reached, or "" if it can. Without the hub, all files must come from the cache."""
 
 
 def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
@@ -90,7 +91,8 @@ def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str
 def _listing(repository: Repository) -> _Listing:
     """Return the files of a repository, as listed by the hub.
 
-    If the hub cannot be reached, the list is the one saved by an earlier call, or else the files in the cache.
+    If the hub cannot be reached, return the list that an earlier call saved. If there is no such list, return the files
+    in the cache.
     """
     answer = listing(repository)
     if not isinstance(answer, str):
@@ -99,7 +101,7 @@ def _listing(repository: Repository) -> _Listing:
     try:
         kept = json.loads(_kept(repository).read_text(encoding="utf-8"))
         return _Listing(repository, kept["commit"], kept["names"], answer)
-    except (OSError, ValueError, KeyError, TypeError):  # no earlier call of ours saved a list
+    except (OSError, ValueError, KeyError, TypeError):  # no earlier call saved a list
         folder = cached_folder(repository, answer)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     _check_shards(repository, names, answer)
@@ -138,7 +140,7 @@ def _converted(original: _Listing) -> _Listing:
 
 
 def _check_shards(repository: Repository, names: Iterable[str], why: str) -> None:
-    """Raise `DataError` if the names of files state how many there are, and some of them are missing."""
+    """Raise `DataError` if files are missing according to the number of files that the file names state."""
     for name in names:
         match = SHARD.fullmatch(Path(name).name.removesuffix(SUFFIX))
         if match is None or not name.endswith(SUFFIX):
@@ -171,7 +173,8 @@ def _files(found: _Listing, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _identity(path: Path) -> str:
-    """Return text that identifies the content of a file: its hash if the client's cache stores files by hash."""
+    """Return a text that identifies the content of a file. It is the file's hash if the client's cache stores files by
+    hash."""
     target = path.resolve()
     return f"hub {target.name}" if target.parent.name == "blobs" else identity_of(path)
 
@@ -180,9 +183,9 @@ def _identity(path: Path) -> str:
 
 
 def _configurations(found: _Listing) -> tuple[Configurations, str | None]:
-    """Return the configurations, and the one that the README calls the default.
+    """Return the configurations, and the name of the README's default configuration.
 
-    Configurations come from the README if it states any, else from the names of folders.
+    If the README states no configurations, they come from the folder names.
     """
     if not any(name.endswith(SUFFIX) for name in found.names):
         return {}, None
@@ -201,7 +204,7 @@ def _configurations(found: _Listing) -> tuple[Configurations, str | None]:
 
 
 def _stated(readme: Path) -> list[dict[str, Any]]:
-    """Return the field `configs` of the YAML at the top of a README; empty if it cannot be read."""
+    """Return the field `configs` of the YAML at the top of a README. Return an empty list if it cannot be read."""
     text = readme.read_text(encoding="utf-8", errors="replace")
     match = re.match(r"\s*---[ \t]*\r?\n(.*?\n)---", text, re.S)
     yaml = importlib.import_module("yaml")  # a dependency of huggingface_hub
@@ -218,7 +221,8 @@ def _stated(readme: Path) -> list[dict[str, Any]]:
 
 
 def _matched(entry: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files per split of one configuration in a README, which gives patterns, a folder, or neither."""
+    """Return the files per split of one configuration of a README. The configuration can state patterns, a folder, or
+    neither."""
     folder = str(entry.get("data_dir") or "").strip("./")
     within = [name for name in names if not folder or name.startswith(f"{folder}/")]
     stated = entry.get("data_files")
@@ -256,7 +260,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _by_folder(names: Iterable[str]) -> Configurations:
-    """Return the files by configuration, where a folder with splits in it is a configuration.
+    """Return the files by configuration. A folder that contains splits is a configuration.
 
     For example, `plain/train/0000.parquet` belongs to the configuration `plain`, but `data/train-0.parquet` to none.
     """
@@ -271,12 +275,13 @@ def _by_folder(names: Iterable[str]) -> Configurations:
 
 
 def _whole(path: str) -> str:
-    """Return a path without the prefix by which the hub marks that it converted only the first 5 GB of a split."""
+    """Return a path without the prefix for partial conversions. The hub adds it if only the first 5 GB of a split were
+    converted."""
     return re.sub(r"(^|/)partial-", r"\1", path)
 
 
 def _by_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files by the split that their names or folders state; "" if they state none."""
+    """Return the files by split, which the file or folder name states. Files without a split are under ""."""
     result: dict[str, list[str]] = {}
     for name in names:
         match = SHARD.fullmatch(Path(name).name.removesuffix(SUFFIX))
@@ -303,7 +308,8 @@ def _chosen(spec: str, configurations: Configurations, wanted: str, preferred: s
 
 
 def _splits(spec: str, found: Mapping[str, list[str]]) -> tuple[dict[Split, list[str]], list[str]]:
-    """Return the files of our splits, and notes on skipped splits. If there is only one split, it is for training."""
+    """Return the files for train, validation and test, and notes on skipped splits. A single split is used for
+    training."""
     result: dict[Split, list[str]] = {}
     taken: set[str] = set()
     for split, names in SPLITS.items():

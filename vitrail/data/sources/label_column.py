@@ -1,4 +1,5 @@
-"""Labels of many rows as arrays of numbers, joined over files and numbered by the same classes in all splits."""
+"""Labels of many rows as arrays of numbers. The labels of several files are joined, and all splits use the same class
+indices."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from vitrail.errors import DataError
 __all__ = ["LabelColumn", "join", "number"]
 
 HIGHEST = 100_000
-"""Labels without class names must be below this number; larger numbers are not taken for classes."""
+"""Limit for labels without class names. A column with a label of this number or more does not hold class numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +24,14 @@ class LabelColumn:
     """The labels of some rows, as numbers."""
 
     numbers: Int32[np.ndarray, " n"]
-    """The label of each row, -1 for none. If rows have several labels, the labels of all rows one after the other."""
+    """The label of each row, or -1 for no label. If rows have several labels, these are the labels of all rows one
+    after another."""
     starts: Int64[np.ndarray, " starts"] | None = None
-    """If rows have several labels, the position in `numbers` at which each row begins; else None."""
+    """Position in `numbers` at which each row begins. None if every row has at most one label."""
     names: tuple[str, ...] | None = None
-    """The names that the numbers stand for, or None if the file has none."""
+    """The name of each label number, or None if the file has no names."""
     stated: bool = False
-    """True if the file states `names` as its classes in order, False if they are only the names that labels use."""
+    """True if the file lists its classes in order, as `names`. False if `names` was collected from the labels."""
 
     def __getitem__(self, row: int) -> Target:
         if self.starts is not None:
@@ -39,7 +41,7 @@ class LabelColumn:
         return None if label < 0 else label
 
     def row_of(self, place: int) -> int:
-        """Return the row to which a position in `numbers` belongs."""
+        """Return the row of a position in `numbers`."""
         return place if self.starts is None else int(np.searchsorted(self.starts, place, side="right")) - 1
 
     @property
@@ -48,7 +50,7 @@ class LabelColumn:
         return not (self.numbers >= 0).any()
 
     def renamed(self, names: tuple[str, ...]) -> LabelColumn:
-        """Return the same labels as indices into `names`, which must include all current names."""
+        """Return the same labels as indices into new `names`. All current names must be among the new ones."""
         if self.names is None or self.names == names:
             return replace(self, names=names)
         places = {name: place for place, name in enumerate(names)}
@@ -77,11 +79,11 @@ def join(files: Sequence[str], parts: Sequence[LabelColumn]) -> LabelColumn:
 def number(
     title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], dict[Split, LabelColumn]]:
-    """Return the classes, and the labels of all splits as indices into these classes.
+    """Return the classes, and the labels of every split as class indices.
 
-    By default the training split determines the classes. If a file states the same name for two classes, as ImageNet
-    does for its two cranes, the second name gets its number: "crane (517)". Raises `DataError` if a label has no class
-    or the splits disagree.
+    If `known` is None, the training split determines the classes. If two classes have the same name, the class index is
+    appended to the second name. For example, the second "crane" of ImageNet becomes "crane (517)". Raises `DataError`
+    if a label is not among the classes or the splits have different classes.
     """
     train = labels["train"]
     for split, other in labels.items():

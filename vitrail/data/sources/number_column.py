@@ -1,4 +1,4 @@
-"""Numbers of many rows as one array: the targets of regression, from columns of a table."""
+"""Numbers of many rows as one array. They are regression targets from the columns of a table."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class NumberColumns:
     """The numbers of some rows."""
 
     values: Float64[np.ndarray, "n k"]
-    """NaN for a number that is unknown."""
+    """One row per sample and one column per number. An unknown number is NaN."""
 
     def __getitem__(self, row: int) -> tuple[float, ...] | None:
-        """Return the numbers of a row, or None if none of them is known."""
+        """Return the numbers of a row, or None if all numbers of the row are unknown."""
         values = self.values[row]
         return None if np.isnan(values).all() else tuple(values.tolist())
 
@@ -32,7 +32,7 @@ class NumberColumns:
 
 
 def number_of(where: str, column: str, value: Any) -> float:
-    """Return the number that a cell holds, NaN if it is empty. `where` names the file and the row in messages.
+    """Return the number in a cell, or NaN if the cell is empty. `where` names the file and the row in messages.
 
     Raise `DataError` if the cell holds text or an infinite number.
     """
@@ -51,7 +51,7 @@ def number_of(where: str, column: str, value: Any) -> float:
 
 
 def places_of(title: str, wanted: Sequence[str], columns: Sequence[str]) -> list[int]:
-    """Return the place of each wanted column among `columns`, in any case. Raise `DataError` if one is missing."""
+    """Return the index in `columns` of each wanted column, ignoring case. Raise `DataError` if a column is missing."""
     lower = [column.lower() for column in columns]
     for name in wanted:
         if name not in columns and name.lower() not in lower:

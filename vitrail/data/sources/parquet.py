@@ -1,7 +1,7 @@
 """Parquet files of images in Hugging Face's convention: a struct of bytes and path, and a label that is a number.
 
-Parquet is read one row group at a time, so in a shuffled order every image would cost the unpacking of a row group.
-The first use therefore unpacks the images of each file, once, into a cache under `$VITRAIL_DATA` or ~/.cache/vitrail.
+Parquet is read one row group at a time. In a shuffled order, a whole row group would have to be unpacked for every
+image. The first use therefore unpacks the images of each file into a cache under `$VITRAIL_DATA` or ~/.cache/vitrail.
 The cache takes as much disk space as the images. Labels are read from the Parquet file each time, which is fast.
 """
 
@@ -54,16 +54,17 @@ class ParquetFile(NamedTuple):
     """One file of a split."""
 
     name: str
-    """Relative path, the same on every machine. The keys of the samples begin with it."""
+    """Relative path of the file, the same on every machine. The keys of samples begin with this path."""
     path: Path
     identity: str
-    """Text that identifies the content. The cache of unpacked images is found by it."""
+    """Text that identifies the content of the file. The cache uses it to find the unpacked images."""
 
 
 class ParquetSource:
-    """The rows of some Parquet files, in order. A key is the file's name and the row, as in `train/0000.parquet:17`.
+    """The rows of some Parquet files, in order. The key of a sample is the file's name and the row:
+    `train/0000.parquet:17`.
 
-    A row without an image has 0 bytes, so it cannot be decoded. Memory: 12 bytes per row.
+    A row without an image has 0 bytes and counts as undecodable. A source takes 12 bytes of memory per row.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class ParquetSource:
 
 
 def looks_like_parquet(path: Path) -> bool:
-    """Return True for the path of a Parquet file, and for a folder with one at most two folders down."""
+    """Return True for the path of a Parquet file, and for a folder with a Parquet file at most two levels below it."""
     place = Path(_location(str(path)))
     return place.suffix.lower() == SUFFIX or (place.is_dir() and _has_parquet(place, 2, is_root=True))
 
@@ -125,8 +126,8 @@ def looks_like_parquet(path: Path) -> bool:
 def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
     """Open a Parquet file, or a folder of them. The names of files or folders determine the splits.
 
-    `?image=COLUMN&label=COLUMN` after the path chooses columns. Images that are not unpacked yet are unpacked, and a
-    note says so. Raises `DataError`, and `SaveError` if the disk has too little space for the unpacked images.
+    `?image=COLUMN&label=COLUMN` after the path chooses columns. Images that are not in the cache are unpacked, and a
+    note reports this. Raises `DataError`. Raises `SaveError` if the disk has too little space for the unpacked images.
     """
     text, choice = split_choice(str(location))
     root = Path(text)
@@ -146,7 +147,7 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple
         raise DataError(f"there is no file or folder {root}")
     if not names:
         raise DataError(f"{root} has no {SUFFIX} files in it")
-    single = len(names) == 1 and Path(text).is_file()  # a file alone is for training, whatever its name
+    single = len(names) == 1 and Path(text).is_file()  # a single file is for training, whatever its name is
     splits: dict[Split, list[str]] = {"train": names} if single else by_split(str(root), names)
     files = {
         split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
@@ -156,7 +157,8 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple
 
 
 def split_choice(text: str) -> tuple[str, Choice]:
-    """Return the name without its choice of columns, and the choice. A path that exists is kept whole, even with a "?".
+    """Split a name into the path and the choice of columns. If the whole name is a path that exists, a "?" belongs to
+    the path.
 
     Raises `DataError` if the text after the "?" is not a choice of columns.
     """
@@ -189,7 +191,7 @@ def open_files(
 ) -> Splits:
     """Return the splits of some files. `title` names the data in messages. Raises the errors of `open_parquet`.
 
-    The targets are the numbers in the columns `numbers`, if there are any, else the labels.
+    If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets.
     """
     opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
     if not sum(file.rows for file in opened["train"]):
@@ -276,7 +278,7 @@ def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -
 
 
 def identity_of(path: Path) -> str:
-    """Return the path, size and time of a file, which together change when the file changes."""
+    """Return a text of the path, size and time of a file. The text changes when the file changes."""
     status = path.stat()
     return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
 
@@ -284,7 +286,8 @@ def identity_of(path: Path) -> str:
 def _unpack(
     title: str, files: Sequence[tuple[ParquetFile, ParquetColumns]], column: str
 ) -> tuple[dict[ParquetFile, Blob], tuple[str, ...]]:
-    """Return the unpacked images of each file, unpacking those that are not in the cache, and a note if any was."""
+    """Return the unpacked images of each file, and a note if a file had to be unpacked. Files in the cache are not
+    unpacked again."""
     folder = cache_folder("parquet")
     places = {file: folder / _blob_name(file, column) for file, _ in files}
     blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
@@ -319,7 +322,7 @@ def _blob_name(file: ParquetFile, column: str) -> str:
 
 
 def _has_parquet(folder: Path, depth: int, *, is_root: bool) -> bool:
-    """Return True if a folder has a Parquet file at most `depth` folders down.
+    """Return True if a folder has a Parquet file at most `depth` levels below it.
 
     The search of a subfolder ends at its first image, because a folder of images may hold a million of them.
     """

@@ -1,4 +1,4 @@
-"""The contents of one Parquet file: its columns of images and labels, the labels as numbers, and the images' bytes."""
+"""Access to one Parquet file: the image and label columns, the labels as numbers, and the bytes of the images."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["ParquetColumns"]
 IMAGES = ("image", "img")
 LABELS = ("label", "labels", "fine_label")
 BATCH_BYTES = 2**23
-"""Approximate number of bytes that are decoded at once. Four times as many took as long and twice the memory."""
+"""Approximate number of bytes that are decoded at once. A larger number needs more memory and is not faster."""
 
 
 class ParquetColumns:
-    """The columns of a Parquet file, read from its footer in Hugging Face's convention for images.
+    """The columns of a Parquet file that follows Hugging Face's convention for images.
 
-    In that convention an image is a struct of its file's bytes and path. Metadata of the schema say which columns are
-    images, and name the classes. Raises `DataError` if the file is not a Parquet file or is damaged.
+    In this convention, an image is a struct of the bytes and the path of an image file. The metadata of the schema name
+    the image columns and the classes. Raises `DataError` if the file is not a Parquet file or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,8 @@ class ParquetColumns:
         return ", ".join(f"{name} ({kind})" for name, kind in self.types.items()) or "none"
 
     def image_column(self, wanted: str | None) -> str:
-        """Return the name of the column of images, `wanted` if given. Raises `DataError` unless exactly one fits."""
+        """Return the name of the image column, which is `wanted` if given. Raises `DataError` unless exactly one column
+        fits."""
         if wanted is not None:
             self._require(wanted)
             if not self._holds_bytes(wanted):
@@ -73,7 +74,8 @@ class ParquetColumns:
         return found[0]
 
     def label_column(self, wanted: str | None) -> str | None:
-        """Return the name of the column of labels, `wanted` if given, or None if there is none. Raises `DataError`."""
+        """Return the name of the label column, which is `wanted` if given, or None if the file has no labels. Raises
+        `DataError`."""
         if wanted is not None:
             self._require(wanted)
             return wanted
@@ -118,7 +120,8 @@ class ParquetColumns:
         )
 
     def numbers(self, columns: Sequence[str]) -> Float64[np.ndarray, "n k"]:
-        """Return the numbers in some columns, NaN for null. Raise `DataError` if one is missing or holds text."""
+        """Return the numbers in some columns, with NaN for null. Raise `DataError` if a column is missing or holds
+        text."""
         arrow = _pyarrow()
         names = [list(self.types)[place] for place in places_of(str(self.path), columns, list(self.types))]
         for name in names:
@@ -164,7 +167,7 @@ class ParquetColumns:
         return total
 
     def images(self, column: str) -> Iterator[Any]:
-        """Yield the bytes of each image, in order, as buffers; None for a row without an image.
+        """Yield the bytes of each image as a buffer, in order. Yield None for a row without an image.
 
         At most two row groups are in memory. If a row has only a path, the image is read from that path, which is
         relative to the Parquet file and must lie inside its folder. Raises `DataError`.
@@ -217,7 +220,8 @@ class ParquetColumns:
         return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
 
     def _check_range(self, column: str, numbers: Int64[np.ndarray, " n"], labels: LabelColumn) -> None:
-        """Raise `DataError` for a label below -1 (no label), or beyond the class names if there are any."""
+        """Raise `DataError` for a label that is out of range. The smallest is -1, for no label. If there are class
+        names, the largest is the index of the last name."""
         count = 2**31 if labels.names is None else len(labels.names)
         wrong = (numbers < -1) | (numbers >= count)
         if wrong.any():
@@ -233,7 +237,7 @@ class ParquetColumns:
         """Yield the open file. Every error in reading it becomes a `DataError`."""
         arrow = _pyarrow()
         try:
-            # With a buffer, a few pages are read at a time instead of a whole row group.
+            # A buffer makes pyarrow read a few pages at a time instead of a whole row group.
             with arrow.parquet.ParquetFile(self.path, pre_buffer=False, buffer_size=2**20) as file:
                 yield file
         except DataError:
@@ -267,7 +271,7 @@ def _numbers(values: Any) -> Int64[np.ndarray, " n"]:
 
 
 def _features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
-    """Return what Hugging Face's `datasets` recorded about the columns; empty if another program wrote the file."""
+    """Return the column metadata of Hugging Face's `datasets`. It is empty if another program wrote the file."""
     try:
         features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -276,7 +280,7 @@ def _features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
 
 
 def _class_names(feature: Any) -> tuple[str, ...] | None:
-    """Return the names of the classes if a feature holds class labels or lists of them, else None."""
+    """Return the class names of a feature with class labels or lists of class labels, or None for any other feature."""
     if isinstance(feature, list) and len(feature) == 1:
         return _class_names(feature[0])
     if not isinstance(feature, dict):

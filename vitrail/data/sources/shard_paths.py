@@ -1,4 +1,5 @@
-"""Find the tar shards of a location, by split: a file, a folder, a brace pattern or a glob, as local paths or URLs."""
+"""Search for the tar shards of each split. A location is a file, a folder, a brace pattern or a glob, local or as a
+URL."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from vitrail.errors import DataError
 __all__ = ["Located", "locate", "looks_like_shards"]
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-"""Compressed shards are recognised so that the message can say why they are refused."""
+"""File suffixes of compressed shards. They are recognised so that a message can explain why they are refused."""
 
 OTHER_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -32,15 +33,15 @@ class Located:
 
     shards: dict[Split, list[str]]
     classes: tuple[str, ...] | None
-    """The classes that a file beside the shards names, or None."""
+    """The classes from dataset.json or classes.json beside the shards, or None without such a file."""
     sizes: dict[str, int]
-    """Bytes of each shard by path, as a file beside the shards states them; empty if there is none."""
+    """Size of each shard in bytes, by path, from dataset.json beside the shards. Empty without such a file."""
 
 
 def looks_like_shards(location: str) -> bool:
     """Return True if `open_shards` should open this location.
 
-    It opens .tar files, patterns of them, folders of them, and all URLs except those of tables. A folder qualifies if
+    It opens .tar files, patterns and folders of .tar files, and all URLs except those of tables. A folder qualifies if
     it has packed shards, if it has .tar files that are in or named after train, val or test, or if it has .tar files
     and no subfolders.
     """
@@ -78,7 +79,8 @@ def _is_pattern(location: str) -> bool:
 
 
 def _pattern(location: str) -> Located:
-    """Return the shards that match a pattern. If all are named after the same split, they are used for training."""
+    """Return the shards that match a pattern. If all shards are named after the same split, they are used for
+    training."""
     folder, slash, _ = re.split(r"[*{]" if remote.is_remote(location) else r"[*{?[]", location)[0].rpartition("/")
     base = folder + slash
     found: list[str] = []
@@ -155,7 +157,7 @@ def _in_folder(root: Path) -> list[str]:
 
 
 def _is_shard(path: str) -> bool:
-    """Return True for the relative path of a tar that lies directly in a folder, or in its folder of a split."""
+    """Return True for the relative path of a tar directly in a folder or in a subfolder that is named after a split."""
     folder, _, name = path.rpartition("/")
     return name.endswith(SUFFIXES) and not name.startswith(".") and (not folder or split_of(folder) is not None)
 

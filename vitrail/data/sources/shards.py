@@ -30,20 +30,20 @@ OPEN_FILES = 64
 """Largest number of shards that a source has open at once."""
 
 MOST_CLASSES = 1_000_000
-"""Labels must be below this number; larger numbers are taken for a mistake."""
+"""Limit for labels. A label of this number or more is an error."""
 
 THREADS = 16
-"""Number of threads that open shards at URLs. They mostly wait: the first scan makes a request per image that is not
-small."""
+"""Number of threads that open shards at URLs. Many threads help, because the first scan waits for one request per image
+that is not small."""
 
 
 def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
     """Open a .tar file, a folder of them (flat, or in train/, val/, test/), a pattern such as `name-{000..012}.tar`, or
     a URL of these that fsspec supports.
 
-    If `classes` is given (those of a model), labels are indices into it. Otherwise the names of the classes come from
-    dataset.json or classes.json beside the shards, else from the training labels, sorted. If labels are only numbers,
-    the names are "0" to the highest number. Raises `DataError`.
+    If `classes` is given, such as the classes of a model, labels are indices into `classes`. Otherwise the class names
+    come from dataset.json or classes.json beside the shards. Without these files, they are the sorted training labels.
+    If labels are only numbers, the names are "0" to the highest number. Raises `DataError`.
     """
     located = locate(location)
     opened = _open(located)
@@ -77,7 +77,8 @@ def _has_numbers(shard: Shard) -> bool:
 def _with_numbers(
     location: str, located: Located, opened: Mapping[Split, list[Shard]], numbers: tuple[str, ...]
 ) -> Splits:
-    """Open shards whose samples have numbers: all of them, or those named by `numbers`."""
+    """Open shards whose samples have numbers as targets. `numbers` selects some of the numbers; by default all are
+    used."""
     lengths = {
         len(label) if is_numbers(label) else 0
         for shards in opened.values()
@@ -103,10 +104,10 @@ def _with_numbers(
 class ShardSource:
     """The samples of tar shards, in the order of the shards and of the files in each tar.
 
-    `classes` are the names that labels index; by default they are found in the labels. `numbered` are the names that
-    numbers in the shards stand for, if they differ from `classes`. If samples have numbers to learn, `columns` selects
-    those that are the targets, and `classes` names them. Raises `DataError` for a label that is not among the classes,
-    and if two samples have the same key. A million samples with keys of 26 bytes take 61 MB of memory.
+    `classes` holds the class names; by default they are collected from the labels. `numbered` holds the names of the
+    numeric labels in the shards if they differ from `classes`. For regression, `columns` selects the numbers that are
+    the targets, and `classes` holds the names of these numbers. Raises `DataError` if a label is not among the classes
+    or two samples have the same key. A million samples with keys of 26 bytes take 61 MB of memory.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class ShardSource:
 
 
 class _Descriptor:
-    """An open file. It is closed when the cache and all threads that read from it have dropped it."""
+    """An open file. It is closed when the cache and all reading threads have released it."""
 
     def __init__(self, path: str, version: Version) -> None:
         self.number = os.open(path, os.O_RDONLY)
@@ -220,7 +221,7 @@ def _cache() -> Callable[[str, Version], _Descriptor]:
 
 
 def _open(located: Located) -> dict[Split, list[Shard]]:
-    """Open all shards. Raises `DataError` if a shard does not have the size that is stated beside it."""
+    """Open all shards. Raises `DataError` if the size of a shard differs from the size in dataset.json."""
     paths = [path for paths in located.shards.values() for path in paths]
     threads = THREADS if paths and remote.is_remote(paths[0]) else 1
     with ThreadPoolExecutor(threads) as pool:
@@ -236,7 +237,8 @@ def _open(located: Located) -> dict[Split, list[Shard]]:
 
 
 def _distinct(shards: Sequence[Shard]) -> dict[RawLabel, tuple[Shard, int]]:
-    """Return the labels that samples have, each with a shard that has it and the label's code in that shard."""
+    """Return the distinct labels. Each label comes with one shard that contains it and the label's code in that
+    shard."""
     distinct: dict[RawLabel, tuple[Shard, int]] = {}
     for shard in shards:
         for code in np.unique(shard.index.codes).tolist():
@@ -250,7 +252,7 @@ def _several(label: RawLabel) -> tuple[int | str, ...]:
 
 
 def _picked(label: RawLabel, columns: Sequence[int]) -> Target:
-    """Return the numbers in some columns, NaN for one that is unknown, or None if none of them is known."""
+    """Return the numbers in some columns, with NaN for an unknown number. Return None if all are unknown."""
     numbers = cast(tuple[float | None, ...], label)
     picked = tuple(math.nan if (number := numbers[column]) is None else number for column in columns)
     return None if all(map(math.isnan, picked)) else picked
@@ -264,7 +266,7 @@ def _example(shard: Shard, code: int) -> str:
 
 
 def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
-    """Return the class names that labels imply: their names, sorted, or all numbers up to the highest."""
+    """Return the class names for the labels: the sorted names, or the numbers from 0 to the highest label."""
     names: set[str] = set()
     highest, numbered = -1, ""
     for label, (shard, code) in distinct.items():
@@ -287,7 +289,7 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
 def _resolve(
     distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
 ) -> dict[RawLabel, Target]:
-    """Return the class indices of each label. Raises `DataError` for a label that is not among the classes."""
+    """Return the class indices of each label. Raises `DataError` if a label is not among the classes."""
     numbers = {name: number for number, name in enumerate(classes)}
     resolved: dict[RawLabel, Target] = {}
     for label, (shard, code) in distinct.items():
@@ -304,7 +306,7 @@ def _resolve(
 def _codes(
     shards: Sequence[Shard], resolved: dict[RawLabel, Target], *, numbers: bool
 ) -> tuple[list[Target], np.ndarray]:
-    """Return the distinct labels, with None at the end, and for each sample its position among them (int32)."""
+    """Return the distinct labels, with None at the end, and the index of each sample's label among them (int32)."""
     labels: list[Target] = [*dict.fromkeys(resolved.values()), None]
     places = {label: place for place, label in enumerate(labels)}
     none = places[None]

@@ -1,4 +1,5 @@
-"""Tables of image files: CSV, TSV or JSON lines with a column of paths and one of labels, or several of 0 and 1.
+"""Tables of image files, as CSV, TSV or JSON lines. A table has a column of paths, and a column of labels or a 0/1
+column per class.
 
 Paths are relative to the table. The first row names the columns, and the columns are recognised by their names:
 
@@ -7,8 +8,8 @@ Paths are relative to the table. The first row names the columns, and the column
     a/2.jpg,daisy       2.jpg,1,1
 
 A column called split, with the values train, val and test, divides the table into splits. Alternatively, a folder can
-hold one table per split, named after it. For regression, the caller names the columns of numbers, and labels are not
-read.
+hold one table per split, and each table is named after its split. For regression, the caller names the columns of
+numbers, and labels are not read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SPLIT_COLUMN = "split"
 class _Row(NamedTuple):
     path: str
     label: str | tuple[str, ...] | None
-    """The name of the class, or the names of all classes of the image; None if the cell is empty."""
+    """The name of the image's class, or the names of all classes of the image. None if the cell is empty."""
     split: str
     line: int
     numbers: tuple[float, ...] = ()
@@ -53,14 +54,14 @@ class _Table(NamedTuple):
     path: Path
     rows: list[_Row]
     classes: tuple[str, ...] | None
-    """The names of the columns of 0 and 1, or None if there are no such columns."""
+    """The names of the 0/1 columns, or None if there are no such columns."""
 
 
 class TableSource(FileSource):
     """The image files that the rows of a table name, in the order of the rows.
 
-    `classes` names the classes, or the numbers if the rows have numbers. Raises `DataError` for a path that is
-    absolute, leads out of the folder, does not exist or is repeated, and for a label that is not among `classes`.
+    `classes` holds the class names, or the names of the numbers if the targets are numbers. Raises `DataError` if a
+    path is absolute, leads out of the folder, does not exist or is repeated, or if a label is not among `classes`.
     """
 
     def __init__(self, table: Path, rows: list[_Row], classes: tuple[str, ...]) -> None:
@@ -85,7 +86,7 @@ class TableSource(FileSource):
 
 
 def tables_in(folder: Path) -> list[Path]:
-    """Return the tables that make a folder a data set: those named after splits, else `metadata`, else the only one."""
+    """Return the tables of a folder: the tables that are named after splits, else `metadata`, else the only table."""
     found = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in SUFFIXES and entry.is_file())
     named = [table for table in found if split_of(table.name) is not None]
     return named or [table for table in found if table.stem.lower() == "metadata"] or (found if len(found) == 1 else [])
@@ -100,8 +101,8 @@ def open_table(
 ) -> Splits:
     """Return the splits of one table, or of one table per split.
 
-    The targets are the numbers in the columns `numbers`, if there are any, else the labels. With `unlabelled`, a table
-    without a label is no error. Raises `DataError`.
+    If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets. If
+    `unlabelled` is true, a table without labels is accepted. Raises `DataError`.
     """
     where = str(tables[0].parent if len(tables) > 1 else tables[0])
     if len(tables) == 1:
@@ -128,7 +129,7 @@ def open_table(
 
 
 def _read(path: Path, numbers: Sequence[str], unlabelled: bool) -> _Table:
-    """Return the rows of a table, not yet checked against files or classes."""
+    """Return the rows of a table. Paths and labels are not checked."""
     read = _read_json if path.suffix.lower() == ".jsonl" else _read_csv
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -229,14 +230,15 @@ def _json_label(value: Any) -> str | tuple[str, ...] | None:
 
 
 def _numbers(where: str, columns: Sequence[tuple[str, int]], line: Sequence[Any]) -> tuple[float, ...]:
-    """Return the numbers in some columns of a row, given by their names and places."""
+    """Return the numbers in some columns of a row. The columns are given by name and position."""
     return tuple(number_of(where, column, line[place]) for column, place in columns)
 
 
 def _columns(table: Path, header: list[str]) -> tuple[int, int | None, int | None]:
-    """Return the positions of the path, the label and the split, the latter two None if missing.
+    """Return the positions of the path, label and split columns. The position of a missing label or split column is
+    None.
 
-    If several columns could be the path or the label, the first name in `PATHS` or `LABELS` is used.
+    If several columns could be the path or the label, the order of `PATHS` or `LABELS` decides.
     """
     lower = [name.lower() for name in header]
     if len(set(lower)) != len(lower):
@@ -273,7 +275,8 @@ def _divided(table: _Table) -> dict[Split, _Table]:
 
 
 def _classes(table: _Table, unlabelled: bool) -> tuple[str, ...]:
-    """Return the names of the columns of 0 and 1, else all labels, sorted; labels that are numbers sort by value."""
+    """Return the class names: the names of the 0/1 columns, or else the sorted labels. Numeric labels are sorted by
+    value."""
     if table.classes is not None:
         return table.classes
     names = {name for row in table.rows for name in row.names}
@@ -292,7 +295,7 @@ def _inside(table: Path, row: _Row) -> str:
 
 
 def _inodes(table: Path, rows: list[_Row], keys: list[str]) -> list[int]:
-    """Return the inode of the file behind each key. Raises `DataError` for missing and repeated files.
+    """Return the inode of the file of each key. Raises `DataError` for missing and repeated files.
 
     Every folder is listed once, because a million calls of stat would take longer.
     """

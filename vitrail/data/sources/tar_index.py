@@ -32,12 +32,13 @@ from vitrail.files import cache_folder
 __all__ = ["RawLabel", "Shard", "ShardIndex", "Version", "is_numbers", "open_shard", "version_of"]
 
 RawLabel = int | str | tuple[int | str, ...] | tuple[float | None, ...]
-"""A label as a shard holds it: the number or name of a class, those of several classes, or the numbers to learn, None
-for a number that is unknown."""
+"""A label as stored in a shard: the number or name of a class, a tuple of class numbers or names, or a tuple of numbers
+to learn. An unknown number is None."""
 
 FORMAT = 1
 WINDOW = 16 * 1024
-"""Bytes that are requested from a server to read a header. If samples are small, they contain several headers."""
+"""Number of bytes that are requested from a server to read a header. If samples are small, one request contains several
+headers."""
 
 LABELS = ("label", "cls", "class")
 """Fields of a sample's JSON that can hold the label. The first one that is present is used."""
@@ -63,10 +64,10 @@ class ShardIndex:
     sizes: np.ndarray
     """Size of each image in bytes (int64)."""
     codes: np.ndarray
-    """Position of each image's label in `labels` (int32); -1 for none."""
+    """Index in `labels` of each image's label (int32), or -1 for no label."""
     labels: tuple[RawLabel, ...]
     ignored: int
-    """Number of members that are neither images nor labels of images."""
+    """Number of tar members that are neither images nor labels of images."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -75,7 +76,7 @@ class ShardIndex:
 COLUMNS = {
     "key_ends": np.int64, "hashes": np.uint64, "offsets": np.int64, "sizes": np.int64, "codes": np.int32,
 }  # fmt: skip
-"""The columns that a file stores as rows of one int64 array, because every array in a file adds to its loading time."""
+"""Names of the columns that are saved together as one int64 array. A file with fewer arrays loads faster."""
 
 
 class Version(NamedTuple):
@@ -83,7 +84,7 @@ class Version(NamedTuple):
 
     size: int
     tag: str
-    """For a local file, the time of its last change; for a remote file, the version as its server names it."""
+    """Modification time of a local file, or the version that the server states for a remote file."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _collect(
 
 
 def _label(shard: str, name: str, data: bytes) -> tuple[RawLabel | None, str | None]:
-    """Return the label in a sample's .cls or .json, and the key in its .json. Raises `DataError`."""
+    """Return the label in the .cls or .json file of a sample, and the key in the .json file. Raises `DataError`."""
     try:
         if not name.lower().endswith(".json"):
             text = data.decode().strip()
@@ -259,7 +260,7 @@ def _number(value: Any) -> float | None:
 
 
 def _places(shard: str) -> list[Path]:
-    """Return the paths at which the index of a shard can be, best first."""
+    """Return the possible paths of a shard's index, in the order in which they are tried."""
     location = shard if remote.is_remote(shard) else os.path.abspath(shard)  # noqa: PTH100 (a Path would follow links)
     hashed = cache_folder("shards") / f"{hashlib.sha256(os.fsencode(location)).hexdigest()}.index"
     return [hashed] if remote.is_remote(shard) else [Path(f"{shard}.index"), hashed]
@@ -302,7 +303,8 @@ def _load(shard: str, version: Version) -> ShardIndex | None:
 
 
 def _fits(index: ShardIndex, size: int) -> bool:
-    """Return True if an index is consistent and fits a shard of `size` bytes. Any program may have written the file."""
+    """Return True if an index is consistent and fits a shard of `size` bytes. The file may be damaged or from another
+    program."""
     lengths = np.diff(index.key_ends, prepend=0)
     return (
         index.keys.dtype == np.uint8

@@ -10,7 +10,8 @@ from vitrail.errors import DataError
 __all__ = ["BLOCK", "Member", "Read", "members"]
 
 Read = Callable[[int, int], bytes]
-"""A function that returns the bytes of a file at an offset, fewer than requested if the file ends there."""
+"""A function of an offset and a number of bytes that returns those bytes of a file. It returns fewer bytes at the end
+of the file."""
 
 BLOCK = 512
 LONGEST_NAME = 2**20
@@ -30,9 +31,9 @@ class Member(NamedTuple):
 def members(shard: str, read: Read, size: int) -> Iterator[Member]:
     """Yield the files in a tar of `size` bytes, in order, without its folders.
 
-    Only headers and long names are read, never the content of a file. Raises `DataError` if the file is not a plain tar
-    or is truncated, and if a member is a link, a device or sparse, or its path leads out of the folder into which it
-    would be unpacked.
+    Only headers and long names are read, never the content of a file. Raises `DataError` if the file is truncated or is
+    not an uncompressed tar, if a member is a link, a device or a sparse file, or if the path of a member leads out of
+    the folder.
     """
     position, name, length = 0, None, None
     last = "its beginning"
@@ -78,7 +79,7 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
 
 
 def _refuse_other(shard: str, start: bytes) -> None:
-    """Raise `DataError` if a file does not begin like a tar. The message names the format if it is known."""
+    """Raise `DataError` if a file does not begin like a tar. The message names the actual format if it is known."""
     if not start:
         raise DataError(f"{shard} is empty (0 bytes); copy or make it again")
     if len(start) == BLOCK and (start.count(0) == BLOCK or _checks(start)):
@@ -93,7 +94,8 @@ def _refuse_other(shard: str, start: bytes) -> None:
 
 
 def _checks(header: bytes) -> bool:
-    """Return True if a header's checksum is correct: the sum of its bytes, with the checksum itself as spaces."""
+    """Return True if a header's checksum is correct. The checksum is the sum of the header's bytes, with spaces in
+    place of the checksum."""
     try:
         return _number(header[148:156]) == sum(header) - sum(header[148:156]) + 8 * 32
     except ValueError:
@@ -113,8 +115,8 @@ def _size(shard: str, header: bytes, position: int) -> int:
 
 
 def _number(digits: bytes) -> int:
-    """Return a number of a header. It is written in octal digits, or, if it is too large for them, in base 256 after a
-    first byte of 128 (GNU)."""
+    """Return a number from a header field. Numbers are written in octal digits. A number that is too large for the
+    field is written in base 256 after a first byte of 128 (GNU)."""
     if digits[0] & 0x80:
         return int.from_bytes(digits[1:], "big") if digits[0] == 0x80 else -1
     return int(digits.split(b"\0")[0].strip() or b"0", 8)
