@@ -49,13 +49,13 @@ class RunConfig:
     accumulation: int = 1
     """Number of parts that each batch is divided into to save memory. The result is the same."""
     precision: TrainingPrecision = "auto"
-    """auto: bf16 with float32 master weights if the processor has bf16 matrix units, else float32. float8: the dense
-    layers of blocks in 8 bits and the rest as in bf16, for large models on CUDA with compute capability 8.9 or more."""
+    """auto: bf16 with float32 master weights if the processor has bf16 matrix units, else float32. float8 computes the
+    dense layers of blocks in 8 bits and everything else in bf16. It needs CUDA with compute capability 8.9 or more."""
     compile: Compile = "auto"
-    """Compile each block before the first step, which takes about a minute. auto: on for CUDA, off elsewhere. graphs:
-    also replay blocks as CUDA graphs, for small models or batches."""
+    """Compile each block before the first step, which takes about a minute. auto: on for CUDA, off elsewhere. graphs
+    also replays blocks as CUDA graphs, which helps small models or batches."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1."""
+    """Device to run on: auto, cpu, cuda or cuda:N."""
     threads: int | None = None
     """Threads that read and decode images, by default one per core."""
     processes: int = 0
@@ -78,7 +78,7 @@ class RunConfig:
     keep: Keep = "best"
     """Weights that become the model: the best on the validation split, or the last."""
     name: str = ""
-    """The run's folder is runs/NAME, or runs/NAME-2 if that exists. By default the name of the data."""
+    """Name of the run, saved in runs/NAME (or runs/NAME-2 if that exists). By default the name of the data."""
     folder: str | None = field(default=None, metadata=named("run"))
     """The run's exact folder, instead of one chosen by --name. It must not exist."""
     overwrite: bool = False

@@ -87,7 +87,7 @@ def train(
     display: Display | None = None,
     started: float | None = None,
 ) -> RunResult:
-    """Train as `config` says, into a new folder.
+    """Train a model as `config` describes, and save the run in a new folder.
 
     `data` is used instead of the data set that the config names, and cut into splits as that would be. `network` is
     trained instead of the one that the config describes; of a class that this package does not know, only the weights

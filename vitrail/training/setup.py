@@ -64,7 +64,8 @@ class Setup:
     """A config that was checked on this machine, with its open data."""
 
     config: TrainConfig
-    """With the precision that "auto" means here. It is recorded, so a run that is resumed elsewhere keeps it."""
+    """The checked config, with "auto" replaced by this machine's precision. A run that is resumed elsewhere keeps the
+    precision."""
     device: torch.device
     compile: Compiled
     splits: Splits
@@ -180,7 +181,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
 
 
 def make_plan(setup: Setup) -> Plan:
-    """Return how the run takes its steps."""
+    """Return the plan of the run."""
     config, optimizer = setup.config, setup.config.optimizer
     warmup_steps = round(optimizer.warmup * setup.steps)
     return Plan(

@@ -30,13 +30,13 @@ class StartConfig:
     """
 
     init: str | None = None
-    """Model to start from instead of random weights: its folder or its run's, another library's file or folder, or a
-    name on the hub. Its head is kept if the classes have the same names; otherwise a new head of zeros replaces it."""
+    """Model to start from: a model folder, a run folder, another library's checkpoint, or a hub name. The model's head
+    is kept if the classes have the same names. Otherwise a new head of zeros replaces it."""
     train_blocks: int | None = None
-    """With --init: number of last blocks that are trained, with final norm, pooling and head. 0 trains the head alone;
-    by default all weights are trained. The blocks of a ResNet are its residual units."""
+    """With --init: number of last blocks to train, together with the final norm, the pooling and the head. By default
+    all blocks. 0 trains only the head. The blocks of a ResNet are its residual units."""
     lora_rank: int | None = None
-    """With --init: rank of the low-rank updates of the blocks (2106.09685), which are trained with the head alone."""
+    """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head are trained."""
     lora_alpha: float | None = None
     """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
     lora_on: tuple[Projection, ...] = ("query", "value")
@@ -61,7 +61,7 @@ class Origin:
     """The model that a run started from, as `run.json` describes it. It suffices to resume from a checkpoint."""
 
     sha256: str
-    """A hash of its weights, which does not depend on the file that they were in."""
+    """A hash of the model's weights, which does not depend on the file format."""
     network: AnyConfig
     """The config of the run's network."""
 

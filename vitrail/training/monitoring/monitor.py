@@ -36,7 +36,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Intervals:
-    """The number of steps between two events of each kind. All kinds follow the last step."""
+    """Numbers of steps between reports, evaluations and checkpoints. All three also happen after the last step."""
 
     journal: int
     evaluate: int | None
@@ -92,9 +92,8 @@ class Monitor:
         self.clock.waiting += time.perf_counter() - begin
 
     def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
-        """Do what is due after a step.
-
-        Raises `Stopped` on request, `NonFiniteLoss`, `DataError` for too many broken images, and `SaveError`.
+        """Run the reports, evaluations and checkpoints that are due after a step. Raises `Stopped` if the user asked to
+        stop, `DataError` for too many broken images, `NonFiniteLoss` and `SaveError`.
         """
         step = self.state.step
         self.clock.images += len(batch)

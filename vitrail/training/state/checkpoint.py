@@ -86,7 +86,7 @@ class Checkpoints:
 
 
 def _damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, compared with its manifest; None if nothing is."""
+    """Return a description of the first difference between a checkpoint's files and its manifest, or None."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for name, recorded in manifest.items():

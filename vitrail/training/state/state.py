@@ -26,12 +26,12 @@ class Best:
     score: float | None = None
     """The metric that chooses the best weights; None before the first evaluation."""
     step: int = -1
-    """The step after which it was measured; -1 before the first evaluation."""
+    """The step after which the score was measured; -1 before the first evaluation."""
     waited: int = 0
-    """Number of evaluations since then."""
+    """Number of evaluations since the best score."""
 
     def is_beaten_by(self, score: float, *, higher_is_better: bool) -> bool:
-        """Return True if this score is better, or the first one."""
+        """Return True if `score` is better than the best score so far, or if there is no score yet."""
         if self.score is None or self.step < 0:
             return True
         return score > self.score if higher_is_better else score < self.score
