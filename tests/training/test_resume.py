@@ -265,7 +265,7 @@ elif where == "before the values":
 elif where == "before the manifest":
     writes("manifest.json")
 elif where == "before the rename":
-    dying(vitrail.files, "_swap", lambda new, path: path.name == "step-24")
+    dying(vitrail.files, "_swap", lambda new, path, names: path.name == "step-24")
 elif where == "before the old one is deleted":
     dying(checkpoint.shutil, "rmtree", lambda path, **k: path.name == "step-8")
 sys.exit(main(sys.argv[2:]))

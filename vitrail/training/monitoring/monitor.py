@@ -59,6 +59,16 @@ class Clock:
     mark: float = field(default_factory=time.perf_counter)
     marked_images: int = 0
 
+    def summary(self) -> dict[str, float]:
+        """Return the times in seconds, the speed and the fraction of the time spent waiting for data."""
+        return {
+            "seconds": time.perf_counter() - self.started,
+            "seconds_to_first_step": self.to_first_step,
+            "training_seconds": self.training,
+            "images_per_second": self.images / self.training if self.training else 0.0,
+            "waiting_share": self.waiting / self.training if self.training else 0.0,
+        }
+
 
 class Monitor:
     """Called by the loop after each step. It waits for the device only when something is due."""
@@ -142,14 +152,9 @@ class Monitor:
 
     def summary(self, device: torch.device) -> dict[str, float]:
         """Return the run's length, speed and memory: steps, seconds, fractions and bytes."""
-        clock = self.clock
         return {
             "steps": float(self.state.step),
-            "seconds": time.perf_counter() - clock.started,
-            "seconds_to_first_step": clock.to_first_step,
-            "training_seconds": clock.training,
-            "images_per_second": clock.images / clock.training if clock.training else 0.0,
-            "waiting_share": clock.waiting / clock.training if clock.training else 0.0,
+            **self.clock.summary(),
             "peak_memory_bytes": float(peak_memory(device)),
         }
 
