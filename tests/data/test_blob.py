@@ -116,5 +116,5 @@ print(write_blob(Path({str(tmp_path / "pieces")!r}), [b"mine"])[0].decode())
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(SaveError, match="could not save images laid out"):
+    with pytest.raises(SaveError, match="could not save unpacked images"):
         write_blob(tmp_path / "file/pieces", [b"a"])

@@ -73,7 +73,7 @@ class Truth(ABC):
 
     @abstractmethod
     def groups(self) -> Int64[np.ndarray, " n"]:
-        """Return the stratum of each sample for stratified draws. Without classes, all samples are in one stratum."""
+        """Return the stratum of each sample for stratified draws: one stratum for several labels and for numbers."""
 
     @abstractmethod
     def plain(self, row: int) -> int | list[int] | list[float | None] | None:

@@ -80,7 +80,7 @@ def few_shot(
     big_vision's evaluator (`fit_least_squares`).
 
     `seeds` is a list of seeds, or a number n for the seeds 0 to n - 1. `l2` is the strength of the regularisation, or
-    "loo" to choose it for each draw from 2^-10 to 2^20. If `train` has only the features of the drawn images
+    "loo" to choose it for each draw from 2^-10 to 2^20. If `train_features` has only the features of the drawn images
     (`draw_shots`), `of_rows` holds the rows of these images in `train_truth`, in rising order.
 
     With `allow_fewer`, a class with fewer images than shots uses all its images; otherwise such a class raises
