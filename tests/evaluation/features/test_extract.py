@@ -443,7 +443,7 @@ def child(what: str, *words: object) -> subprocess.Popen[str]:
             23,
             marks=pytest.mark.slow,
         ),
-        pytest.param("calling(feature_cache.Entry, '_leave_out', lambda *_: die())", 0, marks=pytest.mark.slow),
+        pytest.param("calling(feature_cache.Entry, '_remove_rows', lambda *_: die())", 0, marks=pytest.mark.slow),
         pytest.param("calling(Path, 'replace', lambda self, to: die())", 0, marks=pytest.mark.slow),
         pytest.param("calling(feature_cache.Entry, '_rename', lambda *_: die())", 0, marks=pytest.mark.slow),
         pytest.param(
