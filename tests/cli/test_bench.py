@@ -65,7 +65,7 @@ def test_tables_of_inference(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "ViT-Pico/7, inference: 4 images of 28 x 21 a step, 13 tokens each" in text and "1 threads" in text
     assert any(line.split()[:2] == ["vitrail", "float32"] and line.split()[-1] == "1.00x" for line in lines)
     assert any(line.startswith("products alone  float32") and " 100% " in line for line in lines)
-    assert "left out: torchvision: supports only square images, not 28 x 21" in text
+    assert "skipped: torchvision: supports only square images, not 28 x 21" in text
     assert any(line.startswith("vitrail") and line.split()[-1] == "MB" for line in lines)
     assert any(line.split()[:1] == ["normalisation"] for line in lines)
 
@@ -130,7 +130,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         Console(width=80).print(part, highlight=False)
     text = capsys.readouterr().out
     assert "…" not in text and "vitrail predict" in text and "safetensors.torch.load_file" in text
-    assert "left out: timm: is not installed\nleft out: torchvision: is not installed" in text
+    assert "skipped: timm: is not installed\nskipped: torchvision: is not installed" in text
     assert "One large product achieves 512,345 GFLOP/s; of that, vitrail: 80% (bf16 compiled)" in " ".join(text.split())
     assert "fits into 4.00 GB: 1,234 images" in text and "100.00 GB" in text and "10.25x" in text
 

@@ -74,7 +74,7 @@ def comparison(result: Comparison, workload: Workload) -> list[Any]:
         f"{row.gflops / result.large_gflops:.0%} ({row.settings})" for row in result.rows if row.entry.library == OURS
     ]
     large = f"One large product achieves {_number(result.large_gflops)} GFLOP/s; of that, vitrail: {', '.join(ours)}"
-    notes = "\n".join(escape(f"left out: {name}: {reason}") for name, reason in result.skipped.items())
+    notes = "\n".join(escape(f"skipped: {name}: {reason}") for name, reason in result.skipped.items())
     return [table, large, *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
 
 
