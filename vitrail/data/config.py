@@ -31,7 +31,7 @@ class DataConfig:
     subset_seed: int = 0
     """Random seed that selects the images for --per-class and for an amount such as [:1000]."""
     validation_share: float = 0.1
-    """Fraction of the training images that is held out if the data has no validation split; 0 for none."""
+    """Fraction of the training images held out if there is no validation split; 0 for none."""
     max_skipped: float = 0.01
     """Fraction of the training images that may fail to decode before the run stops. Unless this is 0, at least three
     failures are tolerated, or a tenth of the images if there are fewer than 30."""
