@@ -33,7 +33,7 @@ Precision = Literal["auto", "bf16", "float32"]
 """Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32."""
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 """Number format of matrix products during training. "float8" applies to the dense layers in blocks
-(`models/float8.py`); all other matrix products then use bf16."""
+(`models/linear/float8.py`); all other matrix products then use bf16."""
 
 
 def pick_device(name: str = "auto") -> torch.device:

@@ -16,8 +16,8 @@ from vitrail.bench.loading import LOADS, PROCESSES, Loading
 from vitrail.bench.measure import Spread
 from vitrail.bench.memory import LargestBatch
 from vitrail.bench.workload import Workload
-from vitrail.cli import bench_tables as tables
 from vitrail.cli import main
+from vitrail.cli.output import bench_tables as tables
 from vitrail.models.variants import variant_config
 
 TINY = (

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from vitrail.cli import main
-from vitrail.data.sources.shards import open_shards
+from vitrail.data.sources.shards.shards import open_shards
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.compiled import Compile, compile_blocks, resolve_compile
-from vitrail.models.kernels import ONEDNN
 from vitrail.models.layers import StochasticDepth
+from vitrail.models.linear.kernels import ONEDNN
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import VisionTransformer

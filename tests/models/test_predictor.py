@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.machine import autocast
-from vitrail.models.dense import Linear
-from vitrail.models.kernels import ONEDNN
-from vitrail.models.lora import add_adapters
+from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.kernels import ONEDNN
+from vitrail.models.linear.lora import add_adapters
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyNetwork, create
 

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vitrail.bench.products import record
-from vitrail.models.dense import Linear
-from vitrail.models.kernels import ONEDNN
+from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.kernels import ONEDNN
 from vitrail.models.predictor import Predictor
 from vitrail.models.vit import Block
 from vitrail.training import loop

@@ -24,7 +24,7 @@ from vitrail.models.resnet import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle, weights_sha256
-from vitrail.weights.layout import Checkpoint
+from vitrail.weights.layouts.layout import Checkpoint
 from vitrail.weights.load import LAYOUTS, convert, load, open_checkpoint, resolve_model
 from vitrail.weights.tensors import TensorFile
 
@@ -444,7 +444,7 @@ def test_heads_of_published_sizes_are_known_and_of_others_asked_for(
 @pytest.mark.parametrize("size", ["Ti", "S", "B", "L", "H"])
 def test_heads_of_published_sizes(size: str) -> None:
     from vitrail.models.variants import VARIANTS
-    from vitrail.weights.layout import Hints, heads_of
+    from vitrail.weights.layouts.layout import Hints, heads_of
 
     variant = VARIANTS[size]
     path = Path("x.pth")
@@ -722,8 +722,8 @@ def test_loading_takes_no_more_memory_than_the_file(kind: str, tmp_path: Path) -
     from safetensors.torch import save_file
 
     from vitrail.models.variants import variant_config
-    from vitrail.weights.layout import Pair
-    from vitrail.weights.timm import pairs as timm_pairs
+    from vitrail.weights.layouts.layout import Pair
+    from vitrail.weights.layouts.timm import pairs as timm_pairs
 
     config = variant_config("ViT-L/16")
     assert isinstance(config, ViTConfig)

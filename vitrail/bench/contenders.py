@@ -17,7 +17,7 @@ from vitrail.bench.products import Products, record
 from vitrail.bench.workload import Workload
 from vitrail.machine import autocast, keep_freed_memory
 from vitrail.models.compiled import Compiled, compile_blocks
-from vitrail.models.float8 import use_float8
+from vitrail.models.linear.float8 import use_float8
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import build
 from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer

@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
     """Run a verb, or print its help, and return the exit code."""
-    from vitrail.cli.command import Call
-    from vitrail.cli.help import help_page
+    from vitrail.cli.options.command import Call
+    from vitrail.cli.options.help import help_page
 
     module = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}")
     command = module.COMMAND

@@ -14,14 +14,14 @@ from vitrail.bench.loading import measure_loading
 from vitrail.bench.memory import largest_batch
 from vitrail.bench.scaling import Axis, scaling
 from vitrail.bench.workload import Workload
-from vitrail.cli import bench_tables as tables
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional
 from vitrail.cli.models import OWN_SIZES
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.output import bench_tables as tables
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
-from vitrail.models.float8 import check_float8
+from vitrail.models.linear.float8 import check_float8
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.plain import byte_count
 

@@ -25,9 +25,9 @@ from vitrail.bench.reading import (
     write_parquet,
     write_photographs,
 )
-from vitrail.cli.bench_tables import header, plain_table
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.output.bench_tables import header, plain_table
 from vitrail.data.packing.pack import pack
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess

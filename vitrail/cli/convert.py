@@ -9,8 +9,8 @@ from typing import Annotated
 
 from rich.console import Console
 
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
 from vitrail.weights.load import convert
 
 __all__ = ["main"]

@@ -16,8 +16,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
 from vitrail.data.check import Finding, Report, check_data
 from vitrail.data.check.look import Progress
 from vitrail.data.check.page import page

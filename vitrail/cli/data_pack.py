@@ -11,9 +11,9 @@ from typing import Annotated
 
 from rich.console import Console
 
-from vitrail.cli.bars import images_bar
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.output.bars import images_bar
 from vitrail.data.packing.manifest import Manifest
 from vitrail.data.packing.pack import pack
 from vitrail.data.sources import open_data

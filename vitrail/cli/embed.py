@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.bars import images_bar
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.output.bars import images_bar
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError

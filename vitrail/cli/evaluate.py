@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.console import Console
 
-from vitrail.cli.bars import images_bar
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional, flag
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional, flag
+from vitrail.cli.output.bars import images_bar
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:  # keeps PyTorch out of --help, which is then faster
@@ -194,7 +194,7 @@ def _show(
     console: Console,
 ) -> None:
     """Print the results of each split."""
-    from vitrail.cli.evaluate_tables import confusion_table, metrics_table, per_class_table
+    from vitrail.cli.output.evaluate_tables import confusion_table, metrics_table, per_class_table
 
     if options.json:
         print(json.dumps({name: row | _detail(reports.get(name), options, bundle) for name, row in rows.items()}))
@@ -209,7 +209,7 @@ def _show(
 
 def _suite(options: Evaluate, console: Console) -> int:
     """Measure a suite of tasks, and return the exit code."""
-    from vitrail.cli.evaluate_tables import suite_table
+    from vitrail.cli.output.evaluate_tables import suite_table
     from vitrail.transfer.suite import read_suite, run_suite, suite_as_plain
 
     suite = read_suite(options.suite)

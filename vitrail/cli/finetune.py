@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Option, Positional
-from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_of, task_options
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Option, Positional
+from vitrail.cli.options.run_options import check_only_resume, default_texts, run_options, task_of, task_options
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.report import ClassificationReport

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vitrail.cli.command import Call, Command, Example
+from vitrail.cli.options.command import Call, Command, Example
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
 from vitrail.models.cost.footprint import training_bytes

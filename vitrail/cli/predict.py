@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Positional
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
 from vitrail.data.pixels.decode import SUFFIXES
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.machine import Precision

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vitrail.cli.command import Call, Command, Example
-from vitrail.cli.fields import Option, Positional
-from vitrail.cli.run_options import check_only_resume, default_texts, run_options, task_of, task_options
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Option, Positional
+from vitrail.cli.options.run_options import check_only_resume, default_texts, run_options, task_of, task_options
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import RECIPES

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.models.dense import Linear
-from vitrail.models.kernels import fuses
+from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.kernels import fuses
 
 __all__ = ["Activation", "LayerScale", "Mlp", "StochasticDepth", "SwiGlu", "lecun_normal_", "make_mlp"]
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from vitrail.models.dense import Linear
+from vitrail.models.linear.dense import Linear
 
 __all__ = ["PatchEmbedding", "PrefixTokens", "Replace", "mask_tokens"]
 

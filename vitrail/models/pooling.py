@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.attention.kernels import attend
-from vitrail.models.dense import Linear
 from vitrail.models.layers import Activation, make_mlp
+from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
 
 __all__ = ["AttentionPool", "FinalNorm", "Pool", "pool"]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionLayer, AttentionPositions
-from vitrail.models.dense import Linear
 from vitrail.models.layers import LayerScale, Mlp, StochasticDepth, SwiGlu, lecun_normal_, make_mlp
+from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
 from vitrail.models.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.pooling import AttentionPool, pool

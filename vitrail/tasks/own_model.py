@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.files import check_new_folder, replacing_folder
-from vitrail.models.lora import merged
+from vitrail.models.linear.lora import merged
 from vitrail.models.variants import ARCHITECTURES
 from vitrail.weights.bundle import Bundle, ImageLike, load_bundle, write_bundle
 

@@ -23,7 +23,7 @@ from vitrail.evaluation.evaluators import Together, evaluators_of
 from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compiled, compile_blocks, resolve_compile
 from vitrail.models.config import ModelConfig
-from vitrail.models.float8 import check_float8, use_float8
+from vitrail.models.linear.float8 import check_float8, use_float8
 from vitrail.models.variants import AnyConfig, build
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig

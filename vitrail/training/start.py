@@ -10,7 +10,7 @@ import torch
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, RunError, plural
-from vitrail.models.lora import Projection
+from vitrail.models.linear.lora import Projection
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.plain import from_plain, to_plain
 from vitrail.settings import above_zero, at_least, raise_problems

@@ -14,16 +14,16 @@ from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.adapt import adapted
-from vitrail.weights.bit import BIT, BIT_TORCH
 from vitrail.weights.bundle import Bundle, load_bundle, weights_sha256, write_bundle
-from vitrail.weights.google import BIG_VISION, GOOGLE
 from vitrail.weights.hub import download, looks_like_hub_name
-from vitrail.weights.huggingface import HUGGINGFACE
-from vitrail.weights.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
+from vitrail.weights.layouts.bit import BIT, BIT_TORCH
+from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
+from vitrail.weights.layouts.huggingface import HUGGINGFACE
+from vitrail.weights.layouts.layout import PRODUCER, Checkpoint, Description, Hints, Layout, assemble
+from vitrail.weights.layouts.timm import TIMM
+from vitrail.weights.layouts.torchvision import TORCHVISION
 from vitrail.weights.saved import check_model_folder, is_bundle
 from vitrail.weights.tensors import SUFFIXES, open_tensors
-from vitrail.weights.timm import TIMM
-from vitrail.weights.torchvision import TORCHVISION
 
 __all__ = ["LAYOUTS", "StartingModel", "convert", "load", "open_checkpoint", "resolve_model"]
 

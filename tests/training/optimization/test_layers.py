@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.layers import StochasticDepth
-from vitrail.models.lora import LowRank
+from vitrail.models.linear.lora import LowRank
 from vitrail.models.variants import AnyNetwork, create, variant_config
 from vitrail.training.optimization.layers import check_choice, choose_weights
 from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer

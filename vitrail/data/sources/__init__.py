@@ -13,11 +13,11 @@ from vitrail.data.sources.folder import FolderSource, class_folders, has_images
 from vitrail.data.sources.fractals import open_fractals
 from vitrail.data.sources.hub_data import open_hub_data
 from vitrail.data.sources.idx import IdxSource, find_idx
-from vitrail.data.sources.parquet import looks_like_parquet, open_parquet
-from vitrail.data.sources.shard_paths import looks_like_shards
-from vitrail.data.sources.shards import open_shards
-from vitrail.data.sources.table import SUFFIXES as TABLES
-from vitrail.data.sources.table import open_table, tables_in
+from vitrail.data.sources.shards.shard_paths import looks_like_shards
+from vitrail.data.sources.shards.shards import open_shards
+from vitrail.data.sources.tables.parquet import looks_like_parquet, open_parquet
+from vitrail.data.sources.tables.table import SUFFIXES as TABLES
+from vitrail.data.sources.tables.table import open_table, tables_in
 from vitrail.data.splits import SPLITS, Splits, check_classes, with_validation
 from vitrail.errors import ConfigError, DataError, nearest, plural
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from vitrail.data.source import Sample, Target, TargetKind
-from vitrail.data.sources.number_column import NumberColumns
+from vitrail.data.sources.tables.number_column import NumberColumns
 from vitrail.errors import DataError, UndecodableImage, plural
 
 __all__ = ["FileSource", "inode_of", "refuse_shared"]

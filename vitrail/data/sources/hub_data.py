@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitrail.data.sources.parquet import SUFFIX, ParquetFile, identity_of, open_files, split_choice
+from vitrail.data.sources.tables.parquet import SUFFIX, ParquetFile, identity_of, open_files, split_choice
 from vitrail.data.splits import SPLITS, Split, Splits, split_of
 from vitrail.errors import DataError, SaveError, listed, nearest
 from vitrail.files import cache_folder

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vitrail.models.attention.kernels import attend, attend_fused
 from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
-from vitrail.models.dense import Linear
-from vitrail.models.kernels import fuses
+from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.kernels import fuses
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.dense import Linear
+from vitrail.models.linear.dense import Linear
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig

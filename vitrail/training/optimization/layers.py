@@ -6,7 +6,7 @@ from torch import nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.layers import StochasticDepth
-from vitrail.models.lora import add_adapters, check_adapters
+from vitrail.models.linear.lora import add_adapters, check_adapters
 from vitrail.models.variants import AnyConfig, AnyNetwork
 from vitrail.training.start import StartConfig
 

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from vitrail.models.lora import LowRank
+from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
 from vitrail.settings import above_zero, at_least, below_one, named, one_of, raise_problems
 from vitrail.training.optimization.schedule import ScheduleName

@@ -1,0 +1,112 @@
+"""The tables of `vitrail evaluate`, as text."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import numpy as np
+from rich.console import Console, RenderableType
+
+from vitrail.cli.output.evaluate_tables import confusion_table, metrics_table, per_class_table, suite_table
+from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.truth import MultiLabels, SingleLabels
+from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult
+
+
+def shown(table: RenderableType) -> list[list[str]]:
+    """The words of each line."""
+    file = io.StringIO()
+    Console(file=file, width=200).print(table)
+    return [line.split() for line in file.getvalue().splitlines() if line.strip()]
+
+
+def predictions(labels: list[int], likeliest: list[int], classes: int) -> Predictions:
+    logits = np.eye(classes, dtype=np.float32)[likeliest]
+    names = tuple(f"c{number}" for number in range(classes))
+    keys = tuple(map(str, range(len(labels))))
+    return Predictions(
+        logits, SingleLabels(np.array(labels, np.int64), len(names)), keys, np.arange(len(labels)), names
+    )
+
+
+def of(labels: list[int], likeliest: list[int], classes: int) -> ClassificationReport:
+    return report(predictions(labels, likeliest, classes), bootstrap=0)
+
+
+def test_figures_have_a_row_each_and_counts_come_last() -> None:
+    rows = {
+        "validation": {"images": 5.0, "accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75},
+        "test": {"images": 1234.0, "accuracy": 0.125, "fewshot_10": 0.5, "fewshot_10_deviation": 0.01, "knn_7": 1.0,
+                 "knn_7_mean_average_precision": 0.5, "cross_entropy": 1.5},
+    }  # fmt: skip
+    assert shown(metrics_table(rows)) == [
+        ["validation", "test"],
+        shown(metrics_table(rows))[1],
+        ["accuracy", "50.00%", "(25.00%", "to", "75.00%)", "12.50%"],
+        ["fewshot,", "10", "shots", "50.00%", "±", "1.00%"],
+        ["knn,", "k", "=", "7", "100.00%"],
+        ["knn,", "k", "=", "7,", "mean", "average", "precision", "50.00%"],
+        ["cross-entropy,", "nats", "1.5000"],
+        ["images", "5", "1,234"],
+    ]
+
+
+def test_of_several_labels_accuracy_is_called_what_it_is() -> None:
+    lines = shown(metrics_table({"test": {"accuracy": 0.5, "exact_match": 0.25, "micro_f1": 0.75}}))
+    assert [" ".join(line) for line in lines[2:]] == [
+        "likeliest class is a label 50.00%", "all labels right 25.00%", "F1 over all answers 75.00%",
+    ]  # fmt: skip
+    targets = np.array([[1, 1], [0, 1]], np.uint8)
+    several = replace(predictions([0, 1], [0, 1], 2), truth=MultiLabels(targets), scores="sigmoid")
+    heads = " ".join(shown(per_class_table("test", report(several, bootstrap=0)))[0])
+    assert "recall precision F1 average precision" in heads and "accuracy" not in heads
+
+
+def test_the_least_accurate_class_comes_first() -> None:
+    lines = shown(per_class_table("test", of([0, 0, 1, 1, 2], [0, 1, 1, 1, 0], 3)))
+    assert [line[:4] for line in lines[2:]] == [
+        ["c2", "1", "0", "0.00%"],
+        ["c0", "2", "2", "50.00%"],
+        ["c1", "2", "3", "100.00%"],
+    ]
+
+
+def test_a_small_confusion_matrix_is_shown_whole() -> None:
+    lines = shown(confusion_table("test", of([0, 0, 1, 3], [0, 3, 1, 0], 5), tuple("abcde")))
+    assert lines[0] == ["test:", "true", "class", "0", "1", "3"]
+    assert lines[2:] == [["0", "a", "1", ".", "1"], ["1", "b", ".", "1", "."], ["3", "d", "1", ".", "."]]
+
+
+def test_of_a_large_one_the_most_confused_pairs_are_shown() -> None:
+    labels = [number for number in range(30) for _ in range(4)]
+    likeliest = [label if copy else (label + 1) % 30 for label in range(30) for copy in range(4)]
+    likeliest[5] = 9  # of class 1, besides the one that is taken for 2
+    likeliest[6] = 9
+    lines = shown(confusion_table("test", of(labels, likeliest, 30), tuple(f"c{n}" for n in range(30))))
+    assert lines[2] == ["c1", "c9", "2", "50.00%"]
+    assert lines[3] == ["c0", "c1", "1", "25.00%"]
+    assert len(lines) == 23 and " ".join(lines[-1]) == "and 11 pairs that are confused no more often"
+
+
+def test_a_suite_has_means_that_say_of_how_many_tasks() -> None:
+    tasks = [SuiteTask("one", "first"), SuiteTask("two", "first"), SuiteTask("[three]", "second")]
+    result = SuiteResult(
+        Suite("both", tuple(tasks)),
+        (
+            TaskResult(tasks[0], {"linear": 0.5, "images": 7.0, "linear_penalty": 1.0}),
+            TaskResult(tasks[1], reason="not there"),
+            TaskResult(tasks[2], {"linear": 0.75, "knn_5": 0.25}),
+        ),
+    )
+    lines = [line for line in shown(suite_table(result)) if not line[0].startswith("─")]
+    assert lines == [
+        ["both", "linear", "knn,", "k", "=", "5"],
+        ["one", "50.00%", "-"],
+        ["two", "-", "-"],
+        ["mean", "of", "first", "50.00%", "(1", "of", "2)", "-"],
+        ["[three]", "75.00%", "25.00%"],
+        ["mean", "of", "second", "75.00%", "25.00%"],
+        ["mean", "of", "3", "tasks", "62.50%", "(2", "of", "3)", "25.00%", "(1", "of", "3)"],
+    ]

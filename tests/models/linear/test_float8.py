@@ -1,0 +1,198 @@
+"""Products in 8 bits: exact on rounded factors, errors within the digits, and a network that learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import vitrail
+from vitrail.errors import ConfigError
+from vitrail.machine import resolve_precision
+from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.float8 import check_float8, float8_linear, use_float8
+from vitrail.models.linear.kernels import linear
+from vitrail.models.predictor import Predictor
+from vitrail.models.variants import variant_config
+from vitrail.models.vit import VisionTransformer
+
+
+def works() -> bool:
+    try:
+        return resolve_precision("float8", torch.device("cpu")) == "float8"
+    except ConfigError:
+        return False
+
+
+needs_float8 = pytest.mark.skipif(not works(), reason="this CPU build of PyTorch has no products in 8 bits")
+
+E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def rounded(x: Tensor, format: tuple[torch.dtype, float]) -> Tensor:  # noqa: A002
+    """What is left of a tensor in 8 bits whose largest number is that of `x`, in float64."""
+    dtype, largest = format
+    unit = x.detach().float().abs().max() / largest
+    return (x.detach().float() / unit).to(dtype).double() * unit.double()
+
+
+def assert_product(found: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None, digits: int = 8) -> None:
+    """That `found` is `a b`, exact but for sums in float32 and one rounding to so many digits (a bias may cost one)."""
+    exact = a @ b if added is None else a @ b + added.double()
+    sums = a.abs() @ b.abs() + (0 if added is None else added.double().abs())
+    allowed = exact.abs() * 2.0**-digits + sums * a.shape[-1] * 2.0**-22
+    assert bool(((found.double() - exact).abs() <= allowed).all())
+
+
+@needs_float8
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.lists(st.integers(1, 7), min_size=1, max_size=2), inputs=st.integers(1, 3), outputs=st.integers(1, 3),
+    bias=st.booleans(), scale=st.sampled_from([1e-6, 1.0, 1e4]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_products_are_exact_on_what_rounding_leaves(
+    rows: list[int], inputs: int, outputs: int, bias: bool, scale: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layer = Linear(16 * inputs, 16 * outputs, bias=bias)
+    x = (scale * torch.randn(*rows, 16 * inputs)).requires_grad_()
+    upstream = (scale * torch.randn(*rows, 16 * outputs)).bfloat16()
+    with autocast():
+        found = float8_linear(x, layer.weight, layer.bias)
+    assert found.dtype == torch.bfloat16 and found.shape == upstream.shape
+    a, w = rounded(x.flatten(0, -2), E4M3), rounded(layer.weight, E4M3)
+    assert_product(found.flatten(0, -2), a, w.T, None if layer.bias is None else layer.bias.detach().bfloat16())
+    gradients = torch.autograd.grad(found, [x, *layer.parameters()], upstream)
+    g = rounded(upstream.flatten(0, -2), E5M2)
+    assert_product(gradients[0].flatten(0, -2), g, w)
+    assert_product(gradients[1], g.T, a, digits=22)
+    if bias:
+        torch.testing.assert_close(gradients[2], upstream.flatten(0, -2).float().sum(0))
+    for gradient, target in zip(gradients, [x, *layer.parameters()], strict=True):
+        assert gradient.dtype == target.dtype and gradient.shape == target.shape
+
+
+@needs_float8
+def test_errors_stay_within_the_formats_digits() -> None:
+    """A factor in e4m3 has 4 digits, in e5m2 3: 0.026 and 0.053 of a uniform mantissa's norm, by their mean square."""
+    torch.manual_seed(0)
+    layer, x = Linear(256, 128), torch.randn(5, 37, 256, requires_grad=True)
+    upstream = torch.randn(5, 37, 128).bfloat16()
+    exact = F.linear(x, layer.weight, layer.bias)
+    expected = torch.autograd.grad(exact, [x, layer.weight], upstream.float())
+    with autocast():
+        found = float8_linear(x, layer.weight, layer.bias)
+    ours = torch.autograd.grad(found, [x, layer.weight], upstream)
+    assert 0.01 < (found - exact).norm() / exact.norm() < 0.05
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert 0.02 < (mine - theirs).norm() / theirs.norm() < 0.08
+
+
+@needs_float8
+@pytest.mark.parametrize("value", [0.0, 3e38, float("nan")])
+def test_numbers_at_the_ends(value: float) -> None:
+    x, weight = torch.full((3, 16), value), torch.randn(16, 16, requires_grad=True)
+    with autocast():
+        found = float8_linear(x, weight / weight.abs().sum(), None)
+    assert found.isnan().all() if value != value else found.isfinite().all()
+    assert value or not found.any()
+
+
+def test_without_gradients_or_autocast_nothing_changes() -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(32, 16), torch.randn(3, 32)
+    assert torch.equal(float8_linear(x, layer.weight, layer.bias), layer(x))
+    with autocast(), torch.no_grad():
+        assert torch.equal(float8_linear(x, layer.weight, layer.bias), linear(x, layer.weight, layer.bias))
+
+
+def network(**fields: Any) -> VisionTransformer:
+    torch.manual_seed(4)
+    sizes = {"width": 48, "depth": 3, "heads": 3, "mlp_width": 80, "num_classes": 4}
+    return vitrail.create("ViT-Pico/7", image_size=(35, 21), **{**sizes, **fields})
+
+
+def test_layers_of_blocks_whose_sides_fit_are_taken() -> None:
+    made = network()
+    assert use_float8(made) == 12
+    assert made.head is not None and made.head.product is linear
+    assert use_float8(network(mlp_width=84)) == 6, "84 is no multiple of 16, so MLPs stay as they are"
+    assert use_float8(network(width=32, heads=2, mlp_width=24, activation="swiglu")) == 9, "up has 48 outputs then"
+
+
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R50x1"])
+def test_a_network_without_such_layers_is_refused(variant: str) -> None:
+    fields = {"width": 24, "heads": 2, "mlp_width": 40} if variant.startswith("ViT") else {}
+    with pytest.raises(ConfigError, match=r"^precision='float8' needs dense layers in a transformer's blocks .* none"):
+        check_float8(variant_config(variant, image_size=224, **fields))
+    check_float8(variant_config("R50+ViT-B/16"))
+
+
+@needs_float8
+@pytest.mark.parametrize(("fields", "products"), [({}, 13), ({"pool": "gap"}, 12), ({"activation": "swiglu"}, 13)])
+def test_every_such_layer_trains_in_8_bits(
+    fields: dict[str, Any], products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a class token the last block's queries are a product of their own."""
+    made, calls, product = network(**fields), [], torch._scaled_mm
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(args[0].dtype)
+        return product(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", counted)
+    use_float8(made)
+    with autocast():
+        logits = made(torch.randn(2, 3, 35, 21))
+    assert calls == products * [torch.float8_e4m3fn]
+    logits.float().square().sum().backward()
+    assert calls[products:] == 2 * products * [torch.float8_e5m2]
+    calls.clear()
+    Predictor(made, "bf16").logits(torch.randn(2, 3, 35, 21))
+    assert not calls, "predictions are in the precision that they were asked for"
+
+
+@needs_float8
+def test_a_network_learns_as_in_bf16() -> None:
+    images = torch.randn(12, 3, 35, 21, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(12) % 4
+    ends = {}
+    for name in ("bf16", "float8"):
+        made = network()
+        if name == "float8":
+            use_float8(made)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=4e-3, weight_decay=0.0)
+        losses = []
+        for _ in range(15):
+            with autocast():
+                loss: Any = F.cross_entropy(made(images).float(), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert all(parameter.dtype == torch.float32 for parameter in made.parameters())
+        assert losses[0] == pytest.approx(1.386, abs=0.01)
+        ends[name] = losses[-1]
+    assert ends["bf16"] < 0.5 and ends["float8"] < 0.6
+
+
+def test_a_device_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("only on devices with compute capability >= 8.9\nand more")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    with pytest.raises(ConfigError) as caught:
+        resolve_precision("float8", torch.device("cpu"))
+    assert str(caught.value) == (
+        "precision='float8' needs CUDA of compute capability 8.9 or more, and the device 'cpu' cannot multiply 8-bit "
+        "numbers (only on devices with compute capability >= 8.9); choices: 'auto', 'bf16', 'float32'"
+    )

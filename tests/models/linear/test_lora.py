@@ -1,0 +1,240 @@
+"""Adapters start as nothing, change the rows they are named after and no others, and leave a plain network."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+from vitrail.errors import ConfigError
+from vitrail.models.compiled import compile_blocks
+from vitrail.models.linear.kernels import ONEDNN
+from vitrail.models.linear.lora import LowRank, Projection, add_adapters, check_adapters, merged
+from vitrail.models.predictor import Predictor
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.variants import create
+from vitrail.models.vit import VisionTransformer, ViTConfig
+
+NAMES = get_args(Projection)
+
+
+def adapters_of(network: nn.Module) -> dict[str, LowRank]:
+    return {name: part for name, part in network.named_modules() if isinstance(part, LowRank)}
+
+
+@torch.no_grad()
+def learn(network: nn.Module, std: float = 0.3) -> None:
+    """Gives every adapter factors that are not 0, the same in every network."""
+    for number, adapter in enumerate(adapters_of(network).values()):
+        generator = torch.Generator().manual_seed(number)
+        adapter.a.normal_(std=std, generator=generator)
+        adapter.b.normal_(std=std, generator=generator)
+
+
+def images_of(network: VisionTransformer, batch: int = 3) -> Tensor:
+    config = network.config
+    return torch.randn(batch, config.channels, *config.image_size, generator=torch.Generator().manual_seed(7))
+
+
+def predict(network: VisionTransformer, images: Tensor) -> Tensor:
+    """As evaluation does. PyTorch chooses some kernels by whether a weight wants a gradient: none does."""
+    network.requires_grad_(False)
+    return Predictor(network).logits(images).clone()
+
+
+@given(
+    fields=st.data(),
+    names=st.lists(st.sampled_from(NAMES), min_size=1, unique=True),
+    rank=st.integers(1, 5),
+    alpha=st.floats(0.25, 8),
+)
+@settings(max_examples=25)
+def test_it_starts_as_the_model_and_ends_as_a_plain_network(
+    fields: st.DataObject,
+    names: list[Projection],
+    rank: int,
+    alpha: float,
+    configs: st.SearchStrategy[dict[str, Any]],
+    randomised: Callable[[ViTConfig], VisionTransformer],
+) -> None:
+    network = randomised(ViTConfig(**fields.draw(configs)))
+    images, plain = images_of(network), set(network.state_dict())
+    before = predict(network, images)
+    add_adapters(network, rank=rank, alpha=alpha, names=names)
+    assert torch.equal(predict(network, images), before), "B is 0"
+    learn(network)
+    after = merged(network)
+    assert set(after.state_dict()) == plain and not adapters_of(after)
+    assert torch.equal(predict(after, images), predict(network, images))
+    with torch.no_grad():  # where nothing is made once for all calls
+        torch.testing.assert_close(after(images), network(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("names", [("query", "value"), ("key",), ("value", "key"), ("out",), ("up", "down"), NAMES])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_rows_that_are_named_change_as_the_formula_says(
+    names: tuple[Projection, ...],
+    activation: str,
+    small: Callable[..., ViTConfig],
+    randomised: Callable[[ViTConfig], VisionTransformer],
+) -> None:
+    network = randomised(small(activation=activation))
+    before = {name: tensor.double() for name, tensor in network.state_dict().items()}
+    add_adapters(network, rank=2, alpha=3.0, names=names)
+    learn(network)
+    expected, width = dict(before), network.config.width
+    for path, adapter in adapters_of(network).items():
+        weight = path.removesuffix(".adapter") + ".weight"
+        change = expected[weight].clone()
+        own = [name for name in ("query", "key", "value") if name in names] if "qkv" in path else ["all"]
+        assert len(adapter.a) == len(own)
+        for name, a, b in zip(own, adapter.a.double(), adapter.b.double(), strict=True):
+            first = ("query", "key", "value").index(name) * width if name != "all" else 0
+            change[first : first + len(b)] += 3.0 / 2 * b @ a
+        expected[weight] = change.detach()
+    changed = {name for name in before if not torch.equal(before[name], expected[name])}
+    assert len(changed) == 3 * len({"qkv" if name in ("query", "key", "value") else name for name in names})
+    for name, tensor in merged(network).state_dict().items():
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_the_first_factor_is_random_and_of_unit_gain() -> None:
+    torch.manual_seed(0)
+    adapter = LowRank(torch.zeros(30, 200), rank=50, alpha=1.0)
+    assert not adapter.b.any()
+    assert float(adapter.a.detach().std()) == pytest.approx(200**-0.5, rel=0.02)
+
+
+def test_gradients_are_those_of_the_factors(
+    small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
+) -> None:
+    """With respect to B and A, by the chain rule from the gradient that the merged weight has."""
+    network = randomised(small())
+    add_adapters(network, rank=2, alpha=4.0, names=("value", "up"))
+    learn(network)
+    plain = merged(network)
+    for one in (network, plain):
+        one(images_of(network)).square().sum().backward()
+    weights = dict(plain.named_parameters())
+    for path, adapter in adapters_of(network).items():
+        gradient = weights[path.removesuffix(".adapter") + ".weight"].grad
+        assert gradient is not None and adapter.a.grad is not None and adapter.b.grad is not None
+        rows = gradient[-len(adapter.b[0]) :]  # values are the last third of the rows
+        torch.testing.assert_close(adapter.b.grad[0], 2 * rows @ adapter.a[0].T, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(adapter.a.grad[0], 2 * adapter.b[0].T @ rows, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not ONEDNN, reason="this build of torch has no dense layer of oneDNN")
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+def test_in_bf16_the_change_of_a_weight_is_not_rounded_before_it_is_added(
+    pool: str, small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
+) -> None:
+    """So the fused products see what the merged weight would have them see, bit by bit."""
+    network = randomised(small(pool=pool))
+    add_adapters(network, rank=3, alpha=3.0, names=NAMES)
+    learn(network)
+    plain = merged(network)
+    images = images_of(network)
+    logits = []
+    for one in (network, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits.append(one(images))
+        assert torch.equal(Predictor(one, "bf16").logits(images), logits[-1]), "weights converted once"
+    assert torch.equal(*logits)
+
+
+def test_weights_are_frozen_as_adapted(
+    small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
+) -> None:
+    network = randomised(small())
+    add_adapters(network, rank=2, alpha=2.0, names=("out",))
+    learn(network)
+    layer = network.blocks[1].attention.out
+    expected = layer.operand.detach().clone()
+    assert not torch.equal(expected, layer.weight)
+    frozen = copy.deepcopy(layer)
+    frozen.freeze(torch.bfloat16)
+    assert torch.equal(frozen.operand, expected.bfloat16()) and frozen.adapter is None
+    assert torch.equal(layer.operand, expected)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("types_unchecked", "fresh_compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_adapted_blocks_still_share_a_graph(
+    small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
+) -> None:
+    count = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Callable[..., Any]:
+        nonlocal count
+        count += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    networks = [randomised(small(depth=10, pool="gap")).requires_grad_(False) for _ in range(2)]
+    for network in networks:
+        add_adapters(network, rank=2, alpha=4.0, names=("query", "value", "down"))
+        learn(network)
+    plain, compiled = networks
+    compile_blocks(compiled, "on", backend=backend)
+    for network in networks:
+        network(images_of(network)).square().sum().backward()
+    # One for the first block, which no gradient leaves at the bottom, and one for all others.
+    assert count <= 2
+    for name, adapter in adapters_of(plain).items():
+        found = adapters_of(compiled)[name]
+        torch.testing.assert_close(found.a.grad, adapter.a.grad, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found.b.grad, adapter.b.grad, rtol=1e-3, atol=1e-4)
+
+
+CHOICES = "choices: 'query', 'key', 'value', 'out', 'up', 'down'"
+
+
+@pytest.mark.parametrize(
+    ("names", "rank", "message"),
+    [
+        (("query", "fc1"), 2, f"lora_on has 'fc1', which matches no weight; {CHOICES}"),
+        ((), 2, f"lora_on=() names no weight to adapt; {CHOICES}"),
+        (("query",), 0, "lora_rank=0 is less than 1"),
+    ],
+)
+def test_names_that_match_nothing_are_refused_with_the_choices(
+    names: tuple[str, ...], rank: int, message: str, small: Callable[..., ViTConfig], types_unchecked: None
+) -> None:
+    network = VisionTransformer(small())
+    with pytest.raises(ConfigError) as caught:
+        add_adapters(network, rank=rank, alpha=1.0, names=names)  # type: ignore[arg-type]
+    assert str(caught.value) == message and not adapters_of(network)
+
+
+def test_a_resnet_is_refused() -> None:
+    message = "lora_rank=4: LoRA adapts a transformer's blocks, and a ResNet has none; leave it out"
+    with pytest.raises(ConfigError) as caught:
+        check_adapters(ResNetConfig(), 4, ("query",))
+    assert str(caught.value) == message
+    with torch.device("meta"):
+        network = create("BiT-R26x1", num_classes=3, image_size=40)
+    with pytest.raises(ConfigError, match="a ResNet has none"):
+        add_adapters(network, rank=4, alpha=1.0, names=("query",))
+
+
+def test_merging_without_adapters_shares_every_tensor(small: Callable[..., ViTConfig]) -> None:
+    network = VisionTransformer(small()).eval()
+    plain = merged(network)
+    assert not plain.training and plain is not network
+    for name, tensor in network.state_dict().items():
+        assert plain.state_dict()[name].data_ptr() == tensor.data_ptr()

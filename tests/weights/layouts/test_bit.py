@@ -1,0 +1,91 @@
+"""Big Transfer's npz and its PyTorch state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.errors import BundleError
+from vitrail.models.resnet import ResNetConfig
+from vitrail.weights.layouts.bit import BIT, BIT_TORCH
+from vitrail.weights.load import load
+from vitrail.weights.tensors import open_tensors
+
+Write = Callable[..., Path]
+
+
+def npz_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The state of BiT's PyTorch code as its npz has it (paper.md section 6), by rules of its own."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 4:
+            tensor = tensor.transpose(2, 3, 1, 0)
+        new = name.replace("root.conv.weight", "resnet/root_block/standardized_conv2d/kernel")
+        new = new.replace("head.conv.weight", "resnet/head/conv2d/kernel").replace(
+            "head.conv.bias", "resnet/head/conv2d/bias"
+        )
+        new = new.replace("head.gn.", "resnet/group_norm/")
+        new = re.sub(r"body\.(block\d)\.(unit\d\d)\.", r"resnet/\1/\2/", new)
+        for number, letter in zip("123", "abc", strict=True):
+            new = new.replace(f"/conv{number}.weight", f"/{letter}/standardized_conv2d/kernel")
+            new = new.replace(f"/gn{number}.", f"/{letter}/group_norm/")
+        new = new.replace("/downsample.weight", "/a/proj/standardized_conv2d/kernel")
+        new = re.sub(r"(group_norm/)weight$", r"\1gamma", new)
+        found[re.sub(r"(group_norm/)bias$", r"\1beta", new)] = tensor
+    return found
+
+
+def test_the_npz_gives_the_same_outputs(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    reference = golden("bit_torch_small")
+    path = write_file(npz_names(reference.tensors), tmp_path / "x.npz")
+    bundle = load(path, device="cpu", image_size=(64, 96))
+    assert reference.difference(bundle) < 1e-5 and bundle.provenance["layout"] == "bit"
+    assert bundle.network.config == ResNetConfig(image_size=(64, 96), depths=(1, 1, 1, 1), num_classes=7)
+    assert bundle.preprocess.resize == "squash" and bundle.preprocess.mean == (0.5,)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
+def test_the_state_of_its_pytorch_code(
+    suffix: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    reference = golden("bit_torch_small")
+    path = write_file(reference.tensors, tmp_path / f"x{suffix}")
+    bundle = load(path, device="cpu")
+    assert reference.difference(bundle) < 1e-5 and bundle.provenance["layout"] == "bit-torch"
+
+
+def test_names_and_shapes_as_the_code_writes_them(
+    golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    reference = golden("bit_torch_small")
+    bundle = load(write_file(reference.tensors, tmp_path / "x.pth"), device="cpu")
+    BIT_TORCH.write(bundle, tmp_path / "out.pth")
+    BIT.write(bundle, tmp_path / "out.npz")
+    for path, expected in (("out.pth", reference.tensors), ("out.npz", npz_names(reference.tensors))):
+        file = open_tensors(tmp_path / path)
+        assert set(file.shapes) == set(expected)
+        for name, array in expected.items():
+            assert torch.equal(file.read(name), torch.from_numpy(np.ascontiguousarray(array))), name
+
+
+def test_other_suffixes_are_refused(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    bundle = load(write_file(golden("bit_torch_small").tensors, tmp_path / "x.pth"), device="cpu")
+    with pytest.raises(BundleError, match=r"the file name must end in \.npz"):
+        BIT.write(bundle, tmp_path / "out.pth")
+    with pytest.raises(BundleError, match=r"the file name must end in \.pth or \.pt or \.bin"):
+        BIT_TORCH.write(bundle, tmp_path / "out.npz")
+
+
+def test_depths_are_counted(random_bundle: Callable[..., Any], tmp_path: Path) -> None:
+    config = ResNetConfig(image_size=(9, 17), depths=(2, 11, 1), width=32, num_classes=0)
+    for layout, path in ((BIT, tmp_path / "x.npz"), (BIT_TORCH, tmp_path / "x.pth")):
+        layout.write(random_bundle(config), path)
+        assert load(path, device="cpu", image_size=(9, 17)).network.config == config
+        bundle = load(path, device="cpu", num_classes=4)
+        assert bundle.network(torch.zeros(1, 3, 33, 31)).shape == (1, 4)

@@ -1,0 +1,208 @@
+"""Files of the original code, in every form that they were published in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.errors import BundleError
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
+from vitrail.weights.load import load
+from vitrail.weights.tensors import open_tensors
+
+Write = Callable[..., Path]
+Arrays = dict[str, np.ndarray]
+
+NAMES = ["google_vit_token", "google_vit_gap", "google_hybrid", "bigvision_gap_sincos", "bigvision_map"]
+OLD = {
+    "MultiHeadDotProductAttention_0/": "MultiHeadDotProductAttention_1/",
+    "LayerNorm_1/": "LayerNorm_2/",
+    "MlpBlock_0/": "MlpBlock_3/",
+}
+
+
+def old_names(tensors: Arrays) -> Arrays:
+    """As flax numbered the parts of a block at first: one count for all kinds."""
+
+    def rename(name: str) -> str:
+        if "encoderblock" in name:
+            for new, old in OLD.items():
+                name = name.replace(new, old)
+        return name
+
+    return {rename(name): tensor for name, tensor in tensors.items()}
+
+
+def scanned(tensors: Arrays) -> Arrays:
+    """All blocks stacked along a first axis."""
+    prefix = "Transformer/encoderblock_"
+    depth = 1 + max(int(name.removeprefix(prefix).split("/")[0]) for name in tensors if name.startswith(prefix))
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    for name in [name.removeprefix(f"{prefix}0/") for name in tensors if name.startswith(f"{prefix}0/")]:
+        rest[f"Transformer/encoderblock/{name}"] = np.stack(
+            [tensors[f"{prefix}{layer}/{name}"] for layer in range(depth)]
+        )
+    return rest
+
+
+def wide_norms(tensors: Arrays) -> Arrays:
+    """Group norms of (1, 1, 1, channels), as the published hybrids have."""
+    return {name: tensor[None, None, None] if "gn" in name else tensor for name, tensor in tensors.items()}
+
+
+FORMS: dict[str, Callable[[Arrays], Arrays]] = {
+    "old names": old_names,
+    "params": lambda tensors: {f"params/{name}": tensor for name, tensor in tensors.items()},
+    "opt/target": lambda tensors: {f"opt/target/{name}": tensor for name, tensor in tensors.items()},
+    "params/img": lambda tensors: {f"params/img/{name}": tensor for name, tensor in tensors.items()},
+    "opt/target/img": lambda tensors: {f"opt/target/img/{name}": tensor for name, tensor in tensors.items()},
+    "wide norms": wide_norms,
+    "scanned": scanned,
+    "scanned, params, old": lambda tensors: {f"params/{n}": t for n, t in old_names(scanned(tensors)).items()},
+    "float64": lambda tensors: {name: tensor.astype(np.float64) for name, tensor in tensors.items()},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_form_gives_the_reference_outputs(
+    name: str, form: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    reference = golden(name)
+    path = write_file(FORMS[form](reference.tensors), tmp_path / "x.npz")
+    bundle = load(path, device="cpu", image_size=reference.image_size)
+    assert reference.difference(bundle) < 1e-5
+    assert bundle.provenance["layout"] == ("big-vision" if name.startswith("bigvision") else "google")
+    for parameter in bundle.network.parameters():  # no row keeps the whole stack in memory
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def test_a_class_token_added_after_the_positions(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    reference = golden("google_vit_token")
+    tensors = dict(reference.tensors)
+    positions = tensors.pop("Transformer/posembed_input/pos_embedding")
+    tensors["cls"], tensors["pos_embedding"] = tensors["cls"] + positions[:, :1], positions[:, 1:]
+    bundle = load(write_file(tensors, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
+    assert reference.difference(bundle) < 1e-5 and bundle.provenance["layout"] == "big-vision"
+    config = bundle.network.config
+    assert isinstance(config, ViTConfig) and (config.pool, config.positions_cover) == ("cls", "patches")
+
+
+def test_half_precision(golden: Callable[..., Any], tmp_path: Path) -> None:
+    reference = golden("google_vit_token")
+    halves = {name: tensor.astype(np.float16) for name, tensor in reference.tensors.items()}
+    np.savez(tmp_path / "half.npz", **halves)
+    brains = {
+        name: torch.from_numpy(tensor).bfloat16().view(torch.int16).numpy().view("V2")
+        for name, tensor in reference.tensors.items()
+    }
+    np.savez(tmp_path / "brain.npz", **brains)  # type: ignore[arg-type]
+    assert 0 < reference.difference(load(tmp_path / "half.npz", device="cpu", image_size=(32, 48))) < 1e-2
+    assert 0 < reference.difference(load(tmp_path / "brain.npz", device="cpu", image_size=(32, 48))) < 1e-1
+
+
+def test_what_is_not_the_image_networks_is_left_out(
+    golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    reference = golden("bigvision_map")
+    tensors = FORMS["params/img"](reference.tensors)
+    tensors |= {"params/txt/Embed_0/embedding": np.zeros((9, 8), np.float32), "params/t": np.zeros(1, np.float32)}
+    bundle = load(write_file(tensors, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
+    assert reference.difference(bundle) < 1e-5
+    assert "2 tensors do not belong to the image network and were skipped" in bundle.notes
+
+
+def test_each_has_its_preprocessing(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    for name, resize, share in (("google_vit_gap", "squash", 1.0), ("bigvision_map", "crop", 0.875)):
+        path = write_file(golden(name).tensors, tmp_path / f"{name}.npz")
+        preprocess = load(path, device="cpu", image_size=(32, 48)).preprocess
+        assert (preprocess.resize, preprocess.crop_share, preprocess.interpolation) == (resize, share, "bilinear")
+        assert (preprocess.mean, preprocess.std) == ((0.5,), (0.5,))
+
+
+def test_the_original_arithmetic(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    path = write_file(golden("google_vit_token").tensors, tmp_path / "x.npz")
+    config = load(path, device="cpu", image_size=(32, 48)).network.config
+    assert config == ViTConfig(
+        image_size=(32, 48), patch_size=(8, 8), width=64, depth=2, heads=4, mlp_width=128, num_classes=7,
+        head_hidden=48, activation="gelu-tanh",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [None, (64, 64), (64,)])
+def test_a_file_that_does_not_say_its_heads(
+    shape: Any, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    name = "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel"
+    tensors = {key: tensor for key, tensor in golden("google_vit_gap").tensors.items() if key != name}
+    if shape:
+        tensors[name] = np.zeros(shape, np.float32)
+    path = write_file(tensors, tmp_path / "x.npz")
+    with pytest.raises(BundleError, match=rf"x\.npz has no {name} of \(width, heads, channels\), which says how many"):
+        load(path, device="cpu", image_size=(32, 48))
+
+
+@pytest.mark.parametrize("cover", ["class", "all", "patches"])
+@pytest.mark.parametrize("layout", [GOOGLE, BIG_VISION], ids=lambda layout: layout.name)
+def test_positions_of_other_tokens_are_moved(
+    layout: Any, cover: Any, random_bundle: Callable[..., Bundle], tmp_path: Path
+) -> None:
+    config = ViTConfig(
+        image_size=(12, 10), patch_size=(4, 5), width=12, depth=1, heads=3, mlp_width=20, num_classes=2,
+        activation="gelu-tanh", positions_cover=cover,
+    )  # fmt: skip
+    bundle = random_bundle(config)
+    layout.write(bundle, tmp_path / "x.npz")
+    again = load(tmp_path / "x.npz", device="cpu", image_size=(12, 10))
+    images = torch.randn(3, 3, 12, 10)
+    with torch.inference_mode():
+        torch.testing.assert_close(again.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
+    name = "Transformer/posembed_input/pos_embedding" if layout is GOOGLE else "pos_embedding"
+    assert open_tensors(tmp_path / "x.npz").shapes[name] == (1, 7 if layout is GOOGLE else 6, 12)
+
+
+def test_names_and_shapes_as_the_code_writes_them(
+    golden: Callable[..., Any], tmp_path: Path, write_file: Write
+) -> None:
+    for name, layout in (("google_hybrid", GOOGLE), ("google_vit_token", GOOGLE), ("bigvision_map", BIG_VISION)):
+        reference = golden(name)
+        source = write_file(reference.tensors, tmp_path / f"{name}.npz")
+        layout.write(load(source, device="cpu", image_size=reference.image_size), tmp_path / "out.npz")
+        written = dict(np.load(tmp_path / "out.npz"))
+        assert set(written) == set(reference.tensors)
+        for key, array in reference.tensors.items():
+            assert written[key].dtype == np.float32
+            np.testing.assert_array_equal(written[key], array)
+
+
+def test_big_visions_first_names(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
+    """Positions in the encoder, and the parts of attention pooling at the top."""
+    reference = golden("bigvision_map")
+    old = {name.removeprefix("MAPHead_0/"): tensor for name, tensor in reference.tensors.items()}
+    old["Transformer/pos_embedding"] = old.pop("pos_embedding")
+    bundle = load(write_file(old, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
+    assert bundle.provenance["layout"] == "big-vision" and bundle.network.config.pool == "map"
+    torch.testing.assert_close(bundle.network(reference.images), reference.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["pos_embedding", "Transformer/pos_embedding"])
+def test_big_visions_positions_with_one_for_the_class_token(
+    name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    """25 positions are 24 and the class token's for an image of 4 x 6 patches, although they would make a square."""
+    reference = golden("google_vit_token")
+    old = dict(reference.tensors)
+    old[name] = old.pop("Transformer/posembed_input/pos_embedding")
+    bundle = load(write_file(old, tmp_path / "x.npz"), device="cpu", image_size=reference.image_size)
+    assert bundle.provenance["layout"] == "big-vision" and bundle.network.config.positions_cover == "class"
+    torch.testing.assert_close(bundle.network(reference.images), reference.logits, atol=1e-4, rtol=0)
+    squares = {**old, name: np.concatenate([old[name], old[name]], axis=1)[:, :37]}
+    config = load(write_file(squares, tmp_path / "y.npz"), device="cpu").network.config
+    assert config.positions_cover == "class" and config.grid == (6, 6)

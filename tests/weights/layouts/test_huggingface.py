@@ -1,0 +1,755 @@
+"""Folders of transformers: read as the library computes them, written as it reads them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import BundleError, ConfigError
+from vitrail.models.resnet import ResNet, ResNetConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.huggingface import HUGGINGFACE
+from vitrail.weights.layouts.layout import Checkpoint
+from vitrail.weights.load import convert, load
+from vitrail.weights.tensors import open_tensors
+
+Make = Callable[..., Bundle]
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SQUASH = {
+    "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": {"height": 32, "width": 48}, "resample": 2,
+    "do_rescale": True, "rescale_factor": 0.00392156862745098, "do_normalize": True, "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}  # fmt: skip
+"""As vit-base-patch16-224 has it, for images of 32 x 48."""
+CUT = {
+    "image_processor_type": "BitImageProcessor", "crop_size": {"height": 224, "width": 224}, "do_center_crop": True,
+    "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3,
+    "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "size": {"shortest_edge": 256},
+    "rescale_factor": 0.00392156862745098,
+}  # fmt: skip
+"""As dinov2-base has it."""
+REFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hf_vit": ({"model_type": "vit", **SHAPE, "image_size": [32, 48], "patch_size": 8}, SQUASH),
+    "hf_vit_hub": ({"model_type": "vit", **SHAPE, "image_size": [32, 48], "patch_size": 8}, SQUASH),
+    "hf_dinov2": ({"model_type": "dinov2", **SHAPE, "image_size": 32, "patch_size": 8}, CUT),
+}
+"""`config.json` and `preprocessor_config.json` of each golden file."""
+
+VIT: dict[str, Any] = {"position_resize": "bicubic"}
+DINOV2: dict[str, Any] = {
+    "image_size": (28, 28), "patch_size": (7, 7), "mlp_width": 48, "layer_scale": 1.0, "pool": "cls+gap",
+    "position_resize": "bicubic",
+}  # fmt: skip
+REGISTERS: dict[str, Any] = {**DINOV2, "registers": 3, "position_resize": "bicubic-antialias"}
+SWIGLU: dict[str, Any] = {**DINOV2, "activation": "swiglu", "mlp_width": 32}
+KINDS: dict[str, dict[str, Any]] = {
+    "vit": VIT,
+    "vit, square": {**VIT, "image_size": (20, 20), "patch_size": (5, 5)},
+    "vit, its epsilon, no bias": {**VIT, "norm_eps": 1e-12, "qkv_bias": False},
+    "vit, tanh": {**VIT, "activation": "gelu-tanh"},
+    "vit, no head": {**VIT, "num_classes": 0},
+    "vit, pooler": {**VIT, "num_classes": 0, "head_hidden": 9},
+    "vit, grey": {**VIT, "channels": 1},
+    "dinov2": DINOV2,
+    "dinov2, no head": {**DINOV2, "pool": "cls", "num_classes": 0, "layer_scale": 0.5},
+    "dinov2, swiglu": SWIGLU,
+    "registers": REGISTERS,
+    "registers, no head": {**REGISTERS, "pool": "cls", "num_classes": 0},
+    "registers, swiglu": {**SWIGLU, **REGISTERS, "activation": "swiglu", "mlp_width": 24},
+}
+
+
+def reference(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Tensors, images and logits of a golden file."""
+    spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
+    assert spec is not None and spec.loader is not None
+    weights = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(weights)
+    content = json.loads((GOLDEN / f"{name}.json").read_text())
+    tensors = {key: torch.from_numpy(weights.tensor(key, tuple(shape))) for key, shape in content["tensors"].items()}
+    images = weights.image(content["image"]["seed"], tuple(content["image"]["shape_nchw"]))
+    return tensors, torch.from_numpy(images), torch.tensor(content["logits"])
+
+
+def make_folder(
+    path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None, preprocessor: dict[str, Any] | None = None
+) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    for name, content in (("config.json", config), ("preprocessor_config.json", preprocessor)):
+        if content is not None:
+            (path / name).write_text(json.dumps(content))
+    return path
+
+
+def reference_folder(path: Path, name: str, **fields: Any) -> Path:
+    config, preprocessor = REFERENCES[name]
+    return make_folder(path, reference(name)[0], {**config, **fields}, preprocessor)
+
+
+def edit(folder: Path, file: str = "config.json", **fields: Any) -> Path:
+    """Replaces fields of a JSON file; None removes one."""
+    content = {**json.loads((folder / file).read_text()), **fields}
+    (folder / file).write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    return folder
+
+
+def pictures(config: Any) -> Tensor:
+    return torch.randn(2, config.channels, *config.image_size, generator=torch.Generator().manual_seed(1))
+
+
+def as_new(name: str) -> str:
+    """The name that newer releases give a tensor of ViT or DINOv2."""
+    for part, new in (("query", "q"), ("key", "k"), ("value", "v")):
+        name = name.replace(f"attention.attention.{part}", f"attention.{new}_proj")
+    name = name.replace("attention.output.dense", "attention.o_proj")
+    if name.startswith("vit."):
+        name = name.replace("encoder.layer.", "layers.")
+        name = name.replace("intermediate.dense", "mlp.fc1").replace("output.dense", "mlp.fc2")
+    return name
+
+
+# --- reading
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_logits_of_the_library(tmp_path: Path, name: str) -> None:
+    bundle = load(reference_folder(tmp_path / name, name), device="cpu")
+    _, images, logits = reference(name)
+    torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
+
+
+def test_config_of_a_vit(tmp_path: Path) -> None:
+    bundle = load(reference_folder(tmp_path / "vit", "hf_vit_hub"), device="cpu")
+    assert bundle.network.config == ViTConfig(
+        image_size=(32, 48), patch_size=(8, 8), width=64, depth=2, heads=4, mlp_width=128, num_classes=7,
+        norm_eps=1e-12, position_resize="bicubic",
+    )  # fmt: skip
+    assert bundle.preprocess == Preprocess(image_size=(32, 48), resize="squash")
+    assert bundle.classes == tuple("0123456")
+    assert bundle.notes == ("the file has no class names, so the classes are numbered",)
+
+
+def test_config_of_a_dinov2(tmp_path: Path) -> None:
+    bundle = load(reference_folder(tmp_path / "dinov2", "hf_dinov2", layerscale_value=0.1), device="cpu")
+    assert bundle.network.config == ViTConfig(
+        image_size=(32, 32), patch_size=(8, 8), width=64, depth=2, heads=4, mlp_width=128, num_classes=7,
+        norm_eps=1e-6, position_resize="bicubic", pool="cls+gap", layer_scale=0.1,
+    )  # fmt: skip
+
+
+def test_epsilon_and_activation_are_the_configs(tmp_path: Path) -> None:
+    folder = reference_folder(tmp_path / "vit", "hf_vit", layer_norm_eps=1e-3, hidden_act="gelu_new")
+    config = load(folder, device="cpu").network.config
+    assert isinstance(config, ViTConfig)
+    assert (config.norm_eps, config.activation) == (1e-3, "gelu-tanh")
+    edit(folder, hidden_act="gelu_pytorch_tanh")
+    assert load(folder, device="cpu").network.config == config
+
+
+@pytest.mark.parametrize("name", ["hf_vit_hub", "hf_dinov2"])
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_all_names_of_a_tensor_are_the_same(tmp_path: Path, name: str, new: bool, prefixed: bool) -> None:
+    tensors, images, _ = reference(name)
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("classifier")}
+    plain = load(make_folder(tmp_path / "plain", tensors, *REFERENCES[name]), device="cpu")
+    if new:
+        tensors = {as_new(key): tensor for key, tensor in tensors.items()}
+    if not prefixed:
+        tensors = {key.partition(".")[2]: tensor for key, tensor in tensors.items()}
+    other = load(make_folder(tmp_path / "other", tensors, *REFERENCES[name]), device="cpu")
+    assert other.network.config == plain.network.config and other.classes == ()
+    assert torch.equal(other.network(images), plain.network(images))
+
+
+def test_newer_releases_keep_the_gate_apart(tmp_path: Path, make_bundle: Make) -> None:
+    bundle = make_bundle(**SWIGLU)
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
+        if "weights_in" in name:
+            gate, up = tensor.chunk(2)
+            tensors[name.replace("weights_in", "gate_proj")] = gate
+            tensors[name.replace("weights_in", "up_proj")] = up
+        else:
+            tensors[as_new(name).replace("weights_out", "down_proj")] = tensor
+    read = load(make_folder(tmp_path / "model", tensors, None), device="cpu")
+    images = pictures(bundle.network.config)
+    assert torch.equal(read.network(images), bundle.network.eval()(images))
+
+
+def test_shards_and_pytorch_files(tmp_path: Path) -> None:
+    tensors, images, logits = reference("hf_vit_hub")
+    folder = reference_folder(tmp_path / "vit", "hf_vit_hub")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    bundle = load(folder, device="cpu")
+    torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
+    (folder / "pytorch_model.bin").unlink()
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in halves.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(load(folder, device="cpu").network(images), bundle.network(images))
+
+
+def test_a_pooler_is_the_hidden_layer_of_a_model_without_head(tmp_path: Path) -> None:
+    tensors, images, _ = reference("hf_vit_hub")
+    bare = {key.removeprefix("vit."): tensor for key, tensor in tensors.items() if not key.startswith("classifier")}
+    bare |= {"pooler.dense.weight": torch.randn(64, 64), "pooler.dense.bias": torch.randn(64)}
+    folder = make_folder(tmp_path / "vit", bare, *REFERENCES["hf_vit_hub"])
+    bundle = load(folder, device="cpu")
+    cls = bundle.network.embed(images)
+    expected = torch.tanh(cls @ bare["pooler.dense.weight"].T + bare["pooler.dense.bias"])
+    torch.testing.assert_close(bundle.network(images), expected, atol=1e-5, rtol=0)
+    with pytest.raises(BundleError, match=r"config\.json: pooler_act='relu' is not 'tanh'"):
+        load(edit(folder, pooler_act="relu"), device="cpu")
+
+
+def test_a_pooler_is_left_out_where_there_is_a_classifier(tmp_path: Path) -> None:
+    tensors, images, logits = reference("hf_vit")
+    tensors |= {"vit.pooler.dense.weight": torch.randn(64, 64), "vit.pooler.dense.bias": torch.randn(64)}
+    bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
+    torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
+    assert "the pooler was skipped: the library does not use it in a model with a classifier" in bundle.notes
+
+
+def test_parts_for_masked_patches_are_left_out(tmp_path: Path) -> None:
+    tensors, *_ = reference("hf_vit")
+    tensors |= {"vit.embeddings.mask_token": torch.ones(1, 1, 64), "decoder.0.weight": torch.ones(192, 64, 1, 1)}
+    bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
+    assert "the decoder of masked patches was skipped" in bundle.notes
+
+
+def test_class_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = {str(number): f"LABEL_{number}" for number in reversed(range(6))} | {"6": "黒い花"}
+    folder = reference_folder(tmp_path / "vit", "hf_vit", id2label=names)
+    bundle = load(folder, device="cpu")
+    assert bundle.classes == ("LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3", "LABEL_4", "LABEL_5", "黒い花")
+    assert bundle.notes == ()
+    del names["3"]
+    bundle = load(edit(folder, id2label=names), device="cpu")
+    assert bundle.classes == tuple("0123456")
+    assert "id2label in config.json does not number 7 classes from 0, so it was ignored" in bundle.notes
+
+
+def test_a_file_by_itself(tmp_path: Path) -> None:
+    tensors, images, logits = reference("hf_dinov2")
+    file = make_folder(tmp_path / "dinov2", tensors, None) / "model.safetensors"
+    bundle = load(file, device="cpu", heads=4)
+    torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
+    assert bundle.notes[:2] == (
+        "there is no config.json: model_type='dinov2', layer_norm_eps=1e-06 and the exact GELU are assumed",
+        "there is no preprocessor_config.json: the default of the model family is assumed (short side to 256, "
+        "crop of 224, bicubic, ImageNet's mean and standard deviation)",
+    )
+    with pytest.raises(BundleError, match=r"does not contain the number of attention heads, .* give heads="):
+        load(file, device="cpu")
+
+
+def test_a_file_by_itself_of_images_that_are_not_square(tmp_path: Path) -> None:
+    tensors, images, logits = reference("hf_vit")
+    file = make_folder(tmp_path / "vit", tensors, None) / "model.safetensors"
+    bundle = load(file, device="cpu", heads=4, image_size=(32, 48))
+    torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
+    assert bundle.preprocess == Preprocess(image_size=(32, 48), resize="squash")
+    with pytest.raises(BundleError, match=r"24 patches, which do not form a square: give image_size="):
+        load(file, device="cpu", heads=4)
+
+
+def test_registers_of_a_file_by_itself(tmp_path: Path, make_bundle: Make) -> None:
+    bundle = make_bundle(**REGISTERS)
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    read = load(tmp_path / "model" / "model.safetensors", device="cpu", heads=3)
+    assert read.network.config == bundle.network.config
+    assert "model_type='dinov2_with_registers'" in read.notes[0]
+
+
+def test_the_size_of_positions_is_kept_and_that_of_images_is_noted(tmp_path: Path) -> None:
+    folder = reference_folder(tmp_path / "dinov2", "hf_dinov2")
+    bundle = load(folder, device="cpu")
+    assert bundle.preprocess == Preprocess(
+        image_size=(32, 32), resize="crop", crop_share=0.875, interpolation="bicubic",
+        mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
+    )  # fmt: skip
+    assert bundle.notes[0] == (
+        "preprocessor_config.json makes images of (224, 224), but the positions are for (32, 32), so images of "
+        "(32, 32) are used; image_size=(224, 224) resizes the positions"
+    )
+    resized = load(folder, device="cpu", image_size=(224, 224))
+    assert resized.network.config.image_size == (224, 224)
+    assert resized.preprocess == replace(bundle.preprocess, image_size=(224, 224))
+    assert not any("resizes the positions" in note for note in resized.notes)
+
+
+def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
+    bundle = load(reference_folder(tmp_path / "vit", "hf_vit", image_size=[35, 48]), device="cpu")
+    assert bundle.network.config.image_size == (32, 48)
+    assert (
+        "patches do not divide the image size (35, 48): it became (32, 48), the part that patches cover" in bundle.notes
+    )
+
+
+def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
+    bundle = load(reference_folder(tmp_path / "vit", "hf_vit", problem_type="multi_label_classification"), device="cpu")
+    assert bundle.output == "sigmoid"
+
+
+# --- preprocessing
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected", "note"),
+    [
+        ({"size": [1]}, None, r"size=\[1\] is not pixels, height and width, or a shortest_edge"),
+        ({"size": {"longest_edge": 32}}, None, r"size=\{'longest_edge': 32\} is not pixels"),
+        ({"image_mean": "grey"}, None, "image_mean='grey' is not a number for each channel"),
+        ({"image_mean": [0.1, 0.2]}, None, r"mean=\(0.1, 0.2\) needs 1 number, or one for each of 3 channels"),
+        ({"rescale_factor": 0}, None, "rescale_factor=0 is not a number above 0"),
+        ({"resample": 0}, {"interpolation": "nearest"}, ""),
+        ({"resample": 3}, {"interpolation": "bicubic"}, ""),
+        ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which does not exist here: bicubic is used"),
+        ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
+        ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),
+        ({"do_normalize": False}, {"mean": (0.0,), "std": (1.0,)}, ""),
+        ({"do_rescale": False, "image_mean": 127.5, "image_std": 51}, {"mean": (0.5,), "std": (0.2,)}, ""),
+        ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
+        ({"size": None, "resample": None, "image_mean": None}, {}, ""),
+        ({"size": 32}, {}, "makes images of (32, 32)"),
+        ({"size": 32, "crop_size": 24}, {"resize": "crop", "crop_share": 0.75}, "makes images of (24, 24)"),
+        ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
+        ({"crop_size": 224, "do_center_crop": False}, {}, ""),
+        ({"do_resize": False}, {}, "does not resize images: here they are squashed"),
+        (
+            {"size": {"shortest_edge": 40}},
+            {"resize": "crop"},
+            "scales the short side to 40 without cropping: here the centre is cropped",
+        ),
+        (
+            {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 48}},
+            {"resize": "crop", "crop_share": 0.8},
+            "crops a rectangle from images scaled by their short side: here they are scaled to cover it",
+        ),
+        (
+            {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
+            {"resize": "squash", "crop_share": 0.8},
+            "",
+        ),
+        ({"resample": 4}, {"interpolation": "area"}, ""),
+        (
+            {"size": {"height": 64, "width": 64}, "crop_size": {"height": 32, "width": 48}},
+            {"resize": "crop", "crop_share": 0.5},
+            "squashes images to (64, 64) and crops (32, 48): here they keep their proportions",
+        ),
+        (
+            {"size": {"shortest_edge": 16}, "crop_size": {"height": 32, "width": 32}},
+            {"resize": "crop"},
+            "crops (32, 32) from images of (16, 16), with a black border: here there is no border",
+        ),
+    ],
+)
+def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[str, Any] | None, note: str) -> None:
+    folder = reference_folder(tmp_path / "vit", "hf_vit")
+    edit(folder, "preprocessor_config.json", **fields)
+    if expected is None:
+        with pytest.raises(BundleError, match=note):
+            load(folder, device="cpu")
+        return
+    bundle = load(folder, device="cpu")
+    wanted = Preprocess(image_size=(32, 48), **expected)
+    assert replace(bundle.preprocess, mean=(0.0,), std=(1.0,)) == replace(wanted, mean=(0.0,), std=(1.0,))
+    np.testing.assert_allclose(bundle.preprocess.mean, wanted.mean, rtol=1e-6)
+    np.testing.assert_allclose(bundle.preprocess.std, wanted.std, rtol=1e-6)
+    notes = [item for item in bundle.notes if "class names" not in item]
+    assert not notes if not note else any(note in item for item in notes), notes
+
+
+def test_preprocessing_that_is_not_there(tmp_path: Path) -> None:
+    folder = reference_folder(tmp_path / "vit", "hf_vit")
+    (folder / "preprocessor_config.json").unlink()
+    bundle = load(folder, device="cpu")
+    assert bundle.preprocess == Preprocess(image_size=(32, 48))
+    assert bundle.notes[0] == (
+        "there is no preprocessor_config.json: the default of the model family is assumed (squashed, bilinear, "
+        "0.5 for mean and standard deviation)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "lost"),
+    [
+        ({}, []),
+        ({"resize": "crop", "crop_share": 0.875, "interpolation": "bicubic", "mean": (0.1, 0.2, 0.3)}, []),
+        ({"resize": "crop", "crop_share": 0.9}, ["crop_share=0.9 (written as 28 of 31 pixels)"]),
+        ({"interpolation": "nearest", "std": (0.5, 0.25, 1.0)}, []),
+        ({"crop_share": 0.875, "interpolation": "area"}, []),
+    ],
+)
+def test_preprocessing_is_written(tmp_path: Path, make_bundle: Make, fields: dict[str, Any], lost: list[str]) -> None:
+    bundle = make_bundle(**DINOV2)
+    bundle.preprocess = Preprocess(image_size=(28, 28), **fields)
+    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == lost
+    read = load(tmp_path / "model", device="cpu").preprocess
+    assert read == replace(bundle.preprocess, crop_share=read.crop_share)
+    assert abs(read.crop_share - bundle.preprocess.crop_share) < 0.01 and (lost or read == bundle.preprocess)
+
+
+def test_preprocessing_that_cannot_be_written(tmp_path: Path, make_bundle: Make) -> None:
+    bundle = make_bundle(**DINOV2)
+    bundle.preprocess = Preprocess(image_size=(28, 28), resize="pad", antialias=False)
+    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == [
+        "resize='pad' (written as 'squash')", "antialias=False",
+    ]  # fmt: skip
+    bundle.preprocess = Preprocess(image_size=(28, 28), scaled_decode=True)
+    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["scaled_decode=True"]
+
+
+# --- writing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read(tmp_path: Path, make_bundle: Make, kind: str) -> None:
+    bundle = make_bundle(**KINDS[kind])
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    read = load(tmp_path / "model", device="cpu")
+    assert read.network.config == bundle.network.config
+    assert read.classes == bundle.classes and read.preprocess == bundle.preprocess and read.notes == ()
+    own, other = bundle.network.state_dict(), read.network.state_dict()
+    assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+    HUGGINGFACE.write(read, tmp_path / "again")
+    for file in (tmp_path / "model").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "name", "shape"),
+    [
+        ("vit", "ViTForImageClassification", "vit.encoder.layer.1.attention.attention.query.weight", (12, 12)),
+        ("vit, pooler", "ViTModel", "pooler.dense.weight", (9, 12)),
+        ("dinov2", "Dinov2ForImageClassification", "dinov2.embeddings.mask_token", (1, 12)),
+        ("dinov2, no head", "Dinov2Model", "encoder.layer.0.layer_scale1.lambda1", (12,)),
+        ("dinov2, swiglu", "Dinov2ForImageClassification", "dinov2.encoder.layer.0.mlp.weights_in.weight", (64, 12)),
+        (
+            "registers",
+            "Dinov2WithRegistersForImageClassification",
+            "dinov2_with_registers.embeddings.register_tokens",
+            (1, 3, 12),
+        ),
+        ("registers, no head", "Dinov2WithRegistersModel", "embeddings.register_tokens", (1, 3, 12)),
+    ],
+)
+def test_names_and_classes_of_the_hub(
+    tmp_path: Path, make_bundle: Make, kind: str, architecture: str, name: str, shape: tuple[int, ...]
+) -> None:
+    HUGGINGFACE.write(make_bundle(**KINDS[kind]), tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == [architecture]
+    assert open_tensors(tmp_path / "model" / "model.safetensors").shapes[name] == shape
+
+
+def test_a_mask_token_is_written_as_zeros(tmp_path: Path, make_bundle: Make) -> None:
+    HUGGINGFACE.write(make_bundle(**REGISTERS), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert not tensors["dinov2_with_registers.embeddings.mask_token"].any()
+
+
+@pytest.mark.parametrize(
+    ("output", "problem_type"),
+    [
+        ("softmax", "single_label_classification"),
+        ("sigmoid", "multi_label_classification"),
+        ("numbers", "regression"),
+    ],
+)
+def test_the_meaning_of_outputs_is_a_problem_type(
+    output: str, problem_type: str, tmp_path: Path, make_bundle: Make
+) -> None:
+    HUGGINGFACE.write(make_bundle(**VIT, output=output), tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["problem_type"] == problem_type
+    assert load(tmp_path / "model", device="cpu").output == output
+
+
+@pytest.mark.parametrize(
+    ("fields", "lost"),
+    [
+        (VIT, ["images of other sizes than (12, 10) (its code resizes positions of square grids only)"]),
+        ({"image_size": (20, 20), "patch_size": (5, 5)}, ["position_resize='linear-corners' (its code has 'bicubic')"]),
+        (
+            {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "num_classes": 0},
+            ["the absence of a pooler (ViTModel adds one with random weights: use the class token, not pooler_output)"],
+        ),
+        (
+            {**VIT, "image_size": (8, 8), "patch_size": (4, 4), "channels": 1},
+            ["the conversion to grey (its code takes images as they are)"],
+        ),
+        ({**REGISTERS, "position_resize": "bicubic"}, ["position_resize='bicubic' (its code has 'bicubic-antialias')"]),
+    ],
+)
+def test_what_is_lost_is_returned(tmp_path: Path, make_bundle: Make, fields: dict[str, Any], lost: list[str]) -> None:
+    assert list(HUGGINGFACE.write(make_bundle(**fields), tmp_path / "model")) == lost
+
+
+def test_cutting_rectangles_is_lost(tmp_path: Path, make_bundle: Make) -> None:
+    bundle = make_bundle(**VIT)
+    bundle.preprocess = replace(bundle.preprocess, resize="crop", crop_share=0.5)
+    expected = "scaling until 12 x 10 is covered (its code scales the short side to 20)"
+    assert expected in HUGGINGFACE.write(bundle, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**VIT, "positions_cover": "patches"},
+        {**VIT, "positions_cover": "all"},
+        {**REGISTERS, "positions_cover": "patches"},
+        {**REGISTERS, "positions_cover": "all"},
+    ],
+)
+def test_positions_of_other_tokens_are_moved(tmp_path: Path, make_bundle: Make, fields: dict[str, Any]) -> None:
+    bundle = make_bundle(**fields)
+    images = pictures(bundle.network.config)
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    read = load(tmp_path / "model", device="cpu")
+    torch.testing.assert_close(read.network(images), bundle.network.eval()(images), atol=1e-5, rtol=0)
+
+
+def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path, make_bundle: Make) -> None:
+    bundle = make_bundle(**{**REGISTERS, "pool": "cls"})
+    images = pictures(bundle.network.config)
+    lost = HUGGINGFACE.write(bundle, tmp_path / "model")
+    assert lost == ("pool='cls' (the head also reads the mean of the patches, with weights of zero)",)
+    read = load(tmp_path / "model", device="cpu")
+    torch.testing.assert_close(read.network(images), bundle.network.eval()(images), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"pool": "gap"},
+            r"huggingface \(model_type vit: no LayerScale\) cannot carry pool='gap' \(only 'cls'\)",
+        ),
+        ({"registers": 2}, r"registers=2 \(only 0\)"),
+        ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(only 'learned'\)"),
+        ({"positions_at": "every-layer"}, r"='every-layer' \(only 'stem'\)"),
+        ({"final_norm": "pooled"}, "final_norm='pooled'"),
+        ({"qk_norm": True}, "qk_norm=True"),
+        ({"dense_bias": False}, r"dense_bias=False \(only True\)"),
+        ({"patch_bias": False}, r"patch_bias=False \(only True\)"),
+        ({"activation": "swiglu"}, r"activation='swiglu' \(only 'gelu', 'gelu-tanh'\)"),
+        ({"head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
+        ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
+        ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
+        ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
+        ({**DINOV2, "image_size": (28, 14)}, r"takes square patches and images: image_size=\(28, 14\)"),
+        ({**DINOV2, "patch_size": (7, 14)}, r"takes square patches and images: patch_size=\(7, 14\)"),
+        (
+            {**DINOV2, "mlp_width": 20},
+            r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \* width for a whole number",
+        ),
+        ({**SWIGLU, "mlp_width": 20}, r"it must be two thirds of mlp_ratio \* width, rounded up to a multiple of 8"),
+    ],
+)
+def test_what_has_no_place_is_refused(tmp_path: Path, make_bundle: Make, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        HUGGINGFACE.write(make_bundle(**fields), tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_resnet_is_refused(tmp_path: Path) -> None:
+    network = ResNet(ResNetConfig(image_size=(32, 32), depths=(1,), width=32, num_classes=0))
+    bundle = Bundle(network, (), Preprocess(image_size=(32, 32)))
+    with pytest.raises(
+        BundleError, match="a BiT ResNet cannot be written as huggingface: choose bit, bit-torch or timm"
+    ):
+        HUGGINGFACE.write(bundle, tmp_path / "model")
+
+
+def test_a_folder_that_is_there_is_replaced(tmp_path: Path, make_bundle: Make) -> None:
+    make_bundle(**DINOV2, seed=1).save(tmp_path / "ours")
+    for _ in range(2):
+        assert convert(tmp_path / "ours", tmp_path / "theirs", "huggingface", overwrite=True) == ()
+    found = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    assert found == ["config.json", "model.safetensors", "preprocessor_config.json"]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "deit"}, r"config\.json: model_type='deit' is not one of 'vit', 'dinov2', 'dinov2_with_regist"),
+        ({"model_type": ["vit"]}, r"config\.json: model_type=\['vit'\] must be str"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not one of 'gelu', 'gelu_new', 'gelu_pytorch_tanh'"),
+        ({"num_attention_heads": "4"}, "num_attention_heads='4' must be int"),
+        ({"num_attention_heads": True}, "num_attention_heads=True must be int"),
+        ({"num_attention_heads": 5}, "width=64 is not divisible by heads=5"),
+        ({"layer_norm_eps": "tiny"}, "layer_norm_eps='tiny' must be int or float"),
+        ({"image_size": "large"}, "image_size='large' must be int or list"),
+        ({"image_size": [32]}, r"image_size=\[32\] must be one number of pixels, or \[height, width\]"),
+        (
+            {"image_size": 32},
+            r"for 24 patches, but image_size=\(32, 32\) in config\.json gives 4 x 4 patches of 8 x 8 pixels",
+        ),
+        ({"num_hidden_layers": 3}, "missing: encoder.layer.2.layernorm_before.weight"),
+        ({"num_hidden_layers": 1}, r"unexpected: encoder.layer.1.attention.attention.query.weight \(64, 64\)"),
+        ({"qkv_bias": False}, r"unexpected: encoder.layer.0.attention.attention.key.bias \(64,\)"),
+    ],
+)
+def test_a_config_that_does_not_fit(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    folder = reference_folder(tmp_path / "vit", "hf_vit_hub", **fields)
+    with pytest.raises(BundleError, match=message) as caught:
+        load(folder, device="cpu")
+    assert not isinstance(caught.value, ConfigError)
+
+
+def test_heads_that_are_at_odds(tmp_path: Path) -> None:
+    folder = reference_folder(tmp_path / "vit", "hf_vit")
+    assert load(folder, device="cpu", heads=4).network.config == load(folder, device="cpu").network.config
+    with pytest.raises(BundleError, match=r"heads=8 does not agree with config\.json, which has num_attention_heads=4"):
+        load(folder, device="cpu", heads=8)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("vit.embeddings.cls_token", "missing: embeddings.cls_token"),
+        (
+            "vit.embeddings.position_embeddings",
+            "embeddings.position_embeddings is missing; it must be 3-dimensional",
+        ),
+        (
+            "vit.encoder.layer.0.intermediate.dense.bias",
+            "encoder.layer.0.intermediate.dense.bias is missing; it must be 1-dimensional",
+        ),
+        ("classifier.weight", "missing: classifier.weight"),
+    ],
+)
+def test_tensors_that_are_not_there(tmp_path: Path, lost: str, message: str) -> None:
+    tensors, *_ = reference("hf_vit_hub")
+    del tensors[lost]
+    with pytest.raises(BundleError, match=message):
+        load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
+
+
+def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
+    tensors, *_ = reference("hf_vit_hub")
+    tensors["vit.embeddings.position_embeddings"] = torch.zeros(25, 64)
+    with pytest.raises(BundleError, match=r"has the shape \(25, 64\); it must be 3-dimensional"):
+        load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit_hub"]), device="cpu")
+
+
+def test_other_models_of_the_library(tmp_path: Path) -> None:
+    tensors, *_ = reference("hf_vit")
+    other = {name.replace("vit.", "beit.").replace("before", "1"): tensor for name, tensor in tensors.items()}
+    folder = make_folder(tmp_path / "beit", other, None)
+    assert HUGGINGFACE.recognises(Checkpoint(open_tensors(folder / "model.safetensors")))
+    with pytest.raises(BundleError, match=r"not those of ViT or DINOv2: put its config\.json beside it"):
+        load(folder, device="cpu")
+
+
+def test_other_libraries_are_not_recognised(tmp_path: Path) -> None:
+    save_file({"patch_embed.proj.weight": torch.zeros(4, 3, 2, 2)}, tmp_path / "timm.safetensors")
+    assert not HUGGINGFACE.recognises(Checkpoint(open_tensors(tmp_path / "timm.safetensors")))
+
+
+# --- the library itself
+
+
+def largest_difference(model: Any, network: Any, images: Tensor, *, outputs: str = "logits", **options: Any) -> float:
+    with torch.inference_mode():
+        theirs = model(pixel_values=images, **options)
+        theirs = theirs.last_hidden_state[:, 0] if outputs == "cls" else theirs[outputs]
+        ours = network.eval()(images)
+    assert ours.std() > 0.5, "outputs so small would agree whatever they are"
+    print(f"\ndifference {(difference := float((theirs - ours).abs().max())):.1e} in {float(ours.abs().max()):.1f}")
+    return difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_library_computes_what_we_do(tmp_path: Path, make_bundle: Make, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    bundle = make_bundle(**KINDS[kind])
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    auto = transformers.AutoModelForImageClassification if bundle.classes else transformers.AutoModel
+    model, found = auto.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert type(model).__name__ == json.loads((tmp_path / "model" / "config.json").read_text())["architectures"][0]
+    missing = {name for name in found["missing_keys"] if not name.startswith("pooler.")}
+    assert not missing and not found["unexpected_keys"] and not found["mismatched_keys"]
+    outputs = "logits" if bundle.classes else "pooler_output" if "pooler" in kind else "cls"
+    images = pictures(bundle.network.config)
+    assert largest_difference(model.eval(), bundle.network, images, outputs=outputs) < 1e-4
+    if bundle.classes:
+        assert [model.config.id2label[number] for number in range(3)] == list(bundle.classes)
+    assert model.config.layer_norm_eps == bundle.network.config.norm_eps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vit, square", "dinov2", "registers"])
+def test_we_read_what_the_library_saves(tmp_path: Path, make_bundle: Make, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    bundle = make_bundle(**KINDS[kind])
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "saved")
+    read = load(tmp_path / "saved", device="cpu")
+    assert read.network.config == bundle.network.config and read.classes == bundle.classes
+    own, other = bundle.network.state_dict(), read.network.state_dict()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"resize": "squash"}, {"resize": "crop", "crop_share": 0.875}])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_the_library_makes_the_same_pixels(
+    tmp_path: Path, make_bundle: Make, fields: dict[str, Any], interpolation: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    bundle = make_bundle(**DINOV2)
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    bundle.preprocess = Preprocess(
+        image_size=(28, 28), channels=3, interpolation=interpolation, mean=mean, std=std, **fields
+    )
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
+    picture = np.random.default_rng(0).integers(
+        0, 256, (50, 75, 3), dtype=np.uint8
+    )  # scaled to 32 x 48: both round alike
+    theirs = torch.as_tensor(processor(picture, return_tensors="pt")["pixel_values"])
+    ours = bundle.preprocess.normalise(torch.from_numpy(bundle.preprocess.pixels(picture))[None])
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    processor.save_pretrained(tmp_path / "model")
+    assert load(tmp_path / "model", device="cpu").preprocess == bundle.preprocess
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vit, square", "dinov2", "registers"])
+def test_the_library_resizes_positions_as_we_do(tmp_path: Path, make_bundle: Make, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    bundle = make_bundle(**KINDS[kind])
+    HUGGINGFACE.write(bundle, tmp_path / "model")
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model").eval()
+    config = bundle.network.config
+    assert isinstance(config, ViTConfig)
+    patch = config.patch_size[0]
+    images = torch.randn(2, 3, 3 * patch, 5 * patch, generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {"interpolate_pos_encoding": True} if kind.startswith("vit") else {}
+    assert largest_difference(model, bundle.network, images, **options) < 1e-4

@@ -1,0 +1,327 @@
+"""Files of timm, DINO and DINOv2."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.data.pixels.geometry import scaled_side
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import BundleError
+from vitrail.models.resnet import RootConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.timm import TIMM
+from vitrail.weights.layouts.timm_config import written_config
+from vitrail.weights.load import load
+from vitrail.weights.tensors import open_tensors
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a hub folder with the tensors of a golden file and a `config.json` of these fields."""
+
+    def make(name: str = "timm_vit", **fields: Any) -> Path:
+        write_file(golden(name).tensors, tmp_path / "model.safetensors")
+        arguments = {"num_heads": 4, "img_size": [32, 48], **fields.pop("model_args", {})}
+        (tmp_path / "config.json").write_text(json.dumps({"model_args": arguments, **fields}))
+        return tmp_path
+
+    return make
+
+
+# --- what config.json says
+
+
+def test_a_hub_folder_says_everything(golden: Callable[..., Any], folder: Callable[..., Path]) -> None:
+    path = folder(
+        label_names=list("abcdefg"),
+        pretrained_cfg={
+            "input_size": [3, 32, 48], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bilinear",
+            "crop_pct": 0.95, "crop_mode": "squash",
+        },
+    )  # fmt: skip
+    bundle = load(path, device="cpu")
+    assert golden("timm_vit").difference(bundle) < 1e-5
+    assert bundle.classes == tuple("abcdefg") and bundle.notes == ()
+    preprocess = bundle.preprocess
+    assert (preprocess.mean, preprocess.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert (preprocess.interpolation, preprocess.crop_share, preprocess.resize) == ("bilinear", 0.95, "squash")
+
+
+def test_the_size_of_the_file_goes_before_the_one_that_is_asked_for(folder: Callable[..., Path]) -> None:
+    bundle = load(folder(), device="cpu", image_size=(48, 64))
+    assert bundle.network.config.image_size == bundle.preprocess.image_size == (48, 64)
+    assert "the image size was changed from (32, 48) to (48, 64), and the positions were resized" in bundle.notes
+
+
+@pytest.mark.parametrize(
+    ("stated", "share", "noted"), [({"crop_pct": 1.1}, 1.0, True), ({"crop_pct": None}, 0.9, False), ({}, 0.9, False)]
+)
+def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, folder: Callable[..., Path]) -> None:
+    bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
+    assert bundle.preprocess.crop_share == share
+    assert ("crop_pct=1.1 is not in (0, 1]: 1 is used" in bundle.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("stated", "fields", "note"),
+    [
+        ({"crop_mode": "center", "crop_pct": 1.0}, {"resize": "crop", "crop_share": 1.0}, ""),
+        ({"crop_mode": "squash", "crop_pct": 0.95}, {"resize": "squash", "crop_share": 0.95}, ""),
+        ({"crop_mode": "border"}, {"resize": "pad", "crop_share": 0.9, "pad_value": (128,)}, ""),
+        (
+            {"crop_mode": "border", "mean": [0.485, 0.456, 0.406]},
+            {"resize": "pad", "pad_value": (124, 116, 104), "mean": (0.485, 0.456, 0.406)}, "",
+        ),
+        ({"interpolation": "box"}, {"interpolation": "area"}, ""),
+        ({"interpolation": "lanczos"}, {"interpolation": "bicubic"}, "interpolation='lanczos' does not exist here"),
+    ],
+)  # fmt: skip
+def test_geometry(
+    stated: dict[str, Any], fields: dict[str, Any], note: str, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
+    assert {name: getattr(bundle.preprocess, name) for name in fields} == fields
+    assert any(note in item for item in bundle.notes) if note else not any("not here" in item for item in bundle.notes)
+    lost = TIMM.write(bundle, tmp_path / "again")
+    assert not any("pad_value" in item for item in lost)
+    again = load(tmp_path / "again", device="cpu").preprocess
+    for name in fields:  # a number for all channels is written as one for each
+        old, new = (getattr(preprocess, name) for preprocess in (bundle.preprocess, again))
+        assert new == old or (isinstance(old, tuple) and new == old * 3)
+
+
+def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48]}), device="cpu")
+    bundle.preprocess = replace(bundle.preprocess, resize="pad", antialias=False)
+    assert TIMM.write(bundle, tmp_path / "out")[-2:] == (
+        "pad_value=(255,) (its code uses the mean, (128,))",
+        "antialias=False",
+    )
+    bundle.preprocess = replace(bundle.preprocess, resize="crop", antialias=True, scaled_decode=True)
+    assert TIMM.write(bundle, tmp_path / "out")[-1] == "scaled_decode=True"
+
+
+@pytest.mark.parametrize(("side", "edge"), [(32, 37), (48, 186), (16, 93), (224, 232)])
+def test_timms_own_rounding_scales_to_the_same_size(side: int, edge: int, random_bundle: Callable[..., Bundle]) -> None:
+    config = ViTConfig(
+        image_size=(side, side), patch_size=(side, side), width=12, depth=1, heads=3, mlp_width=20, num_classes=2
+    )
+    bundle = random_bundle(config)
+    bundle.preprocess = Preprocess(image_size=(side, side), resize="crop", crop_share=side / edge)
+    written = written_config(bundle)["pretrained_cfg"]["crop_pct"]
+    assert math.floor(side / written) == scaled_side(side, written) == edge
+
+
+@pytest.mark.parametrize("names", [["a", "b"], "abcdefg", None])
+def test_class_names_that_do_not_fit_are_numbers(names: Any, folder: Callable[..., Path]) -> None:
+    bundle = load(folder(label_names=names), device="cpu")
+    assert (
+        bundle.classes == tuple("0123456")
+        and "the file has no class names, so the classes are numbered" in bundle.notes
+    )
+
+
+def test_activations(folder: Callable[..., Path]) -> None:
+    config = load(folder(model_args={"act_layer": "gelu_tanh"}), device="cpu").network.config
+    assert isinstance(config, ViTConfig) and config.activation == "gelu-tanh"
+    with pytest.raises(BundleError, match="act_layer='quick_gelu' is not one of 'gelu', 'gelu_tanh', 'gelu_erf'"):
+        load(folder(model_args={"act_layer": "quick_gelu"}), device="cpu")
+
+
+@pytest.mark.parametrize(("pool", "expected"), [("token", "cls"), ("avg", "gap")])
+def test_pooling_as_the_config_says(pool: str, expected: str, folder: Callable[..., Path]) -> None:
+    config = load(folder(global_pool=pool), device="cpu").network.config
+    assert isinstance(config, ViTConfig) and config.pool == expected and config.has_class_token
+
+
+def test_published_sizes_need_no_heads(random_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+    config = ViTConfig(image_size=(16, 16), patch_size=(8, 8), width=192, depth=12, heads=3, mlp_width=768)
+    TIMM.write(random_bundle(config), tmp_path / "x.safetensors")
+    loaded = load(tmp_path / "x.safetensors", device="cpu").network.config
+    assert isinstance(loaded, ViTConfig) and loaded.heads == 3
+    folder = tmp_path / "folder"
+    TIMM.write(random_bundle(config), folder)
+    with pytest.raises(BundleError, match=r"heads=4 does not agree with \S+, which has 3"):
+        load(folder, device="cpu", heads=4)
+
+
+# --- DINO and DINOv2
+
+
+@pytest.fixture
+def dinov2(random_bundle: Callable[..., Bundle]) -> Callable[..., tuple[Bundle, dict[str, torch.Tensor]]]:
+    """Makes a network with registers and LayerScale, and its tensors as DINOv2's own code names them."""
+
+    def make(*, chunked: bool = False, **fields: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
+        defaults: dict[str, Any] = {
+            "image_size": (28, 28), "patch_size": (7, 7), "width": 12, "depth": 4, "heads": 3, "mlp_width": 20,
+            "num_classes": 0, "registers": 4, "layer_scale": 1e-5, "position_resize": "bicubic-antialias",
+        }  # fmt: skip
+        bundle = random_bundle(ViTConfig(**{**defaults, **fields}))
+        tensors = {"mask_token": torch.zeros(1, 12)}
+        for name, tensor in bundle.network.state_dict().items():
+            new = name.replace("patches.projection.weight", "patch_embed.proj.weight")
+            new = new.replace("patches.projection.bias", "patch_embed.proj.bias")
+            new = new.replace("prefix.cls", "cls_token").replace("prefix.registers", "register_tokens")
+            new = new.replace("positions.embedding", "pos_embed").replace(".attention.qkv.", ".attn.qkv.")
+            new = new.replace(".attention.out.", ".attn.proj.").replace("scale1.gamma", "ls1.gamma")
+            new = new.replace("scale2.gamma", "ls2.gamma")
+            up, down = ("w12", "w3") if fields.get("activation") == "swiglu" else ("fc1", "fc2")
+            new = new.replace(".mlp.up.", f".mlp.{up}.").replace(".mlp.down.", f".mlp.{down}.")
+            if chunked and new.startswith("blocks."):
+                layer = int(new.split(".")[1])
+                new = f"blocks.{layer // 2}.{new.removeprefix('blocks.')}"
+            tensors[new] = tensor.reshape(12, 3, 7, 7) if new == "patch_embed.proj.weight" else tensor
+        return bundle, tensors
+
+    return make
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"activation": "swiglu"}, {"registers": 0}, {"activation": "swiglu", "depth": 2}]
+)
+def test_dinov2_by_its_own_names(
+    chunked: bool,
+    fields: dict[str, Any],
+    dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]],
+    write_file: Write,
+    assert_same: Callable[[Bundle, Bundle], None],
+    tmp_path: Path,
+) -> None:
+    bundle, tensors = dinov2(chunked=chunked, **fields)
+    loaded = load(write_file(tensors, tmp_path / "x.pth"), device="cpu", heads=3)
+    assert_same(bundle, loaded)
+    assert loaded.classes == ()
+    assert "mask_token, which only pre-training uses, was skipped" in loaded.notes
+    preprocess = loaded.preprocess
+    assert (preprocess.resize, preprocess.crop_share, preprocess.interpolation) == ("crop", 0.875, "bicubic")
+    assert preprocess.mean == (0.485, 0.456, 0.406) and preprocess.std == (0.229, 0.224, 0.225)
+
+
+def test_registers_without_positions_are_written_as_timm_has_them(
+    dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], tmp_path: Path
+) -> None:
+    bundle, _ = dinov2()
+    TIMM.write(bundle, tmp_path / "out")
+    assert open_tensors(tmp_path / "out" / "model.safetensors").shapes["pos_embed"] == (1, 16, 12)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_args"]["no_embed_class"] is True
+    again = load(tmp_path / "out", device="cpu")
+    images = torch.randn(2, 3, 28, 28)
+    with torch.inference_mode():
+        torch.testing.assert_close(again.network(images), bundle.network(images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_half_precision(
+    kind: torch.dtype, suffix: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    reference = golden("timm_vit")
+    halves = {name: torch.from_numpy(tensor).to(kind) for name, tensor in reference.tensors.items()}
+    bundle = load(write_file(halves, tmp_path / f"x{suffix}"), device="cpu", heads=4, image_size=(32, 48))
+    assert {parameter.dtype for parameter in bundle.network.parameters()} == {torch.float32}
+    assert 0 < reference.difference(bundle) < (1e-2 if kind == torch.float16 else 1e-1)
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "teacher"])
+def test_checkpoints_of_training_scripts(wrapper: str, golden: Callable[..., Any], tmp_path: Path) -> None:
+    reference = golden("timm_vit")
+    state = {f"module.{name}": torch.from_numpy(tensor) for name, tensor in reference.tensors.items()}
+    torch.save({wrapper: state, "epoch": 3}, tmp_path / "x.pth")
+    assert reference.difference(load(tmp_path / "x.pth", device="cpu", heads=4, image_size=(32, 48))) < 1e-5
+
+
+# --- which positions are the patches'
+
+
+def with_positions(golden: Callable[..., Any], count: int, registers: int) -> dict[str, np.ndarray]:
+    tensors = dict(golden("timm_vit_registers").tensors)
+    tensors["pos_embed"] = np.zeros((1, count, 64), np.float32)
+    tensors["reg_token"] = np.zeros((1, registers, 64), np.float32)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("count", "registers", "grid", "cover"),
+    [(16 + 1, 4, (4, 4), "class"), (16, 4, (4, 4), "patches"), (16 + 5, 4, (4, 4), "all"), (1 + 4, 4, (2, 2), "class")],
+)
+def test_a_square_tells_which_tokens_have_positions(
+    count: int, registers: int, grid: Any, cover: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    path = write_file(with_positions(golden, count, registers), tmp_path / "x.pth")
+    bundle = load(path, device="cpu", heads=4)
+    config = bundle.network.config
+    assert isinstance(config, ViTConfig) and (config.grid, config.positions_cover) == (grid, cover)
+    note = f"positions are assumed to be those of {grid[0]} x {grid[1]} patches alone"
+    assert (note in bundle.notes) == (cover == "patches")
+
+
+def test_where_two_squares_are_possible_the_size_decides(
+    golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    path = write_file(with_positions(golden, 5, 3), tmp_path / "x.pth")  # 2 x 2 and a class token, or 1 and 4 tokens
+    message = r"has 5 positions, which fit several grids or none: give image_size="
+    with pytest.raises(BundleError, match=message):
+        load(path, device="cpu", heads=4)
+    for size, cover in (((16, 16), "class"), ((8, 8), "all"), ((8, 32), "class"), ((8, 40), "patches")):
+        config = load(path, device="cpu", heads=4, image_size=size).network.config
+        assert isinstance(config, ViTConfig) and (config.image_size, config.positions_cover) == (size, cover)
+
+
+# --- writing
+
+
+def test_a_folder_as_on_the_hub(random_bundle: Callable[..., Bundle], tmp_path: Path) -> None:
+    config = ViTConfig(
+        image_size=(12, 10), patch_size=(4, 5), channels=1, width=12, depth=2, heads=3, mlp_width=18, num_classes=2,
+        pool="gap", final_norm="pooled", position_resize="bicubic-antialias",
+    )  # fmt: skip
+    assert TIMM.write(random_bundle(config), tmp_path / "out") == ()
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["global_pool"] == "avg" and written["num_classes"] == 2 and written["num_features"] == 12
+    assert written["label_names"] == ["class 0", "class 1"]
+    arguments = written["model_args"]
+    assert arguments["img_size"] == [12, 10] and arguments["patch_size"] == [4, 5] and arguments["in_chans"] == 1
+    assert arguments["mlp_ratio"] == 1.5 and arguments["class_token"] is False and arguments["fc_norm"] is True
+    assert written["pretrained_cfg"]["mean"] == [0.5] and written["pretrained_cfg"]["input_size"] == [1, 12, 10]
+
+
+def test_names_and_shapes_as_the_library_writes_them(
+    golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    for name in ("timm_vit", "timm_vit_gap", "timm_vit_registers"):
+        reference = golden(name)
+        source = write_file(reference.tensors, tmp_path / f"{name}.pth")
+        TIMM.write(load(source, device="cpu", heads=4, image_size=(32, 48)), tmp_path / "out.safetensors")
+        file = open_tensors(tmp_path / "out.safetensors")
+        assert set(file.shapes) == set(reference.tensors)
+        for key, array in reference.tensors.items():
+            assert torch.equal(file.read(key), torch.from_numpy(array)), key
+
+
+def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path) -> None:
+    """timm's `vit_tiny_r_s16_p8_224` has the stem itself where the others have a ResNet."""
+    root = RootConfig(width=32, norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
+    config = ViTConfig(
+        root=root, patch_size=(2, 1), image_size=(16, 12), width=8, depth=1, heads=2, mlp_width=5, num_classes=3
+    )
+    TIMM.write(random_bundle(config), tmp_path / "x.safetensors")
+    names = [name for name in open_tensors(tmp_path / "x.safetensors").shapes if "backbone" in name]
+    ending = ("conv.weight", "norm.weight", "norm.bias")
+    assert sorted(names) == sorted(f"patch_embed.backbone.{name}" for name in ending)
+    loaded = load(tmp_path / "x.safetensors", device="cpu", heads=2, image_size=(16, 12))
+    assert isinstance(loaded.network.config, ViTConfig) and loaded.network.config.root == root

@@ -1,0 +1,108 @@
+"""The help of a verb: `--help` shows about one screen, `--help-all` shows every option."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vitrail.cli.options.command import Command
+from vitrail.cli.options.fields import Option, flag, shown
+
+__all__ = ["help_page"]
+
+TEXT_AT = 26
+"""Column at which the texts of options start."""
+
+WIDEST = 120
+"""Largest line length, even on wider terminals."""
+
+
+def help_page(command: Command, given: Mapping[str, Any], *, everything: bool, width: int | None = None) -> str:
+    """Return the help of a verb.
+
+    `given` holds the options that were typed together with `--help`, since a few options and defaults depend on
+    others. The default of `width` is the width of the terminal.
+    """
+    width = min(width or shutil.get_terminal_size().columns, WIDEST)
+    defaults = command.defaults(given)
+    lines = [*_wrapped(f"usage: {command.usage}", width, "       "), ""]
+    for paragraph in command.summary.split("\n\n"):
+        lines += [*_wrapped(paragraph, width), ""]
+    lines.append("Examples:")
+    for example in command.examples:
+        lines += [*_wrapped(example.command, width, "      ", "  "), *_wrapped(example.text, width, "      ", "      ")]
+    for heading, options in _groups(command, given, everything=everything):
+        lines += ["", f"{heading}:"]
+        for option in options:
+            lines += _entry(option, _text(option, command), defaults, width, everything=everything)
+    if not everything:
+        lines += ["", f"vitrail {command.name} --help-all shows every option with its whole text."]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> Iterator[tuple[str, Sequence[Option]]]:
+    """Yield headings with their options: first the essential options, then all others by section."""
+    if command.positionals:
+        yield "Arguments", command.positionals
+    known = command.options_for(given)
+    essential = {name for names in command.essential.values() for name in names}
+    for heading, names in command.essential.items():
+        yield heading, [known[name] for name in names]
+    if not everything:
+        return
+    rest: dict[str, list[Option]] = {}
+    for option in known.values():
+        if not option.positional and option.name not in essential and option.name not in command.hidden:
+            rest.setdefault(option.section, []).append(option)
+    for section, options in rest.items():
+        yield f"More of {section}" if section else "More options", options
+
+
+def _text(option: Option, command: Command) -> str:
+    """Return the text of an option for a verb. Option names that the verb spells in another way are replaced."""
+    text = option.help
+    for name, spelled in command.spelled.items():
+        text = text.removeprefix(f"With {flag(name)}: ").replace(flag(name), spelled)
+    return text[:1].upper() + text[1:] if text != option.help else text
+
+
+def _entry(option: Option, text: str, defaults: Mapping[str, str], width: int, *, everything: bool) -> Iterator[str]:
+    """Yield the lines of an option: the name, the placeholder of the value, the text and the default."""
+    text = text if everything else _short(text)
+    default = defaults[option.name] if option.name in defaults else shown(option.default)
+    if default and "efault" not in text:
+        text += f" Default: {default}."
+    indent = " " * TEXT_AT
+    head = f"  {_head(option, default)}"
+    lines = list(_wrapped(text, width, indent, indent))
+    if len(head) <= TEXT_AT - 2 and lines:
+        lines[0] = head.ljust(TEXT_AT) + lines[0][TEXT_AT:]
+        yield from lines
+    else:
+        yield from _wrapped(head.strip(), width, "      ", "  ")
+        yield from lines
+
+
+def _head(option: Option, default: str) -> str:
+    if option.positional:
+        return option.label
+    if option.is_flag:
+        is_off = option.default is False and not default
+        return option.label if is_off else f"{option.label}, --no-{option.label[2:]}"
+    return f"{option.label} {option.metavar}"
+
+
+def _short(text: str) -> str:
+    """Return the first sentence of a text and the sentence about the default."""
+    first, *rest = re.split(r"(?<=[.])\s+(?=[A-Za-z0-9\"-])", text)
+    return " ".join([first, *(sentence for sentence in rest if sentence.startswith(("By default", "The default is")))])
+
+
+def _wrapped(text: str, width: int, indent: str = "", first: str = "") -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()), width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""The options of the verbs that train: the settings of a run, of its network and of its task."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_type_hints
+
+from vitrail.cli.options.fields import Option, options_of, shown, without_none
+from vitrail.errors import ConfigError
+from vitrail.models.config import ModelConfig, override_fields
+from vitrail.models.resnet import ResNetConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.settings import bare_names
+from vitrail.tasks import TASKS, Regression, Task
+from vitrail.training.config import TrainConfig
+
+__all__ = ["check_only_resume", "default_texts", "run_options", "task_of", "task_options"]
+
+
+def run_options() -> Iterator[Option]:
+    """Yield the options of a run. None of them is required, because a recipe or a rule provides every value.
+
+    A setting that several tasks share is yielded once, with the text and default of the first task.
+    """
+    kinds = get_type_hints(TrainConfig)
+    for section in dataclasses.fields(TrainConfig):
+        kind = kinds[section.name]
+        if kind is Task:
+            yield _task_option()
+            yield from {
+                name: option for task in reversed(TASKS) for name, option in task_options(task).items()
+            }.values()
+        elif kind is ModelConfig:
+            yield from _model_options(section.name)
+        else:
+            for option in options_of(kind, section=section.name):
+                yield dataclasses.replace(option, default=None) if option.default is dataclasses.MISSING else option
+
+
+def task_of(given: Mapping[str, Any], usual: str) -> str:
+    """Return the name of the task: the typed task, else regression if --numbers is used, else `usual`."""
+    return given.get("task") or (Regression.name if "numbers" in given else usual)
+
+
+def task_options(task: str) -> dict[str, Option]:
+    """Return the options of a task by name. The result is empty if the task does not exist."""
+    return {option.name: option for option in options_of(TASKS[task], section="task")} if task in TASKS else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """Options that select a dataclass."""
+
+    task: str = "classification"
+    """Task to train for. Each task has settings of its own."""
+
+
+def _task_option() -> Option:
+    kind = Literal[tuple(TASKS)]  # type: ignore[valid-type]
+    return Option("task", "task", kind, False, _Chosen.task, _Chosen, "task", None)
+
+
+def _model_options(section: str) -> Iterator[Option]:
+    """Yield the option for the variant, and an option for each field of a network's config that can be overridden."""
+    yield next(option for option in options_of(ModelConfig, section=section) if option.name == "variant")
+    for name in override_fields():
+        owner = _owner_of(name)
+        kind, _ = without_none(get_type_hints(owner)[name])
+        if not dataclasses.is_dataclass(kind):
+            yield Option(name, name, kind, True, None, owner, section, None)
+
+
+def _owner_of(name: str) -> Any:
+    """Return the first network config class that has the field."""
+    return next(cls for cls in (ViTConfig, ResNetConfig) if name in {field.name for field in dataclasses.fields(cls)})
+
+
+def default_texts(config: TrainConfig) -> dict[str, str]:
+    """Return the values of a run's settings as texts, by option name."""
+    texts = {"task": config.task.name}
+    for name, section in config.settings().items():
+        value = _value(getattr(config, section), name)
+        texts[name] = "off" if value is False else shown(value)
+    return texts
+
+
+def _value(section: Any, name: str) -> Any:
+    if isinstance(section, ModelConfig):
+        return section.variant if name == "variant" else section.overrides.get(name)
+    return getattr(section, bare_names(type(section))[name])
+
+
+def check_only_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> None:
+    """Raise `ConfigError` if another option is combined with --resume."""
+    for name in given:
+        if name != "resume":
+            raise ConfigError(f"{labels[name].label}: a run that --resume continues keeps its settings; leave this out")

@@ -1,0 +1,1 @@
+"""Tables and progress bars that the command line shows."""

@@ -1,0 +1,343 @@
+"""Tar shards in the WebDataset convention: `rose/1.jpg` and `rose/1.cls` (or .json) in a tar are one sample.
+
+The members of a sample have the same path up to the first dot of the file's name. The label is the number or name of a
+class. It is in the .cls file, or in the field "label", "cls" or "class" of the .json file, where it can be a list.
+Images are read in any order, by an index.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+
+from vitrail.data import remote
+from vitrail.data.source import Sample, Target, TargetKind
+from vitrail.data.sources.shards.shard_paths import Located, locate, looks_like_shards
+from vitrail.data.sources.shards.tar_index import RawLabel, Shard, Version, is_numbers, open_shard, version_of
+from vitrail.data.sources.tables.number_column import places_of
+from vitrail.data.splits import SPLITS, Split, Splits
+from vitrail.errors import DataError, nearest, plural
+
+__all__ = ["ShardSource", "looks_like_shards", "open_shards"]
+
+OPEN_FILES = 64
+"""Largest number of shards that a source has open at once."""
+
+MOST_CLASSES = 1_000_000
+"""Limit for labels. A label of this number or more is an error."""
+
+THREADS = 16
+"""Number of threads that open shards at URLs. Many threads help, because the first scan waits for one request per image
+that is not small."""
+
+
+def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
+    """Open a .tar file, a folder of them (flat, or in train/, val/, test/), a pattern such as `name-{000..012}.tar`, or
+    a URL of these that fsspec supports.
+
+    If `classes` is given, such as the classes of a model, labels are indices into `classes`. Otherwise the class names
+    come from dataset.json or classes.json beside the shards. Without these files, they are the sorted training labels.
+    If labels are only numbers, the names are "0" to the highest number. Raises `DataError`.
+    """
+    located = locate(location)
+    opened = _open(located)
+    named = classes or located.classes
+    sources: dict[Split, ShardSource] = {}
+    if any(_has_numbers(shard) for shards in opened.values() for shard in shards):
+        return _with_numbers(location, located, opened, numbers)
+    if numbers:
+        raise DataError(
+            f"data {location!r} has no numbers in its shards, but numbers={','.join(numbers)} asks for some"
+        )
+    for split in SPLITS:
+        if split in opened:
+            sources[split] = ShardSource(opened[split], named, numbered=located.classes)
+            named = named or sources[split].classes
+    first, *others = sources.values()
+    for other in others:
+        if isinstance(first.target(0), tuple) != isinstance(other.target(0), tuple):
+            raise DataError(
+                f"data {location!r} has one label per image in one split and lists of labels in another; use the same "
+                "form in all splits"
+            )
+    notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
+
+
+def _has_numbers(shard: Shard) -> bool:
+    return any(is_numbers(label) for label in shard.index.labels)
+
+
+def _with_numbers(
+    location: str, located: Located, opened: Mapping[Split, list[Shard]], numbers: tuple[str, ...]
+) -> Splits:
+    """Open shards whose samples have numbers as targets. `numbers` selects some of the numbers; by default all are
+    used."""
+    lengths = {
+        len(label) if is_numbers(label) else 0
+        for shards in opened.values()
+        for shard in shards
+        for label in shard.index.labels
+        if isinstance(label, tuple)
+    }
+    plain = any(not is_numbers(label) for shards in opened.values() for shard in shards for label in shard.index.labels)
+    names = located.classes or tuple(str(place) for place in range(max(lengths)))
+    if plain or lengths != {len(names)}:
+        raise DataError(
+            f"data {location!r}: some samples have {len(names)} numbers, and others have classes or another count of "
+            "numbers; give the same numbers to all samples, null for one that is unknown"
+        )
+    places = places_of(f"data {location!r}", numbers, names) if numbers else list(range(len(names)))
+    sources = {
+        split: ShardSource(opened[split], numbers or names, columns=places) for split in SPLITS if split in opened
+    }
+    notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
+
+
+class ShardSource:
+    """The samples of tar shards, in the order of the shards and of the files in each tar.
+
+    `classes` holds the class names; by default they are collected from the labels. `numbered` holds the names of the
+    numeric labels in the shards if they differ from `classes`. For regression, `columns` selects the numbers that are
+    the targets, and `classes` holds the names of these numbers. Raises `DataError` if a label is not among the classes
+    or two samples have the same key. A million samples with keys of 26 bytes take 61 MB of memory.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        classes: tuple[str, ...] | None = None,
+        *,
+        numbered: tuple[str, ...] | None = None,
+        columns: Sequence[int] | None = None,
+    ) -> None:
+        self.shards = tuple((shard.path, shard.version) for shard in shards)
+        self.ignored = sum(shard.index.ignored for shard in shards)
+        distinct = _distinct(shards)
+        self.classes = _found(distinct) if classes is None else classes
+        self._labels, self._codes = _codes(
+            shards,
+            _resolve(distinct, self.classes, numbered or self.classes)
+            if columns is None
+            else {label: _picked(label, columns) for label in distinct},
+            numbers=columns is not None,
+        )
+        self.target_kind: TargetKind = "class" if self.classes else "none"
+        if any(isinstance(label, tuple) for label in self._labels):
+            self.target_kind = "classes" if columns is None else "numbers"
+        lengths = np.concatenate([np.diff(shard.index.key_ends, prepend=0) for shard in shards])
+        self._key_ends = np.cumsum(lengths, dtype=np.int64)
+        self._keys = np.concatenate([shard.index.keys for shard in shards])
+        self._places = np.repeat(np.arange(len(shards), dtype=np.int32), [len(shard.index) for shard in shards])
+        self._offsets = np.concatenate([shard.index.offsets for shard in shards])
+        self._sizes = np.concatenate([shard.index.sizes for shard in shards])
+        if len(self) == 0:
+            names = ", ".join(path for path, _ in self.shards[:3])
+            raise DataError(f"{names} and the others have no images" if len(shards) > 3 else f"{names} has no images")
+        self._refuse_duplicate_keys(np.concatenate([shard.index.hashes for shard in shards]))
+        self._descriptor = _cache()
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def __getitem__(self, index: int) -> Sample:
+        label = self.target(index)
+        path, version = self.shards[self._places[index]]
+        offset, size = int(self._offsets[index]), int(self._sizes[index])
+        if remote.is_remote(path):
+            try:
+                data = remote.read(path, offset, offset + size)
+            except OSError as error:
+                raise DataError(f"cannot read shard {path}: {error}") from error
+        else:
+            try:
+                descriptor = self._descriptor(path, version)  # the name keeps it open until the bytes are read
+                data = os.pread(descriptor.number, size, offset)
+            except OSError as error:
+                raise DataError(f"cannot read shard {path}: {error.strerror}") from error
+            if len(data) != size:
+                raise DataError(f"shard {path} was truncated while it was in use; run the command again")
+        return Sample(self.key(index), data, label)
+
+    def key(self, index: int) -> str:
+        stop = int(self._key_ends[index])
+        start = int(self._key_ends[index - 1]) if index % len(self) else 0
+        return os.fsdecode(self._keys[start:stop].tobytes())
+
+    def target(self, index: int) -> Target:
+        return self._labels[self._codes[index]]
+
+    def stamp(self, index: int) -> str:
+        """Return the shard's path and version, and the offset of the image in it."""
+        path, version = self.shards[self._places[index]]
+        return f"{path} {version.size} {version.tag} {self._offsets[index]}"
+
+    def unlabelled(self) -> int:
+        """Return the number of samples without a label."""
+        return int((self._codes == len(self._labels) - 1).sum())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_descriptor"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._descriptor = _cache()
+
+    def _refuse_duplicate_keys(self, hashes: np.ndarray) -> None:
+        order = np.argsort(hashes, kind="stable")
+        for place in np.flatnonzero(np.diff(hashes[order]) == 0):
+            one, other = int(order[place]), int(order[place + 1])
+            if self.key(one) == self.key(other):  # different keys can have the same hash
+                first, second = self.shards[self._places[one]][0], self.shards[self._places[other]][0]
+                raise DataError(
+                    f"{first} and {second} both have a sample {self.key(one)!r}; keys must be unique, so give the keys "
+                    "of each shard a different prefix, or open only one of the shards"
+                )
+
+
+class _Descriptor:
+    """An open file. It is closed when the cache and all reading threads have released it."""
+
+    def __init__(self, path: str, version: Version) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        if version_of(self.number) != version:
+            raise DataError(f"shard {path} was changed after it was opened; run the command again")
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+def _cache() -> Callable[[str, Version], _Descriptor]:
+    # The cache takes no Python lock, so a process can be forked while another thread uses it.
+    return functools.lru_cache(maxsize=OPEN_FILES)(_Descriptor)
+
+
+def _open(located: Located) -> dict[Split, list[Shard]]:
+    """Open all shards. Raises `DataError` if the size of a shard differs from the size in dataset.json."""
+    paths = [path for paths in located.shards.values() for path in paths]
+    threads = THREADS if paths and remote.is_remote(paths[0]) else 1
+    with ThreadPoolExecutor(threads) as pool:
+        opened = dict(zip(paths, pool.map(open_shard, paths), strict=True))
+    for path, shard in opened.items():
+        stated = located.sizes.get(path)
+        if stated is not None and stated != shard.version.size:
+            raise DataError(
+                f"shard {path} has {shard.version.size:,} bytes, but the dataset.json beside it states {stated:,}; the "
+                "shard was changed or copied incompletely, so copy or pack it again"
+            )
+    return {split: [opened[path] for path in paths] for split, paths in located.shards.items()}
+
+
+def _distinct(shards: Sequence[Shard]) -> dict[RawLabel, tuple[Shard, int]]:
+    """Return the distinct labels. Each label comes with one shard that contains it and the label's code in that
+    shard."""
+    distinct: dict[RawLabel, tuple[Shard, int]] = {}
+    for shard in shards:
+        for code in np.unique(shard.index.codes).tolist():
+            if code >= 0:
+                distinct.setdefault(shard.index.labels[code], (shard, code))
+    return distinct
+
+
+def _several(label: RawLabel) -> tuple[int | str, ...]:
+    return cast(tuple[int | str, ...], label) if isinstance(label, tuple) else (label,)
+
+
+def _picked(label: RawLabel, columns: Sequence[int]) -> Target:
+    """Return the numbers in some columns, with NaN for an unknown number. Return None if all are unknown."""
+    numbers = cast(tuple[float | None, ...], label)
+    picked = tuple(math.nan if (number := numbers[column]) is None else number for column in columns)
+    return None if all(map(math.isnan, picked)) else picked
+
+
+def _example(shard: Shard, code: int) -> str:
+    """Return the key of the first sample with a label, for messages."""
+    index = int(np.argmax(shard.index.codes == code))
+    start = int(shard.index.key_ends[index - 1]) if index else 0
+    return os.fsdecode(shard.index.keys[start : shard.index.key_ends[index]].tobytes())
+
+
+def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
+    """Return the class names for the labels: the sorted names, or the numbers from 0 to the highest label."""
+    names: set[str] = set()
+    highest, numbered = -1, ""
+    for label, (shard, code) in distinct.items():
+        for one in _several(label):
+            if isinstance(one, str):
+                names.add(one)
+            elif one > highest:
+                highest, numbered = one, f"{shard.path}: the label {one} of {_example(shard, code)!r}"
+    if names and numbered:
+        raise DataError(
+            f"{numbered} is a number, but other labels are names, such as {min(names)!r}; use one of the two"
+        )
+    if highest >= MOST_CLASSES:
+        raise DataError(f"{numbered} is not a class number; class numbers are below {MOST_CLASSES:,}")
+    if unprintable := sorted(name for name in names if not name.isprintable()):
+        raise DataError(f"labels have unprintable class names: {unprintable}; rename them")
+    return tuple(sorted(names)) if names else tuple(str(number) for number in range(highest + 1))
+
+
+def _resolve(
+    distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
+) -> dict[RawLabel, Target]:
+    """Return the class indices of each label. Raises `DataError` if a label is not among the classes."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    resolved: dict[RawLabel, Target] = {}
+    for label, (shard, code) in distinct.items():
+        found: set[int] = set()
+        for one in _several(label):
+            name = numbered[one] if isinstance(one, int) and 0 <= one < len(numbered) else one
+            if name not in numbers:
+                raise DataError(_unknown(shard, code, one, name, classes, numbered))
+            found.add(numbers[name])
+        resolved[label] = tuple(sorted(found)) if isinstance(label, tuple) else found.pop()
+    return resolved
+
+
+def _codes(
+    shards: Sequence[Shard], resolved: dict[RawLabel, Target], *, numbers: bool
+) -> tuple[list[Target], np.ndarray]:
+    """Return the distinct labels, with None at the end, and the index of each sample's label among them (int32)."""
+    labels: list[Target] = [*dict.fromkeys(resolved.values()), None]
+    places = {label: place for place, label in enumerate(labels)}
+    none = places[None]
+    parts = []
+    for shard in shards:
+        table = [places[resolved[label]] if label in resolved else none for label in shard.index.labels]
+        parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last entry is for code -1
+    codes = np.concatenate(parts)
+    kinds = {isinstance(label, tuple) for label in resolved}
+    if not numbers and (len(kinds) > 1 or (kinds == {True} and bool((codes == none).any()))):
+        where = f"{shards[0].path}" + (" and the others" if len(shards) > 1 else "")
+        raise DataError(
+            f"{where}: some images have a list of labels, others have one label or none; give every image a list, "
+            "which can be empty"
+        )
+    return labels, codes
+
+
+def _unknown(
+    shard: Shard, code: int, label: int | str, name: int | str, classes: tuple[str, ...], numbered: tuple[str, ...]
+) -> str:
+    start = f"{shard.path}: sample {_example(shard, code)!r} has the label {label!r}"
+    if isinstance(name, int):
+        return f"{start}; the {len(numbered):,} classes are numbered from 0"
+    meaning = f", which is {name!r}" if name != label else ""
+    return f"{start}{meaning}; it is not among the known classes ({nearest(name, classes)})"
+
+
+def _notes(location: str, split: Split, source: ShardSource) -> Iterable[str]:
+    if source.ignored:
+        files = plural(source.ignored, "file")
+        yield f"{location}, {split}: skipped {files} that are neither images nor labels of images"
+    if missing := source.unlabelled():
+        yield f"{location}, {split}: {missing:,} of {plural(len(source), 'image')} without a label"

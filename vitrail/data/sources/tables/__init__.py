@@ -1,0 +1,1 @@
+"""Data sets described by a table: text files with columns, and Parquet."""

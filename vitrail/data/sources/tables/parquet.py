@@ -1,0 +1,348 @@
+"""Parquet files of images in Hugging Face's convention: a struct of bytes and path, and a label that is a number.
+
+Parquet is read one row group at a time. In a shuffled order, a whole row group would have to be unpacked for every
+image. The first use therefore unpacks the images of each file into a cache under `$VITRAIL_DATA` or ~/.cache/vitrail.
+The cache takes as much disk space as the images. Labels are read from the Parquet file each time, which is fast.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.source import Sample, Target, TargetKind
+from vitrail.data.sources.blob import Blob, open_blob, write_blob
+from vitrail.data.sources.tables.label_column import LabelColumn, join, number
+from vitrail.data.sources.tables.number_column import NumberColumns
+from vitrail.data.sources.tables.parquet_columns import ParquetColumns
+from vitrail.data.splits import Split, Splits, by_split, split_of
+from vitrail.errors import DataError, SaveError
+from vitrail.files import cache_folder
+
+__all__ = [
+    "Choice",
+    "ParquetFile",
+    "ParquetSource",
+    "identity_of",
+    "looks_like_parquet",
+    "open_files",
+    "open_parquet",
+    "split_choice",
+]
+
+SUFFIX = ".parquet"
+
+
+class Choice(NamedTuple):
+    """The columns that the user chose by `?image=COLUMN&label=COLUMN` after a name."""
+
+    image: str | None = None
+    label: str | None = None
+
+
+class ParquetFile(NamedTuple):
+    """One file of a split."""
+
+    name: str
+    """Relative path of the file, the same on every machine. The keys of samples begin with this path."""
+    path: Path
+    identity: str
+    """Text that identifies the content of the file. The cache uses it to find the unpacked images."""
+
+
+class ParquetSource:
+    """The rows of some Parquet files, in order. The key of a sample is the file's name and the row:
+    `train/0000.parquet:17`.
+
+    A row without an image has 0 bytes and counts as undecodable. A source takes 12 bytes of memory per row.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        blobs: Sequence[Blob],
+        targets: LabelColumn | NumberColumns | None,
+        classes: tuple[str, ...],
+    ) -> None:
+        self.classes = classes
+        self._names = tuple(names)
+        self._blobs = tuple(blobs)
+        self._targets = targets
+        self._firsts = [0, *accumulate(len(blob) for blob in blobs)]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        file, row = self._place(index)
+        return Sample(f"{self._names[file]}:{row}", self._blobs[file][row], self.target(index))
+
+    def key(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{self._names[file]}:{row}"
+
+    def target(self, index: int) -> Target:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return None if self._targets is None else self._targets[index]
+
+    @property
+    def target_kind(self) -> TargetKind:
+        if self._targets is None:
+            return "none"
+        if isinstance(self._targets, NumberColumns):
+            return "numbers"
+        return "class" if self._targets.starts is None else "classes"
+
+    def stamp(self, index: int) -> str:
+        """Return the name of the file of unpacked images (a hash of the path, size and time) and the row."""
+        file, row = self._place(index)
+        return f"{self._blobs[file].path.name} {row}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the number of the file and the row in it."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        file = bisect.bisect_right(self._firsts, index) - 1
+        return file, index - self._firsts[file]
+
+
+def looks_like_parquet(path: Path) -> bool:
+    """Return True for the path of a Parquet file, and for a folder with a Parquet file at most two levels below it."""
+    place = Path(_location(str(path)))
+    return place.suffix.lower() == SUFFIX or (place.is_dir() and _has_parquet(place, 2, is_root=True))
+
+
+def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
+    """Open a Parquet file, or a folder of them. The names of files or folders determine the splits.
+
+    `?image=COLUMN&label=COLUMN` after the path chooses columns. Images that are not in the cache are unpacked, and a
+    note reports this. Raises `DataError`. Raises `SaveError` if the disk has too little space for the unpacked images.
+    """
+    text, choice = split_choice(str(location))
+    root = Path(text)
+    if root.is_dir():
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob(f"*{SUFFIX}") if path.is_file())
+        names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+        folders = {name.split("/")[0] for name in names if "/" in name and split_of(name.partition("/")[2])}
+        several = sorted(folder for folder in folders if split_of(folder) is None)
+        if len(several) > 1:
+            raise DataError(
+                f"{root} holds several data sets, in the folders {', '.join(several)}; open one of them, such as "
+                f"{root / several[0]}"
+            )
+    elif root.is_file():
+        names, root = [root.name], root.parent
+    else:
+        raise DataError(f"there is no file or folder {root}")
+    if not names:
+        raise DataError(f"{root} has no {SUFFIX} files in it")
+    single = len(names) == 1 and Path(text).is_file()  # a single file is for training, whatever its name is
+    splits: dict[Split, list[str]] = {"train": names} if single else by_split(str(root), names)
+    files = {
+        split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]
+        for split, some in splits.items()
+    }
+    return open_files(text, files, choice, classes, numbers=numbers)
+
+
+def split_choice(text: str) -> tuple[str, Choice]:
+    """Split a name into the path and the choice of columns. If the whole name is a path that exists, a "?" belongs to
+    the path.
+
+    Raises `DataError` if the text after the "?" is not a choice of columns.
+    """
+    location = _location(text)
+    if location == text:
+        return text, Choice()
+    query = text[len(location) + 1 :]
+    chosen: dict[str, str] = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = next((name for name in chosen if name not in Choice._fields), None)
+    if unknown is not None or not chosen or not all(chosen.values()):
+        raise DataError(
+            f"{text!r} ends in ?{query}, which chooses no column; write ?image=COLUMN, ?label=COLUMN, or both joined "
+            "by &"
+        )
+    return location, Choice(**chosen)
+
+
+def _location(text: str) -> str:
+    return text if "?" not in text or os.path.lexists(text) else text.rpartition("?")[0]
+
+
+def open_files(
+    title: str,
+    files: Mapping[Split, Sequence[ParquetFile]],
+    choice: Choice,
+    classes: tuple[str, ...] | None,
+    notes: Iterable[str] = (),
+    *,
+    numbers: tuple[str, ...] = (),
+) -> Splits:
+    """Return the splits of some files. `title` names the data in messages. Raises the errors of `open_parquet`.
+
+    If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets.
+    """
+    opened = {split: [ParquetColumns(file.path) for file in some] for split, some in files.items()}
+    if not sum(file.rows for file in opened["train"]):
+        raise DataError(f"{title} has an empty training split; training needs at least one row")
+    image, label = _columns(opened, choice)
+    if numbers:
+        return _open_numbers(title, files, opened, image, numbers, tuple(notes))
+    notes = list(notes)
+    kept = dict(opened)
+    labels: dict[Split, LabelColumn] = {}
+    for split, some in opened.items():
+        if label is not None and label in some[0].types:
+            labels[split] = join([str(file.path) for file in some], [file.labels(label) for file in some])
+        rows = sum(file.rows for file in some)
+        if split != "train" and (rows == 0 or (label is not None and (split not in labels or labels[split].is_empty))):
+            reason = "none of its images has a label" if rows else "it is empty"
+            notes.append(f"{title}: the {split} split is skipped, because {reason}")
+            del kept[split]
+            labels.pop(split, None)
+    if label is None:
+        notes.append(
+            f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
+            f"{opened['train'][0].described}, add ?label= and its name to the data's name"
+        )
+        names = classes or ()
+    else:
+        names, labels = number(title, labels, classes)
+    blobs, unpacking_notes = _unpack(
+        title, [pair for split, some in kept.items() for pair in zip(files[split], some, strict=True)], image
+    )
+    sources = {
+        split: ParquetSource(
+            [file.name for file in files[split]], [blobs[file] for file in files[split]], labels.get(split), names
+        )
+        for split in kept
+    }
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *unpacking_notes))
+
+
+def _open_numbers(
+    title: str,
+    files: Mapping[Split, Sequence[ParquetFile]],
+    opened: Mapping[Split, Sequence[ParquetColumns]],
+    image: str,
+    numbers: tuple[str, ...],
+    notes: tuple[str, ...],
+) -> Splits:
+    """Make the splits with numbers as targets. A split in which no number is known is skipped, with a note."""
+    values = {
+        split: NumberColumns(np.concatenate([file.numbers(numbers) for file in some])) for split, some in opened.items()
+    }
+    for split in list(values):
+        if split != "train" and np.isnan(values[split].values).all():
+            notes += (f"{title}: the {split} split is skipped, because none of its images has a number",)
+            del values[split]
+    pairs = [pair for split in values for pair in zip(files[split], opened[split], strict=True)]
+    blobs, unpacking_notes = _unpack(title, pairs, image)
+    sources = {
+        split: ParquetSource(
+            [file.name for file in files[split]], [blobs[file] for file in files[split]], values[split], numbers
+        )
+        for split in values
+    }
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *unpacking_notes))
+
+
+def _columns(opened: Mapping[Split, Sequence[ParquetColumns]], choice: Choice) -> tuple[str, str | None]:
+    """Return the columns of images and labels, found in the first training file.
+
+    All other files must have the same columns, but a whole split may lack labels. Raises `DataError`.
+    """
+    first = opened["train"][0]
+    image = first.image_column(choice.image)
+    label = first.label_column(choice.label)
+    for some in opened.values():
+        for file in some:
+            file.image_column(image)
+            if label is not None and (label in file.types) != (label in some[0].types):
+                raise DataError(
+                    f"{some[0].path} and {file.path}: only one of the two has the column {label!r}; all files of a "
+                    "split need it"
+                )
+    return image, label
+
+
+def identity_of(path: Path) -> str:
+    """Return a text of the path, size and time of a file. The text changes when the file changes."""
+    status = path.stat()
+    return f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+
+
+def _unpack(
+    title: str, files: Sequence[tuple[ParquetFile, ParquetColumns]], column: str
+) -> tuple[dict[ParquetFile, Blob], tuple[str, ...]]:
+    """Return the unpacked images of each file, and a note if a file had to be unpacked. Files in the cache are not
+    unpacked again."""
+    folder = cache_folder("parquet")
+    places = {file: folder / _blob_name(file, column) for file, _ in files}
+    blobs = {file: blob for file, place in places.items() if (blob := open_blob(place)) is not None}
+    missing = [(file, columns) for file, columns in files if file not in blobs]
+    if not missing:
+        return blobs, ()
+    needed = sum(columns.image_bytes(column) for _, columns in missing)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise SaveError(
+            f"{title}: unpacking the images into {folder} takes {_size(needed)}, but only {_size(free)} are free "
+            "there; set VITRAIL_DATA to a folder on a larger disk"
+        )
+    written = 0
+    for file, columns in missing:
+        blobs[file] = write_blob(places[file], columns.images(column))
+        written += int(blobs[file].offsets[-1])
+    for file, columns in missing:
+        if len(blobs[file]) != columns.rows:
+            raise DataError(f"{file.path} changed while it was read; run the command again")
+    note = (
+        f"{title}: the images were unpacked once into {folder} ({_size(written)}), for random access; files deleted "
+        "there are made again when they are needed"
+    )
+    return blobs, (note,)
+
+
+def _blob_name(file: ParquetFile, column: str) -> str:
+    digest = hashlib.sha256(f"{file.identity}\0{column}".encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{Path(file.name).stem[:80]}-{digest[:24]}.images"
+
+
+def _has_parquet(folder: Path, depth: int, *, is_root: bool) -> bool:
+    """Return True if a folder has a Parquet file at most `depth` levels below it.
+
+    The search of a subfolder ends at its first image, because a folder of images may hold a million of them.
+    """
+    subfolders = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                suffix = Path(entry.name).suffix.lower()
+                if entry.name.startswith("."):
+                    continue
+                if suffix == SUFFIX:
+                    return True
+                if suffix in SUFFIXES and not is_root:
+                    return False
+                if depth and entry.is_dir():
+                    subfolders.append(Path(entry.path))
+    except OSError:
+        return False
+    return any(_has_parquet(subfolder, depth - 1, is_root=False) for subfolder in subfolders)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.2f} MB"

@@ -1,0 +1,1 @@
+"""Linear layers: fused kernels, float8 and low-rank updates."""

@@ -1,0 +1,75 @@
+"""The dense layer of all networks. Its kernel can be exchanged, and an adapter can change its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.models.linear.kernels import Gelu, gelu_linear, linear
+
+__all__ = ["Linear", "Product"]
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes a dense layer from its input, weight and bias, like `kernels.linear`."""
+
+
+class Linear(nn.Linear):
+    """A dense layer. `use_product` exchanges the kernel, and `adapt` lets a module change the weight that the kernel
+    uses."""
+
+    product: Product
+    """The kernel that computes the layer."""
+    adapter: nn.Module | None
+    """A module that maps the weight to the weight that the kernel uses (`lora.py`), or None."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.product, self.adapter = linear, None
+
+    @property
+    def operand(self) -> Float[Tensor, "outputs inputs"]:
+        """The weight that the kernel uses: the layer's own weight, or the adapter's result."""
+        return self.weight if self.adapter is None else self.adapter(self.weight)
+
+    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        return self.product(x, self.operand, self.bias)
+
+    def after_gelu(self, hidden: Float[Tensor, "*batch inputs"], approximate: Gelu) -> Float[Tensor, "*batch outputs"]:
+        """Return `layer(gelu(hidden))`, computed by the fused kernel. `kernels.fuses(hidden)` must be true."""
+        if self.product is not linear:
+            return self(F.gelu(hidden, approximate=approximate))
+        return gelu_linear(hidden, self.operand, self.bias, approximate)
+
+    def by_rows(self, *inputs: tuple[Float[Tensor, ...], int]) -> tuple[Tensor, ...]:
+        """Return the matrix product of each input with its number of rows of the weight. Each argument is a pair of an
+        input and a number of rows. The first input uses the first rows, the next input the rows after these, and so on,
+        so the numbers must add up to the number of rows."""
+        rows = [count for _, count in inputs]
+        weights = torch.split(self.operand, rows)
+        biases = [None] * len(rows) if self.bias is None else torch.split(self.bias, rows)
+        return tuple(
+            self.product(x, weight, bias) for (x, _), weight, bias in zip(inputs, weights, biases, strict=True)
+        )
+
+    def use_product(self, product: Product) -> None:
+        """Compute the layer by another kernel from now on."""
+        self.product = product
+
+    def adapt(self, adapter: nn.Module) -> None:
+        """Pass the weight through a module before the kernel uses it."""
+        self.adapter = adapter
+
+    def freeze(self, dtype: torch.dtype | None) -> None:
+        """Replace the weight by the weight that the kernel uses, converted to `dtype` (None keeps the format).
+
+        The layer cannot be trained afterwards: `Predictor` calls this on its own copy of a network. A weight that
+        needs no change stays the same tensor.
+        """
+        operand = self.operand.detach()
+        if self.adapter is not None or dtype is not None:
+            self.weight = nn.Parameter(operand if dtype is None else operand.to(dtype), requires_grad=False)
+        self.adapter = None

@@ -1,0 +1,130 @@
+"""Training with 8-bit floating point in the dense layers of blocks, for large models on recent GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.linear.dense import Linear
+from vitrail.models.linear.kernels import linear
+from vitrail.models.network import HasLayers
+from vitrail.models.variants import AnyConfig, build
+
+__all__ = ["check_float8", "float8_linear", "use_float8"]
+
+OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+"""The two 8-bit formats: e4m3 has the precision that weights and activations need, and e5m2 has the range that
+gradients need (2209.05433, section 3)."""
+
+MULTIPLE = 16
+"""Number that must divide the sides of a matrix product, because the kernels read 16 bytes at a time."""
+
+SMALLEST = 1e-30
+"""Smallest magnitude that a tensor is scaled by, so that a tensor of zeros can be scaled."""
+
+
+def use_float8(network: nn.Module) -> int:
+    """Train the dense layers of the network's blocks in 8-bit floating point from now on, and return the number of
+    these layers.
+
+    Only layers whose sides are multiples of 16 are changed. The stored weights keep their format. Raises `ConfigError`
+    if no layer can be changed.
+    """
+    found = 0
+    blocks = network.layers().blocks if isinstance(network, HasLayers) else []
+    for module in (part for block in blocks for part in block.modules()):
+        if isinstance(module, Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
+            module.use_product(float8_linear)
+            found += 1
+    if not found:
+        raise ConfigError(
+            f"precision='float8' needs dense layers in a transformer's blocks whose sides are multiples of {MULTIPLE}; "
+            "this network has none. Choose 'bf16' or 'float32'"
+        )
+    return found
+
+
+def check_float8(config: AnyConfig) -> None:
+    """Raise `ConfigError` if `use_float8` would raise it for a network of this config. No weights are drawn."""
+    with torch.device("meta"):
+        use_float8(build(config))
+
+
+def float8_linear(
+    x: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None
+) -> Float[Tensor, "*batch outputs"]:
+    """Return `x weight^T + bias` in bfloat16, computed from `x` and `weight` in e4m3.
+
+    In the backward pass, the gradient is converted to e5m2. In every call, each factor is scaled so that its largest
+    magnitude is the largest number of the format. Sums are in float32. Without gradients, or outside autocast, this
+    function is `linear`, so 8-bit training does not change how predictions are computed.
+    """
+    if not (torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)):
+        return linear(x, weight, bias)
+    return _Float8Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, rows_unit = _quantised(_rows(x), OPERAND)
+        columns, columns_unit = _quantised(weight, OPERAND)
+        ctx.save_for_backward(rows, rows_unit, columns, columns_unit)
+        ctx.has_bias = bias is not None
+        added = None if bias is None else bias.to(torch.bfloat16)
+        y = _product(rows, columns.t(), rows_unit, columns_unit, torch.bfloat16, bias=added, fast=True)
+        return _unpadded(y, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        rows, rows_unit, columns, columns_unit = ctx.saved_tensors
+        upstream, unit = _quantised(_rows(gradient), GRADIENT)
+        to_x = _product(upstream, _columns_first(columns), unit, columns_unit, torch.bfloat16)
+        to_weight = _product(upstream.t().contiguous(), _columns_first(rows), unit, rows_unit, torch.float32)
+        to_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.has_bias else None
+        return _unpadded(to_x, gradient.shape), to_weight, to_bias
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    a_unit: Tensor,
+    b_unit: Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """Return the matrix product `a b` of scaled factors. With `fast`, a GPU sums with fewer digits. Gradients need the
+    exact sums."""
+    with torch.autocast(a.device.type, enabled=False):  # or a CPU would round the factors, units applied, to bfloat16
+        return torch._scaled_mm(a, b, scale_a=a_unit, scale_b=b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return `x` as a matrix, with rows of zeros added until the number of rows is a multiple of 16. The zeros change
+    no sum over rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    missing = -rows.shape[0] % MULTIPLE
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Remove the rows that `_rows` added, and restore the leading dimensions of `shape`."""
+    return rows[: shape[:-1].numel()].view(*shape[:-1], rows.shape[1])
+
+
+def _quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the tensor scaled to the range of `dtype`, contiguous in memory, and the unit that it was divided by."""
+    unit = x.abs().amax().float().clamp(min=SMALLEST) / torch.finfo(dtype).max
+    return (x.float() / unit).to(dtype).contiguous(), unit
+
+
+def _columns_first(matrix: Tensor) -> Tensor:
+    """Return the same matrix in column-major layout, which the kernels need for the second factor."""
+    return matrix.t().contiguous().t()

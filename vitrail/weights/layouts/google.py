@@ -1,0 +1,349 @@
+"""Files of the original code: the npz of vision_transformer and of big_vision.
+
+Both hold flax parameters, whose names are paths with slashes. Dense kernels have the shape (in, out), convolutions
+(h, w, in, out), and attention kernels have an axis for the heads. big_vision adds the class token after the positions,
+may pool by attention, and may stack all blocks along a first axis ("scanned"). Older files number the parts of a block
+from 0 to 3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vitrail.errors import BundleError
+from vitrail.models.pooling import Pool
+from vitrail.models.positions import Covered
+from vitrail.models.resnet import RootConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.carried import (
+    KEPT,
+    SHAPE,
+    Table,
+    bare_loss,
+    carried,
+    nested,
+    only,
+    other_architecture,
+    own,
+)
+from vitrail.weights.layouts.layout import (
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    default_preprocess,
+    depth_of,
+    file_grid,
+    moved_positions,
+    theirs_of,
+)
+from vitrail.weights.tensors import TensorFile, save_tensors
+
+__all__ = ["BIG_VISION", "GOOGLE", "Google"]
+
+PREFIXES = ("params/img/", "opt/target/img/", "opt/target/", "params/")
+"""Prefixes of the image network's parameters. A file may also hold an optimiser's state or a text network, which are
+ignored."""
+OLD_PARTS = {
+    "MultiHeadDotProductAttention_1/": "MultiHeadDotProductAttention_0/",
+    "LayerNorm_2/": "LayerNorm_1/",
+    "MlpBlock_3/": "MlpBlock_0/",
+}
+POOL_PARTS = ("probe", "MlpBlock_0/", "MultiHeadDotProductAttention_0/", "LayerNorm_0/")
+VT_POSITIONS = "Transformer/posembed_input/pos_embedding"
+BV_POSITIONS = "pos_embedding"
+
+
+ROOT: Table = {
+    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), "norm_eps": own(1e-6), "weight_eps": own(1e-5),
+    "weight_eps_on": own("deviation"),
+}  # fmt: skip
+
+
+class Google:
+    """The layout of either file. They differ in the place of positions, in pooling and in preprocessing."""
+
+    folder_files: tuple[str, ...] = ()
+
+    def __init__(self, name: str, *, big_vision: bool) -> None:
+        self.name = name
+        self.big_vision = big_vision
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        names = plain_names(checkpoint.tensors).shapes
+        return "embedding/kernel" in names and (VT_POSITIONS not in names) == self.big_vision
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        tensors = plain_names(checkpoint.tensors)
+        config = self._config(tensors, hints)
+        notes = []
+        if others := len(checkpoint.tensors.shapes) - len(_image_network(checkpoint.tensors).shapes):
+            notes.append(f"{others} tensors do not belong to the image network and were skipped")
+        if config.positions == "sincos-2d" and hints.image_size is None:
+            notes.append(f"the file does not contain its image size: {config.image_size} is assumed")
+        fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.875} if self.big_vision else {"resize": "squash"}
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=default_preprocess(config, **fields),
+            pairs=tuple(self.pairs(config)),
+            notes=tuple(notes),
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        config = bundle.network.config
+        if config.architecture != "ViT":
+            raise other_architecture(self.name, config.architecture)
+        lost = [*bare_loss(self.name, bundle), *carried(self.name, config, self._carried(config))]
+        state, config = moved_positions(bundle.network.state_dict(), config, "patches" if self.big_vision else "class")
+        save_tensors(theirs_of(state, self.pairs(config)), path, (".npz",))
+        if config.activation == "gelu":
+            lost.append("the exact GELU (its code computes the tanh approximation)")
+        return tuple(lost)
+
+    def _carried(self, config: ViTConfig) -> Table:
+        return {
+            **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "registers": only(0), "positions_at": only("stem"),
+            "root": only(None) if self.big_vision else nested(ROOT),
+            "pool": only("cls", "gap", "map") if self.big_vision else only("cls", "gap"),
+            "positions": only("learned", "sincos-2d") if self.big_vision else only("learned"),
+            "class_token": only(config.pool == "cls"), "final_norm": only("tokens"), "layer_scale": only(0.0),
+            "attention": only("full"),
+            "qk_norm": only(False), "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True),
+            "activation": only("gelu-tanh", "gelu"), "norm_eps": own(1e-6), "position_resize": own("linear-corners"),
+        }  # fmt: skip
+
+    def pairs(self, config: ViTConfig) -> Iterator[Pair]:
+        """Return the pairs of all tensors of a config."""
+        if config.root:
+            yield from _root_pairs(config.root)
+        channels = config.root.out_channels if config.root else config.channels
+        patch = (*config.patch_size, channels, config.width)
+        yield Pair("patches.projection.weight", ("embedding/kernel",), _from_patch, partial(_to_patch, shape=patch))
+        yield Pair("patches.projection.bias", ("embedding/bias",))
+        if config.has_class_token:
+            yield Pair("prefix.cls", ("cls",))
+        if config.positions == "learned":
+            yield Pair("positions.embedding", (BV_POSITIONS if self.big_vision else VT_POSITIONS,))
+        for layer in range(config.depth):
+            yield from _block_pairs(f"blocks.{layer}", f"Transformer/encoderblock_{layer}", config)
+        yield from _norm("norm", "Transformer/encoder_norm")
+        if config.pool == "map":
+            yield from _map_pairs(config)
+        if config.head_hidden:
+            yield from _dense("head_hidden", "pre_logits")
+        if config.num_classes:
+            yield from _dense("head", "head")
+
+    def _config(self, tensors: TensorFile, hints: Hints) -> ViTConfig:
+        shapes = tensors.shapes
+        down, across, _, width = shapes["embedding/kernel"]
+        heads, root = _heads(shapes, tensors.path), _root(shapes)
+        cls, pool_by_attention = "cls" in tensors, "MAPHead_0/probe" in tensors
+        name = BV_POSITIONS if self.big_vision else VT_POSITIONS
+        stride = root.stride if root else 1
+        cells = down, across
+        grid_size = hints.image_size or (224, 224)
+        covered: Covered = "class"
+        learned = name in tensors or not self.big_vision
+        if learned:
+            places = shapes[name][1]
+            if self.big_vision:
+                covered = _covered(places, cells, hints) if cls else "patches"
+            grid = file_grid(places - (cls and covered == "class"), cells, hints, tensors.path, stride)
+            grid_size = grid[0] * cells[0] * stride, grid[1] * cells[1] * stride
+        pool: Pool = "map" if pool_by_attention else "cls" if cls else "gap"
+        channels = shapes["conv_root/kernel"][2] if root else shapes["embedding/kernel"][2]
+        return ViTConfig(
+            image_size=grid_size,
+            patch_size=cells,
+            channels=channels,
+            root=root,
+            width=width,
+            depth=depth_of(tensors, "Transformer/encoderblock_"),
+            heads=heads,
+            mlp_width=shapes["Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel"][1],
+            num_classes=shapes["head/bias"][0] if "head/bias" in tensors else 0,
+            pool=pool,
+            head_hidden=shapes["pre_logits/bias"][0] if "pre_logits/bias" in tensors else 0,
+            positions="learned" if learned else "sincos-2d",
+            positions_cover=covered,
+            activation="gelu-tanh",
+        )
+
+
+def _covered(places: int, cells: tuple[int, int], hints: Hints) -> Covered:
+    """Return the tokens that big_vision's positions cover: the patches, or in older files the class token as well."""
+    if hints.image_size is not None:
+        height, width = (side // patch for side, patch in zip(hints.image_size, cells, strict=True))
+        if height * width in (places, places - 1):
+            return "patches" if height * width == places else "class"
+    squares = [math.isqrt(number) ** 2 == number for number in (places, places - 1)]
+    return "class" if squares == [False, True] else "patches"
+
+
+def plain_names(tensors: TensorFile) -> TensorFile:
+    """Return the tensors under the names of newer files: no prefix, parts numbered by kind, one tensor per block."""
+    tensors = _image_network(tensors).renamed(lambda name: _new_name(name) if "encoderblock" in name else name)
+    if "probe" in tensors:  # in older files the parts of attention pooling are at the top level
+        tensors = tensors.renamed(lambda name: f"MAPHead_0/{name}" if name.startswith(POOL_PARTS) else name)
+    # Before 2022, big_vision stored positions inside the encoder.
+    return _unscanned(tensors.renamed(lambda name: BV_POSITIONS if name == f"Transformer/{BV_POSITIONS}" else name))
+
+
+def _image_network(tensors: TensorFile) -> TensorFile:
+    prefix = next((prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors.shapes)), "")
+    inside = {name: shape for name, shape in tensors.shapes.items() if name.startswith(prefix)}
+    return TensorFile(tensors.path, inside, tensors.read).renamed(lambda name: name.removeprefix(prefix))
+
+
+def _new_name(name: str) -> str:
+    for old, new in OLD_PARTS.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _unscanned(tensors: TensorFile) -> TensorFile:
+    """Return stacked blocks as one set of tensors per block."""
+    stacked = "Transformer/encoderblock/"
+    sources: dict[str, tuple[str, int | None]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in tensors.shapes.items():
+        if name.startswith(stacked):
+            for layer in range(shape[0]):
+                own = f"Transformer/encoderblock_{layer}/{name.removeprefix(stacked)}"
+                sources[own], shapes[own] = (name, layer), shape[1:]
+        else:
+            sources[name], shapes[name] = (name, None), shape
+
+    return TensorFile(tensors.path, shapes, lambda name, _: tensors.read(*sources[name]))
+
+
+def _heads(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
+    name = "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel"
+    if name not in shapes or len(shapes[name]) != 3:
+        raise BundleError(f"{path} has no {name} of (width, heads, channels), which says how many heads there are")
+    return shapes[name][1]
+
+
+def _root(shapes: dict[str, tuple[int, ...]]) -> RootConfig | None:
+    if "conv_root/kernel" not in shapes:
+        return None
+    units: dict[int, int] = {}
+    for name in shapes:
+        if match := re.match(r"block(\d+)/unit(\d+)/", name):
+            stage, unit = int(match[1]), int(match[2])
+            units[stage] = max(units.get(stage, 0), unit)
+    return RootConfig(depths=tuple(units[stage] for stage in sorted(units)), width=shapes["conv_root/kernel"][3])
+
+
+def _dense(ours: str, theirs: str) -> Iterator[Pair]:
+    yield Pair(f"{ours}.weight", (f"{theirs}/kernel",), _transposed, _transposed)
+    yield Pair(f"{ours}.bias", (f"{theirs}/bias",))
+
+
+def _norm(ours: str, theirs: str) -> Iterator[Pair]:
+    """Return the tensor pairs of a normalisation layer. Older files store a group norm's weights as (1, 1, 1,
+    channels)."""
+    yield Pair(f"{ours}.weight", (f"{theirs}/scale",), _flat)
+    yield Pair(f"{ours}.bias", (f"{theirs}/bias",), _flat)
+
+
+def _convolution(ours: str, theirs: str) -> Pair:
+    return Pair(
+        f"{ours}.weight", (f"{theirs}/kernel",), lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0)
+    )
+
+
+def _cut_by_head(ours: str, theirs: Sequence[str], heads: int) -> Iterator[Pair]:
+    """Return the tensor pairs of the query, key and value projections.
+
+    The file has three kernels of shape (width, heads, channels). Our single weight has the shape (3 width, width).
+    """
+    yield Pair(
+        f"{ours}.weight",
+        tuple(f"{name}/kernel" for name in theirs),
+        lambda t: t.flatten(1).t(),
+        lambda t: t.t().reshape(t.shape[1], heads, -1),
+    )
+    yield Pair(f"{ours}.bias", tuple(f"{name}/bias" for name in theirs), _flat, lambda t: t.reshape(heads, -1))
+
+
+def _joined(ours: str, theirs: str, heads: int) -> Iterator[Pair]:
+    """Return the tensor pairs of the output projection of attention. The kernel in the file has the shape (heads,
+    channels, width)."""
+    yield Pair(
+        f"{ours}.weight",
+        (f"{theirs}/kernel",),
+        lambda t: t.flatten(0, 1).t(),
+        lambda t: t.t().reshape(heads, -1, t.shape[0]),
+    )
+    yield Pair(f"{ours}.bias", (f"{theirs}/bias",))
+
+
+def _block_pairs(ours: str, theirs: str, config: ViTConfig) -> Iterator[Pair]:
+    attention = f"{theirs}/MultiHeadDotProductAttention_0"
+    yield from _norm(f"{ours}.norm1", f"{theirs}/LayerNorm_0")
+    yield from _cut_by_head(
+        f"{ours}.attention.qkv", [f"{attention}/{part}" for part in ("query", "key", "value")], config.heads
+    )
+    yield from _joined(f"{ours}.attention.out", f"{attention}/out", config.heads)
+    yield from _norm(f"{ours}.norm2", f"{theirs}/LayerNorm_1")
+    yield from _dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
+    yield from _dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
+
+
+def _map_pairs(config: ViTConfig) -> Iterator[Pair]:
+    ours, theirs = "attention_pool", "MAPHead_0"
+    attention = f"{theirs}/MultiHeadDotProductAttention_0"
+    yield Pair(f"{ours}.probe", (f"{theirs}/probe",))
+    yield from _cut_by_head(f"{ours}.query", [f"{attention}/query"], config.heads)
+    yield from _cut_by_head(f"{ours}.key_value", [f"{attention}/key", f"{attention}/value"], config.heads)
+    yield from _joined(f"{ours}.out", f"{attention}/out", config.heads)
+    yield from _norm(f"{ours}.norm", f"{theirs}/LayerNorm_0")
+    yield from _dense(f"{ours}.mlp.up", f"{theirs}/MlpBlock_0/Dense_0")
+    yield from _dense(f"{ours}.mlp.down", f"{theirs}/MlpBlock_0/Dense_1")
+
+
+def _root_pairs(root: RootConfig) -> Iterator[Pair]:
+    yield _convolution("root.stem", "conv_root")
+    yield from _norm("root.norm", "gn_root")
+    for stage, depth in enumerate(root.depths):
+        for unit in range(depth):
+            ours, theirs = f"root.stages.{stage}.{unit}", f"block{stage + 1}/unit{unit + 1}"
+            for number in (1, 2, 3):
+                yield _convolution(f"{ours}.conv{number}", f"{theirs}/conv{number}")
+                yield from _norm(f"{ours}.norm{number}", f"{theirs}/gn{number}")
+            if unit == 0:  # the first unit of a stage has a stride or more channels
+                yield _convolution(f"{ours}.shortcut", f"{theirs}/conv_proj")
+                yield from _norm(f"{ours}.shortcut_norm", f"{theirs}/gn_proj")
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.t()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten()
+
+
+def _from_patch(kernel: Tensor) -> Tensor:
+    """Convert (h, w, in, out) to (out, in h w)."""
+    return kernel.permute(3, 2, 0, 1).flatten(1)
+
+
+def _to_patch(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    height, width, channels, out = shape
+    return weight.reshape(out, channels, height, width).permute(2, 3, 1, 0)
+
+
+GOOGLE = Google("google", big_vision=False)
+BIG_VISION = Google("big-vision", big_vision=True)

@@ -1,0 +1,202 @@
+"""Conversion between our preprocessing and `preprocessor_config.json` of Hugging Face's transformers.
+
+Two differences remain, which no field describes. If an odd number of pixels is cropped, the library rounds the start of
+the window down, and we round it to the even pixel. The library's faster code resizes tensors, which differs from Pillow
+by one level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vitrail.data.pixels.geometry import scaled_side
+from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
+from vitrail.errors import BundleError
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.layouts.carried import KEPT, Table
+
+__all__ = ["PREPROCESS", "ReadPreprocess", "preprocess_of", "preprocessor_config"]
+
+RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
+"""Numbers of Pillow's filters."""
+
+HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
+IMAGENET: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+CUT: dict[str, Any] = {"size": {"shortest_edge": 256}, "crop_size": 224}
+
+PREPROCESS: Table = dict.fromkeys(
+    (
+        "image_size", "channels", "interpolation", "mean", "std",
+        # `preprocessor_config` says what is lost of these:
+        "resize", "crop_share", "pad_value", "antialias", "scaled_decode",
+    ),
+    KEPT,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReadPreprocess:
+    """Preprocessing for the network's image size, read from a file."""
+
+    preprocess: Preprocess
+    size: tuple[int, int] | None
+    """Height and width of the images that the file describes, or None."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """Resizing and cropping."""
+
+    resize: Resize
+    crop_share: float = 1.0
+    size: tuple[int, int] | None = None
+    note: str = ""
+
+
+def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool) -> ReadPreprocess:
+    """Return the preprocessing in `content` for the network's image size, with a note for each part that differs here.
+
+    Missing fields take the defaults of the model family. Raise `BundleError` for an invalid field.
+    """
+    content = {name: value for name, value in content.items() if value is not None}
+    notes = []
+    if not content:
+        how = "short side to 256, crop of 224, bicubic, ImageNet's" if dinov2 else "squashed, bilinear, 0.5 for"
+        notes.append(
+            "there is no preprocessor_config.json: the default of the model family is assumed "
+            f"({how} mean and standard deviation)"
+        )
+    filled = {
+        "resample": 3 if dinov2 else 2,
+        **(IMAGENET if dinov2 and config.channels == 3 else HALF),
+        **(CUT if dinov2 and "size" not in content else {}),
+        **content,
+    }
+    geometry = _geometry(filled)
+    if geometry.note:
+        notes.append(f"preprocessor_config.json {geometry.note}")
+    interpolation = RESAMPLE.get(filled["resample"]) if isinstance(filled["resample"], int) else None
+    if interpolation is None:
+        notes.append(
+            f"preprocessor_config.json has resample={filled['resample']!r}, which does not exist here: bicubic is used"
+        )
+    mean, std = _tones(filled)
+    preprocess = Preprocess(
+        image_size=config.image_size,
+        channels=config.channels,
+        resize=geometry.resize,
+        crop_share=geometry.crop_share,
+        interpolation=interpolation or "bicubic",
+        mean=mean,
+        std=std,
+    )
+    return ReadPreprocess(preprocess, geometry.size if content else None, tuple(notes))
+
+
+def _geometry(content: Mapping[str, Any]) -> _Geometry:
+    size, crop = content.get("size"), content.get("crop_size")
+    made = _sides(crop, "crop_size") if crop is not None and content.get("do_center_crop", True) else None
+    if not content.get("do_resize", True):
+        return _Geometry("squash", size=made, note="does not resize images: here they are squashed to the image size")
+    if isinstance(size, int) and made is not None:  # older files write the short side like this
+        size = {"shortest_edge": size}
+    if isinstance(size, dict) and set(size) == {"shortest_edge"}:
+        edge = _whole(size["shortest_edge"], "size")
+        if made is None:
+            note = f"scales the short side to {edge} without cropping: here the centre is cropped"
+            return _Geometry("crop", size=(edge, edge), note=note)
+        note = "crops a rectangle from images scaled by their short side: here they are scaled to cover it"
+        return _crop(made, (edge, edge), note if made[0] != made[1] else "")
+    scaled = None if size is None else _sides(size, "size")
+    if made is None or made == scaled or scaled is None:
+        return _Geometry("squash", size=made or scaled)
+    share = made[0] / scaled[0]
+    if share <= 1 and all(scaled_side(part, share) == whole for part, whole in zip(made, scaled, strict=True)):
+        return _Geometry("squash", share, made)
+    return _crop(made, scaled, f"squashes images to {scaled} and crops {made}: here they keep their proportions")
+
+
+def _crop(made: tuple[int, int], scaled: tuple[int, int], note: str) -> _Geometry:
+    share = min(part / whole for part, whole in zip(made, scaled, strict=True))
+    if share > 1:
+        note = f"crops {made} from images of {scaled}, with a black border: here there is no border"
+    return _Geometry("crop", min(share, 1.0), made, note)
+
+
+def _sides(value: Any, name: str) -> tuple[int, int]:
+    if isinstance(value, dict) and {"height", "width"} <= set(value):
+        return _whole(value["height"], name), _whole(value["width"], name)
+    side = _whole(value, name)
+    return side, side
+
+
+def _whole(value: Any, name: str) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise BundleError(
+            f"preprocessor_config.json: {name}={value!r} is not pixels, height and width, or a shortest_edge"
+        )
+    return value
+
+
+def _tones(content: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation for pixels in [0, 1], converted from the file's units."""
+    mean, std = (_numbers(content[name], name) for name in ("image_mean", "image_std"))
+    if not content.get("do_normalize", True):
+        mean, std = (0.0,), (1.0,)
+    factor = content.get("rescale_factor", 1 / 255) if content.get("do_rescale", True) else 1.0
+    if not isinstance(factor, int | float) or not factor > 0:
+        raise BundleError(f"preprocessor_config.json: rescale_factor={factor!r} is not a number above 0")
+    unit = 255 * factor
+    if abs(unit - 1) > 1e-6:
+        mean, std = (tuple(value / unit for value in values) for values in (mean, std))
+    return mean, std
+
+
+def _numbers(value: Any, name: str) -> tuple[float, ...]:
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(item, int | float) for item in values):
+        raise BundleError(f"preprocessor_config.json: {name}={value!r} is not a number for each channel")
+    return (float(values[0]),) if len(set(values)) == 1 else tuple(map(float, values))
+
+
+def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the content of the file, and what it does not carry."""
+    height, width = preprocess.image_size
+    size: dict[str, int] = {"height": height, "width": width}
+    content: dict[str, Any] = {
+        "image_processor_type": "ViTImageProcessor", "do_resize": True, "size": size,
+        "resample": next(number for number, name in RESAMPLE.items() if name == preprocess.interpolation),
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "image_mean": _each(preprocess.mean, preprocess.channels),
+        "image_std": _each(preprocess.std, preprocess.channels),
+    }  # fmt: skip
+    lost = []
+    edges = [scaled_side(side, preprocess.crop_share) for side in (height, width)]
+    if preprocess.resize == "crop" or preprocess.crop_share < 1:
+        content |= {"image_processor_type": "BitImageProcessor", "do_center_crop": True, "crop_size": size}
+        content["size"] = dict(zip(size, edges, strict=True))
+    if preprocess.resize == "pad":
+        lost.append("resize='pad' (written as 'squash')")
+    elif preprocess.resize == "crop":
+        edge = min(edges)
+        content["size"] = {"shortest_edge": edge}
+        if height != width:
+            lost.append(f"scaling until {height} x {width} is covered (its code scales the short side to {edge})")
+        elif abs(edge * preprocess.crop_share - height) > 1e-6:
+            lost.append(f"crop_share={preprocess.crop_share} (written as {height} of {edge} pixels)")
+    if not preprocess.antialias:
+        lost.append("antialias=False")
+    if preprocess.scaled_decode:
+        lost.append("scaled_decode=True")
+    if preprocess.channels == 1:
+        lost.append("the conversion to grey (its code takes images as they are)")
+    else:
+        content["do_convert_rgb"] = True
+    return content, tuple(lost)
+
+
+def _each(values: Sequence[float], channels: int) -> list[float]:
+    return list(values) if len(values) == channels else [values[0]] * channels

@@ -1,0 +1,361 @@
+"""Files of timm, DINO and DINOv2, whose tensors have the same names: bare files, and hub folders with config.json.
+
+The layout covers Vision Transformers with all their options, hybrids (with timm's own epsilons), and BiT ResNets.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import BundleError
+from vitrail.files import replacing_folder, write_json
+from vitrail.models.layers import Activation
+from vitrail.models.pooling import Pool
+from vitrail.models.positions import Covered
+from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.variants import AnyConfig
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.carried import KEPT, SHAPE, Table, bare_loss, carried, nested, only, output_loss, own
+from vitrail.weights.layouts.layout import (
+    PRODUCER,
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    depth_of,
+    heads_of,
+    moved_positions,
+    patch_pair,
+    theirs_of,
+)
+from vitrail.weights.layouts.timm_config import (
+    POOLS,
+    classes_of,
+    lost_preprocess,
+    preprocess_of,
+    size_of,
+    written_config,
+)
+from vitrail.weights.tensors import TensorFile, save_tensors
+
+__all__ = ["TIMM", "Timm"]
+
+BACKBONE = "patch_embed.backbone."
+ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "gelu_erf": "gelu"}
+TIMM_ROOT: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_on": "variance"}
+"""timm's own epsilons of a hybrid's root."""
+
+BIT: Table = {
+    "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
+    "weight_eps": own(1e-8), "weight_eps_on": only("variance"),
+}  # fmt: skip
+ROOT: Table = {
+    "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), **{name: own(value) for name, value in TIMM_ROOT.items()},
+}  # fmt: skip
+VIT: Table = {
+    **SHAPE, "root": nested(ROOT), "pool": only(*POOLS), "class_token": KEPT, "registers": KEPT, "head_hidden": only(0),
+    "final_norm": KEPT, "positions": only("learned", "none"), "positions_at": only("stem"), "positions_cover": KEPT,
+    "activation": only("gelu", "gelu-tanh", "swiglu"), "layer_scale": KEPT,
+    "attention": only("full"), "qk_norm": KEPT, "qkv_bias": KEPT,
+    "dense_bias": KEPT, "patch_bias": KEPT, "norm_eps": own(1e-6),
+}  # fmt: skip
+PREPROCESS: Table = dict.fromkeys(
+    (
+        "image_size", "channels", "resize", "crop_share", "interpolation", "mean", "std",
+        "pad_value", "antialias", "scaled_decode",  # of these `lost_preprocess` says what is lost
+    ),
+    KEPT,
+)  # fmt: skip
+
+
+class Timm:
+    """The layout of timm. It is tried last, because other libraries use some of its names as well."""
+
+    name = "timm"
+    folder_files: tuple[str, ...] = ("model.safetensors", "config.json")
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return "patch_embed.proj.weight" in checkpoint.tensors or "stem.conv.weight" in checkpoint.tensors
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        tensors = checkpoint.tensors.renamed(_plain_name)
+        settings = {**(checkpoint.config.get("model_args") or {}), **_only(checkpoint.config, "global_pool")}
+        stated = checkpoint.config.get("pretrained_cfg") or {}
+        sizes = [size for size in (size_of(settings, stated), hints.image_size) if size]
+        if "stem.conv.weight" in tensors:
+            config: AnyConfig = _bit_config(tensors, sizes)
+        else:
+            config = _vit_config(tensors, settings, sizes, hints)
+        preprocess, notes = preprocess_of(config, stated, dinov2="mask_token" in tensors)
+        ignored = tuple(name for name in ("mask_token",) if name in tensors)
+        if config.architecture == "ViT" and config.has_class_token and config.positions_cover == "patches":
+            notes = (
+                *notes,
+                f"positions are assumed to be those of {config.grid[0]} x {config.grid[1]} patches alone",
+            )
+        if ignored:
+            notes = (*notes, "mask_token, which only pre-training uses, was skipped")
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=preprocess,
+            pairs=tuple(pairs(config)),
+            classes=classes_of(checkpoint.config, config.num_classes),
+            ignored=ignored,
+            notes=notes,
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        """Write a folder as on the hub, or a bare file if the path ends in .safetensors."""
+        config, state = bundle.network.config, bundle.network.state_dict()
+        lost = carried(self.name, config, _carried(config))
+        if config.architecture == "ViT" and config.registers and config.positions_cover == "class":
+            # timm has positions for all tokens before the patches or for none of them.
+            state, config = moved_positions(state, config, "patches")
+        theirs = theirs_of(state, pairs(config))
+        if config.architecture == "ViT" and config.root and not config.root.depths:
+            theirs = {name.replace(f"{BACKBONE}stem.", BACKBONE): tensor for name, tensor in theirs.items()}
+        if path.suffix == ".safetensors":
+            bare = bare_loss(self.name, bundle)
+            save_tensors(theirs, path, (".safetensors",))
+            return (*lost, *bare, *_bare_loss_of_config(config))
+        lost += output_loss(self.name, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
+        lost += carried(self.name, bundle.preprocess, PREPROCESS)
+        with replacing_folder("the model", path, self.folder_files) as partial:
+            save_tensors(theirs, partial / "model.safetensors", (".safetensors",))
+            write_json(partial / "config.json", {**written_config(bundle), "producer": PRODUCER})
+        return (*lost, *lost_preprocess(bundle.preprocess))
+
+
+def pairs(config: AnyConfig) -> Iterator[Pair]:
+    """Return the pairs of all tensors of a config."""
+    if config.architecture == "BiT":
+        yield from _bit_pairs(config)
+        return
+    if config.root:
+        yield from _root_pairs(config.root)
+    channels = config.root.out_channels if config.root else config.channels
+    yield patch_pair("patch_embed.proj", config.patch_size, channels)
+    if config.patch_bias:
+        yield Pair("patches.projection.bias", ("patch_embed.proj.bias",))
+    if config.has_class_token:
+        yield Pair("prefix.cls", ("cls_token",))
+    if config.registers:
+        yield Pair("prefix.registers", ("reg_token",))
+    if config.positions == "learned":
+        yield Pair("positions.embedding", ("pos_embed",))
+    for layer in range(config.depth):
+        yield from _block_pairs(f"blocks.{layer}", config)
+    yield from _both("norm", "norm" if config.final_norm == "tokens" else "fc_norm")
+    if config.pool == "map":
+        yield Pair("attention_pool.probe", ("attn_pool.latent",))
+        for ours, theirs in (
+            ("query", "q"), ("key_value", "kv"), ("out", "proj"), ("norm", "norm"), ("mlp.up", "mlp.fc1"),
+            ("mlp.down", "mlp.fc2"),
+        ):  # fmt: skip
+            yield from _both(f"attention_pool.{ours}", f"attn_pool.{theirs}")
+    if config.num_classes:
+        yield from _both("head", "head")
+
+
+def _both(ours: str, theirs: str, *, bias: bool = True) -> Iterator[Pair]:
+    yield Pair(f"{ours}.weight", (f"{theirs}.weight",))
+    if bias:
+        yield Pair(f"{ours}.bias", (f"{theirs}.bias",))
+
+
+def _block_pairs(block: str, config: ViTConfig) -> Iterator[Pair]:
+    yield from _both(f"{block}.norm1", f"{block}.norm1")
+    yield from _both(f"{block}.attention.qkv", f"{block}.attn.qkv", bias=config.qkv_bias)
+    if config.qk_norm:
+        yield from _both(f"{block}.attention.query_norm", f"{block}.attn.q_norm")
+        yield from _both(f"{block}.attention.key_norm", f"{block}.attn.k_norm")
+    yield from _both(f"{block}.attention.out", f"{block}.attn.proj", bias=config.dense_bias)
+    yield from _both(f"{block}.norm2", f"{block}.norm2")
+    yield from _both(f"{block}.mlp.up", f"{block}.mlp.fc1", bias=config.dense_bias)
+    yield from _both(f"{block}.mlp.down", f"{block}.mlp.fc2", bias=config.dense_bias)
+    if config.layer_scale:
+        for number in (1, 2):
+            yield Pair(f"{block}.scale{number}.gamma", (f"{block}.ls{number}.gamma",))
+
+
+def _root_pairs(root: RootConfig) -> Iterator[Pair]:
+    yield from _both("root.stem", f"{BACKBONE}stem.conv", bias=False)
+    yield from _both("root.norm", f"{BACKBONE}stem.norm")
+    for stage, depth in enumerate(root.depths):
+        for unit in range(depth):
+            ours, theirs = f"root.stages.{stage}.{unit}", f"{BACKBONE}stages.{stage}.blocks.{unit}"
+            for number in (1, 2, 3):
+                yield from _both(f"{ours}.conv{number}", f"{theirs}.conv{number}", bias=False)
+                yield from _both(f"{ours}.norm{number}", f"{theirs}.norm{number}")
+            if unit == 0:
+                yield from _both(f"{ours}.shortcut", f"{theirs}.downsample.conv", bias=False)
+                yield from _both(f"{ours}.shortcut_norm", f"{theirs}.downsample.norm")
+
+
+def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
+    yield from _both("stem", "stem.conv", bias=False)
+    for stage, depth in enumerate(config.depths):
+        for unit in range(depth):
+            ours, theirs = f"stages.{stage}.{unit}", f"stages.{stage}.blocks.{unit}"
+            for number in (1, 2, 3):
+                yield from _both(f"{ours}.norm{number}", f"{theirs}.norm{number}")
+                yield from _both(f"{ours}.conv{number}", f"{theirs}.conv{number}", bias=False)
+            if unit == 0:
+                yield from _both(f"{ours}.shortcut", f"{theirs}.downsample.conv", bias=False)
+    yield from _both("norm", "norm")
+    if config.num_classes:
+        yield Pair("head.weight", ("head.fc.weight",), lambda t: t.flatten(1), lambda t: t[:, :, None, None])
+        yield Pair("head.bias", ("head.fc.bias",))
+
+
+def _plain_name(name: str) -> str:
+    """Return timm's name of a tensor. DINOv2's own code has other names for registers and the layers of SwiGLU, and may
+    group blocks into chunks. A root without stages is only its stem, which then has no name."""
+    name = re.sub(rf"^{re.escape(BACKBONE)}(conv|norm)\.", rf"{BACKBONE}stem.\1.", name)
+    name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
+    name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
+    return "reg_token" if name == "register_tokens" else name
+
+
+def _vit_config(
+    tensors: TensorFile, settings: Mapping[str, Any], sizes: Sequence[tuple[int, int]], hints: Hints
+) -> ViTConfig:
+    shapes = tensors.shapes
+    width, channels, down, across = shapes["patch_embed.proj.weight"]
+    cells, root = (down, across), _root(shapes)
+    depth = depth_of(tensors, "blocks.")
+    mlp_width = shapes["blocks.0.mlp.fc2.weight"][1]
+    swiglu = shapes["blocks.0.mlp.fc1.weight"][0] == 2 * mlp_width
+    act = settings.get("act_layer") or "gelu"
+    if act not in ACTIVATIONS and not swiglu:
+        raise BundleError(f"{tensors.path}: act_layer={act!r} is not one of {', '.join(map(repr, ACTIVATIONS))}")
+    has_cls, registers = "cls_token" in tensors, shapes.get("reg_token", (1, 0))[1]
+    pooled = "fc_norm.weight" in tensors
+    pool: Pool = "map" if "attn_pool.latent" in tensors else "cls" if has_cls and not pooled else "gap"
+    if pool != "map" and settings.get("global_pool") in ("token", "avg"):
+        pool = "gap" if settings["global_pool"] == "avg" else "cls"
+    stride = root.stride if root else 1
+    image_size: tuple[int, int] = next(iter(sizes), (224, 224))
+    covered: Covered = "class"
+    if "pos_embed" in tensors:
+        grid, covered = _grid(shapes["pos_embed"][1], has_cls, registers, cells, sizes, tensors.path, stride)
+        image_size = grid[0] * cells[0] * stride, grid[1] * cells[1] * stride
+    heads = settings.get("num_heads")
+    return ViTConfig(
+        image_size=image_size,
+        patch_size=cells,
+        channels=shapes[f"{BACKBONE}stem.conv.weight"][1] if root else channels,
+        root=root,
+        width=width,
+        depth=depth,
+        heads=heads if isinstance(heads, int) else heads_of(width, depth, mlp_width, hints, tensors.path),
+        mlp_width=mlp_width,
+        num_classes=shapes.get("head.weight", (0,))[0],
+        pool=pool,
+        class_token=None if has_cls == (pool == "cls") else has_cls,
+        registers=registers,
+        final_norm="pooled" if pooled else "tokens",
+        positions="learned" if "pos_embed" in tensors else "none",
+        positions_cover=covered,
+        position_resize="bicubic-antialias",
+        activation="swiglu" if swiglu else ACTIVATIONS[act],
+        layer_scale=float(settings.get("init_values") or 1e-5) if "blocks.0.ls1.gamma" in tensors else 0.0,
+        qk_norm="blocks.0.attn.q_norm.weight" in tensors,
+        qkv_bias="blocks.0.attn.qkv.bias" in tensors,
+        dense_bias="blocks.0.attn.proj.bias" in tensors,
+        patch_bias="patch_embed.proj.bias" in tensors,
+    )
+
+
+def _bit_config(tensors: TensorFile, sizes: Sequence[tuple[int, int]]) -> ResNetConfig:
+    width, channels, _, _ = tensors.shapes["stem.conv.weight"]
+    depths = tuple(depth_of(tensors, f"stages.{stage}.blocks.") for stage in range(depth_of(tensors, "stages.")))
+    return ResNetConfig(
+        image_size=next(iter(sizes), (224, 224)),
+        channels=channels,
+        depths=depths,
+        width=width,
+        num_classes=tensors.shapes.get("head.fc.bias", (0,))[0],
+        weight_eps=1e-8,
+    )
+
+
+def _root(shapes: Mapping[str, tuple[int, ...]]) -> RootConfig | None:
+    stem = f"{BACKBONE}stem.conv.weight"
+    if stem not in shapes:
+        return None
+    units: dict[int, int] = {}
+    for name in shapes:
+        if match := re.match(re.escape(BACKBONE) + r"stages\.(\d+)\.blocks\.(\d+)\.", name):
+            units[int(match[1])] = max(units.get(int(match[1]), 0), int(match[2]) + 1)
+    return RootConfig(
+        depths=tuple(units[stage] for stage in sorted(units)),
+        width=shapes[stem][0],
+        **TIMM_ROOT,
+    )
+
+
+def _grid(
+    places: int,
+    has_cls: bool,
+    registers: int,
+    cells: tuple[int, int],
+    sizes: Sequence[tuple[int, int]],
+    path: Path,
+    stride: int,
+) -> tuple[tuple[int, int], Covered]:
+    """Return the grid of a position embedding, and the tokens before the patches that it covers.
+
+    In timm, the position embedding covers all tokens before the patches or none of them ("no_embed_class"). In DINOv2,
+    it covers the class token only. The first image size in `sizes` with a matching number of patches is used. If no
+    size matches, the grid must be the only possible square.
+    """
+    choices: dict[int, Covered] = {}
+    counts: tuple[tuple[Covered, int], ...] = (("class", int(has_cls)), ("patches", 0), ("all", has_cls + registers))
+    for covered, count in counts:
+        choices.setdefault(places - count, covered)
+    for size in sizes:
+        height, width = (math.ceil(side / stride) // patch for side, patch in zip(size, cells, strict=True))
+        if height * width in choices and height > 0:
+            return (height, width), choices[height * width]
+    squares = [count for count in choices if count > 0 and math.isqrt(count) ** 2 == count]
+    if len(squares) != 1:
+        raise BundleError(
+            f"{path} has {places} positions, which fit several grids or none: give image_size=(height, width), the "
+            f"size that the model was made for (vitrail convert --image-size)"
+        )
+    side = math.isqrt(squares[0])
+    return (side, side), choices[squares[0]]
+
+
+def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _carried(config: AnyConfig) -> Table:
+    if config.architecture == "BiT":
+        return BIT
+    # Positions of other kinds are refused, and without positions there is nothing to resize.
+    resize = own("bicubic-antialias") if config.positions == "learned" else KEPT
+    return {**VIT, "position_resize": resize}
+
+
+def _bare_loss_of_config(config: AnyConfig) -> Iterator[str]:
+    """Yield what the folder's config.json contains and bare tensors do not."""
+    if config.architecture == "BiT":
+        return
+    yield f"heads={config.heads}"
+    if config.activation == "gelu-tanh":
+        yield "the tanh approximation of GELU (its code computes the exact one by default)"
+    guessed = "cls" if config.has_class_token and config.final_norm == "tokens" else "gap"
+    if config.pool not in ("map", guessed):
+        yield f"pool={config.pool!r} (such tensors are read as {guessed!r})"
+
+
+TIMM = Timm()

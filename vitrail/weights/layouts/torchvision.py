@@ -1,0 +1,144 @@
+"""Files of torchvision's Vision Transformers: vit_b_16 and the other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import BundleError
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.layouts.carried import KEPT, SHAPE, Table, bare_loss, carried, only, other_architecture, own
+from vitrail.weights.layouts.layout import (
+    Checkpoint,
+    Description,
+    Hints,
+    Pair,
+    default_preprocess,
+    depth_of,
+    file_grid,
+    heads_of,
+    moved_positions,
+    patch_pair,
+    theirs_of,
+)
+from vitrail.weights.tensors import save_tensors
+
+__all__ = ["TORCHVISION", "Torchvision"]
+
+CARRIED: Table = {
+    **SHAPE, "head_hidden": KEPT, "positions_cover": KEPT, "root": only(None), "pool": only("cls"),
+    "class_token": only(True), "registers": only(0), "final_norm": only("tokens"), "positions": only("learned"),
+    "positions_at": only("stem"), "activation": only("gelu", "gelu-tanh"), "layer_scale": only(0.0),
+    "attention": only("full"),
+    "qk_norm": only(False), "qkv_bias": only(True), "dense_bias": only(True), "patch_bias": only(True),
+    "norm_eps": own(1e-6), "position_resize": own("bicubic-corners"),
+}  # fmt: skip
+BLOCK = "encoder.layers.encoder_layer_"
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+END_TO_END = (384, 512, 518)
+"""Image sizes of the models fine-tuned end to end from SWAG (2201.08371), which scale images to this size, bicubic.
+
+The models of size 224 with a linear head on SWAG's features are scaled in the same way, but nothing in their files
+distinguishes them from other models.
+"""
+
+
+class Torchvision:
+    """Networks with a class token, learned positions, exact GELU, and optionally a hidden layer before the head."""
+
+    name = "torchvision"
+    folder_files: tuple[str, ...] = ()
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return "conv_proj.weight" in checkpoint.tensors and "encoder.pos_embedding" in checkpoint.tensors
+
+    def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
+        tensors = checkpoint.tensors
+        # Files from before torchvision 0.12 call the layers of an MLP linear_1 and linear_2.
+        tensors = tensors.renamed(lambda n: n.replace(".mlp.linear_1.", ".mlp.0.").replace(".mlp.linear_2.", ".mlp.3."))
+        shapes = tensors.shapes
+        width, channels, down, across = shapes["conv_proj.weight"]
+        cells = down, across
+        depth = depth_of(tensors, BLOCK)
+        mlp_width = shapes[f"{BLOCK}0.mlp.0.bias"][0] if f"{BLOCK}0.mlp.0.bias" in tensors else 4 * width
+        grid = file_grid(shapes["encoder.pos_embedding"][1] - 1, cells, hints, tensors.path)
+        config = ViTConfig(
+            image_size=(grid[0] * cells[0], grid[1] * cells[1]),
+            patch_size=cells,
+            channels=channels,
+            width=width,
+            depth=depth,
+            heads=heads_of(width, depth, mlp_width, hints, tensors.path),
+            mlp_width=mlp_width,
+            num_classes=shapes.get("heads.head.bias", (0,))[0],
+            head_hidden=shapes.get("heads.pre_logits.bias", (0,))[0],
+            position_resize="bicubic-corners",
+        )
+        colours = IMAGENET if channels == 3 else {}
+        geometry: dict[str, Any] = {"crop_share": 0.875}
+        if config.image_size in [(side, side) for side in END_TO_END]:
+            geometry = {"crop_share": 1.0, "interpolation": "bicubic"}
+        elif (width, cells, config.image_size) == (
+            1024,
+            (16, 16),
+            (224, 224),
+        ):
+            # The published ViT-L/16 was evaluated in this way.
+            geometry = {"crop_share": 224 / 242}
+        return Description(
+            tensors=tensors,
+            config=config,
+            preprocess=default_preprocess(config, resize="crop", **geometry, **colours),
+            pairs=tuple(pairs(config)),
+        )
+
+    def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
+        config = bundle.network.config
+        if config.architecture != "ViT":
+            raise other_architecture(self.name, config.architecture)
+        lost = [*bare_loss(self.name, bundle), f"heads={config.heads}", *carried(self.name, config, CARRIED)]
+        if config.patch_size[0] != config.patch_size[1] or config.image_size[0] != config.image_size[1]:
+            raise BundleError(
+                f"torchvision takes square patches and images; this model has patches of "
+                f"{config.patch_size} and images of {config.image_size}"
+            )
+        state, config = moved_positions(bundle.network.state_dict(), config, "class")
+        save_tensors(theirs_of(state, pairs(config)), path, (".pth", ".pt", ".bin"))
+        if config.activation == "gelu-tanh":
+            lost.append("the tanh approximation of GELU (its code computes the exact one)")
+        return tuple(lost)
+
+
+def pairs(config: ViTConfig) -> Iterator[Pair]:
+    """Return the pairs of all tensors of a config."""
+    yield patch_pair("conv_proj", config.patch_size, config.channels)
+    yield Pair("patches.projection.bias", ("conv_proj.bias",))
+    yield Pair("prefix.cls", ("class_token",))
+    yield Pair("positions.embedding", ("encoder.pos_embedding",))
+    for layer in range(config.depth):
+        for ours, theirs in (
+            ("norm1.weight", "ln_1.weight"), ("norm1.bias", "ln_1.bias"),
+            ("attention.qkv.weight", "self_attention.in_proj_weight"),
+            ("attention.qkv.bias", "self_attention.in_proj_bias"),
+            ("attention.out.weight", "self_attention.out_proj.weight"),
+            ("attention.out.bias", "self_attention.out_proj.bias"),
+            ("norm2.weight", "ln_2.weight"), ("norm2.bias", "ln_2.bias"),
+            ("mlp.up.weight", "mlp.0.weight"), ("mlp.up.bias", "mlp.0.bias"),
+            ("mlp.down.weight", "mlp.3.weight"), ("mlp.down.bias", "mlp.3.bias"),
+        ):  # fmt: skip
+            yield Pair(f"blocks.{layer}.{ours}", (f"{BLOCK}{layer}.{theirs}",))
+    for ours, theirs, there in (
+        ("norm", "encoder.ln", True),
+        ("head_hidden", "heads.pre_logits", config.head_hidden > 0),
+        ("head", "heads.head", config.num_classes > 0),
+    ):
+        if there:
+            yield Pair(f"{ours}.weight", (f"{theirs}.weight",))
+            yield Pair(f"{ours}.bias", (f"{theirs}.bias",))
+
+
+TORCHVISION = Torchvision()
