@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import evaluators_of
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import Features
-from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import PUBLISHED, AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
 from vitrail.tasks import Classification, Regression

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle

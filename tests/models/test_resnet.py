@@ -16,18 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.resnet import (
-    HybridRoot,
-    PostActivationUnit,
-    PreActivationUnit,
-    ResNet,
-    ResNetConfig,
-    RootConfig,
-    StandardisedConv,
-    Stem,
-    WeightEps,
-    _pad_same,
-)
+from vitrail.models.resnet import HybridRoot, PostActivationUnit, PreActivationUnit, ResNet, StandardisedConv, _pad_same
+from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem, WeightEps
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
 

@@ -9,7 +9,8 @@ import torch
 
 import vitrail
 from vitrail.errors import ConfigError
-from vitrail.models.resnet import ResNet, ResNetConfig, RootConfig, Stem
+from vitrail.models.resnet import ResNet
+from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem
 from vitrail.models.variants import PUBLISHED, VARIANTS, build, create, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
 

@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.layers import Mlp
 from vitrail.models.pooling import pool
-from vitrail.models.resnet import RootConfig
+from vitrail.models.resnet_config import RootConfig
 from vitrail.models.vit import Block, VisionTransformer, ViTConfig
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig, override_fields
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.resnet_config import ResNetConfig
 from vitrail.recipes import RECIPES
 from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Classification

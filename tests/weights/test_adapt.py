@@ -12,7 +12,7 @@ import torch
 
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.adapt import adapted, resize_network
 from vitrail.weights.bundle import Bundle

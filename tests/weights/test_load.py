@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, SaveError
-from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle, weights_sha256

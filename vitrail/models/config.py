@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.errors import ConfigError, nearest
-from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, config_type, variant_config
 from vitrail.models.vit import ViTConfig
 from vitrail.plain import from_plain

@@ -7,7 +7,8 @@ import re
 from typing import Any, NamedTuple
 
 from vitrail.errors import ConfigError, nearest
-from vitrail.models.resnet import ResNet, ResNetConfig, RootConfig
+from vitrail.models.resnet import ResNet
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
 __all__ = [

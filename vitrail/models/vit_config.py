@@ -14,7 +14,7 @@ from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.layers import Activation
 from vitrail.models.pooling import FinalNorm, Pool
 from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionPlace, PositionResize
-from vitrail.models.resnet import RootConfig
+from vitrail.models.resnet_config import RootConfig
 
 __all__ = ["ViTConfig"]
 

@@ -18,7 +18,7 @@ from vitrail.models.compiled import compile_blocks
 from vitrail.models.linear.kernels import ONEDNN
 from vitrail.models.linear.lora import LowRank, Projection, add_adapters, check_adapters, merged
 from vitrail.models.predictor import Predictor
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer, ViTConfig
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vitrail.errors import BundleError
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.resnet_config import ResNetConfig
 from vitrail.weights.layouts.bit import BIT, BIT_TORCH
 from vitrail.weights.load import load
 from vitrail.weights.tensors import open_tensors

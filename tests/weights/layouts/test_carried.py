@@ -11,7 +11,7 @@ import pytest
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
-from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import KEPT, Table, bare_loss, carried, nested, only, other_architecture, own

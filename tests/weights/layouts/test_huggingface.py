@@ -17,7 +17,8 @@ from torch import Tensor
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
-from vitrail.models.resnet import ResNet, ResNetConfig
+from vitrail.models.resnet import ResNet
+from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface import HUGGINGFACE

@@ -16,7 +16,7 @@ import torch
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
-from vitrail.models.resnet import RootConfig
+from vitrail.models.resnet_config import RootConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.timm import TIMM

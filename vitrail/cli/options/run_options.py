@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 from vitrail.cli.options.fields import Option, options_of, shown, without_none
 from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig, override_fields
-from vitrail.models.resnet import ResNetConfig
+from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Regression, Task

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_each
 
 if TYPE_CHECKING:
-    from vitrail.models.resnet import ResNetConfig, RootConfig
+    from vitrail.models.resnet_config import ResNetConfig, RootConfig
 
 __all__ = [
     "EXPANSION",

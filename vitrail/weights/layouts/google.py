@@ -20,7 +20,7 @@ from torch import Tensor
 from vitrail.errors import BundleError
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import Covered
-from vitrail.models.resnet import RootConfig
+from vitrail.models.resnet_config import RootConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import (

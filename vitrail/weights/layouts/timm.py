@@ -16,7 +16,7 @@ from vitrail.files import replacing_folder, write_json
 from vitrail.models.layers import Activation
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import Covered
-from vitrail.models.resnet import ResNetConfig, RootConfig
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
