@@ -17,10 +17,12 @@ import vitrail.training.run as run_module
 from tests.conftest import make_idx_folder
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid
+from vitrail.tasks import Classification
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import resume, train
+from vitrail.training.start import StartConfig, network_from
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import weights_sha256
 from vitrail.weights.load import load
@@ -92,6 +94,30 @@ def test_as_many_classes_of_other_names_are_other_classes(
 ) -> None:
     train(from_model(initial(classes=("blue", "red", "green")), colour_folder))
     assert not beginnings[0]["head.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("classes", "names", "new_head", "kept", "note"),
+    [
+        (COLOURS, COLOURS, False, True, "is kept: its outputs are the same"),
+        (COLOURS, COLOURS, True, False, "the new head has 3 classes; its weights start at zero"),
+        (("0", "1", "2"), ("0", "1", "2"), False, False, "because the classes have numbers instead of names"),
+        (("1", "2", "3"), ("1", "2", "3"), False, True, "is kept: its outputs are the same"),
+    ],
+)
+def test_a_head_is_kept_for_named_classes_alone(
+    initial: Initial, classes: tuple[str, ...], names: tuple[str, ...], new_head: bool, kept: bool, note: str
+) -> None:
+    bundle = load(initial(classes=classes), device="cpu")
+    start = StartConfig(init="given", new_head=new_head)
+    network, found, notes = network_from(bundle, start, bundle.preprocess, {}, Classification(), names)
+    assert found == kept and note in notes[-1]
+    assert bool(network.state_dict()["head.weight"].any()) == kept
+
+
+def test_a_new_head_needs_a_model() -> None:
+    with pytest.raises(ConfigError, match="new_head=True replaces the head of a model: it needs init"):
+        StartConfig(new_head=True)
 
 
 def test_positions_are_resized_to_the_images(

@@ -23,9 +23,9 @@ from vitrail.errors import BundleError, ConfigError, SaveError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
-from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.layout import Checkpoint
-from vitrail.weights.load import LAYOUTS, convert, load, open_checkpoint, resolve_model
+from vitrail.weights.load import LAYOUTS, convert, load, open_checkpoint
 from vitrail.weights.tensors import TensorFile
 
 Make = Callable[..., Bundle]
@@ -605,19 +605,6 @@ def test_a_device_that_does_not_exist_is_seen_first(tmp_path: Path) -> None:
 
 
 # --- folders
-
-
-def test_a_starting_model_is_loaded_once(bundle: Bundle, assert_same: Same, tmp_path: Path) -> None:
-    path = bundle.save(tmp_path / "model")
-    found = resolve_model(path)
-    assert found.name == str(path) and found.bundle.device == torch.device("cpu")
-    assert_same(found.bundle, bundle)
-    assert found.sha256 == weights_sha256(bundle.network)
-    assert resolve_model(found) is found
-    loaded = resolve_model(bundle)
-    assert loaded.bundle is bundle and loaded.name == "a model in memory" and loaded.sha256 == found.sha256
-    with pytest.raises(BundleError, match="nowhere' does not exist"):
-        resolve_model(tmp_path / "nowhere")
 
 
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:

@@ -145,9 +145,7 @@ def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[
         check_network(network, config.images, len(names))
         return network, setup, notes
     if model is not None:
-        network, kept, notes = network_from(
-            model, config.start.init, config.images, config.model.overrides, task, names
-        )
+        network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
         if kept:
             task.load_head(network, splits)
         origin = setup.origin or Origin(weights_sha256(model.network), network.config)

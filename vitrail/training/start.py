@@ -31,7 +31,8 @@ class StartConfig:
 
     init: str | None = None
     """Model to start from: a model folder, a run folder, another library's checkpoint, or a hub name. The model's head
-    is kept if the classes have the same names. Otherwise a new head of zeros replaces it."""
+    is kept if the classes have the same names in the same order. Otherwise a new head of zeros replaces it, as it also
+    does if the classes have no names, only numbers."""
     train_blocks: int | None = None
     """With --init: number of last blocks to train, together with the final norm, the pooling and the head. By default
     all blocks. 0 trains only the head. The blocks of a ResNet are its residual units."""
@@ -41,12 +42,16 @@ class StartConfig:
     """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
     lora_on: tuple[Projection, ...] = ("query", "value")
     """Weights of each block that are updated: query, key, value, out, up, down."""
+    new_head: bool = False
+    """With --init: start from a new head of zeros even if the model's classes have the names of the data's."""
 
     def __post_init__(self) -> None:
         problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]
         for name in ("train_blocks", "lora_rank") if self.init is None else ():
             if (value := getattr(self, name)) is not None:
                 problems.append(f"{name}={value} keeps weights as they are: it needs init, a model to start from")
+        if self.new_head and self.init is None:
+            problems.append("new_head=True replaces the head of a model: it needs init, a model to start from")
         if self.lora_rank is None and self.lora_alpha is not None:
             problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank")
         if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
@@ -121,7 +126,7 @@ def fitted(
 
 def network_from(
     bundle: Bundle,
-    init: str | None,
+    start: StartConfig,
     images: Preprocess,
     overrides: Mapping[str, Any],
     task: Task,
@@ -129,16 +134,21 @@ def network_from(
 ) -> tuple[AnyNetwork, bool, tuple[str, ...]]:
     """Return a network with a copy of the model's weights, True if it has the model's head, and notes for the user.
 
-    The head and the hidden layer before it are kept if the outputs have the same names in the same order. Otherwise the
-    network gets a new head of zeros and no hidden layer (paper, section 3.2).
+    The head and the hidden layer before it are kept if the outputs have the same names in the same order, unless
+    `start.new_head` is true. Otherwise the network gets a new head of zeros and no hidden layer (paper, section 3.2).
+    Classes that have only numbers never match, because class "3" of one data set is not class "3" of another.
     """
     resized = adapted(bundle, image_size=images.image_size)
-    kept = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
+    same = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
+    numbered = task.output != "numbers" and names == tuple(map(str, range(len(names))))
+    kept = same and not numbered and not start.new_head
     if kept:
-        headed, note = resized, f"the head of model {init!r} is kept: its outputs are the same"
+        headed, note = resized, f"the head of model {start.init!r} is kept: its outputs are the same"
     else:
         headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=names)
         note = f"the new head has {plural(len(names), task.output_noun)}; its weights start at zero"
+        if same and numbered:
+            note += ", because the classes have numbers instead of names, which may mean other things in the model"
     with torch.device("meta"):
         network = build(replace(headed.network.config, **overrides))
     network.load_state_dict({name: tensor.clone() for name, tensor in headed.network.state_dict().items()}, assign=True)

@@ -124,6 +124,7 @@ def plan_by_paper(
     choose_accumulation(choices, network, explicit.get("image_size", size), batch, memory)
     choices.add("SGD with momentum 0.9, without weight decay", optimizer="sgd", momentum=0.9, weight_decay=0.0)
     choices.add(warmup=row.warmup / row.steps, clip=1.0)
+    choices.add("a new head of zeros", new_head=True)
     choices.add(
         f"random crops of at least {CROP_AREA[0]:.0%} of the area, and mirroring", flip=True, crop_area=CROP_AREA
     )

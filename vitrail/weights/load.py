@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.adapt import adapted
-from vitrail.weights.bundle import Bundle, load_bundle, weights_sha256, write_bundle
+from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
 from vitrail.weights.hub import download, looks_like_hub_name
 from vitrail.weights.layouts.bit import BIT, BIT_TORCH
 from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
@@ -25,7 +23,7 @@ from vitrail.weights.layouts.torchvision import TORCHVISION
 from vitrail.weights.saved import check_model_folder, is_bundle
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 
-__all__ = ["LAYOUTS", "StartingModel", "convert", "load", "open_checkpoint", "resolve_model"]
+__all__ = ["LAYOUTS", "convert", "load", "open_checkpoint"]
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
@@ -67,29 +65,6 @@ def load(
     )
     bundle.network.to(target)
     return bundle
-
-
-@dataclass(frozen=True)
-class StartingModel:
-    """A model to start from, loaded once, with everything that a run records of it."""
-
-    name: str
-    """The path or name that was asked for, for messages and records."""
-    bundle: Bundle
-
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of all weights, which does not depend on the file or layout they came from."""
-        return weights_sha256(self.bundle.network)
-
-
-def resolve_model(model: str | Path | Bundle | StartingModel, *, device: str = "cpu") -> StartingModel:
-    """Load a model by its path or name, unless it is loaded already. Raise as `load` does."""
-    if isinstance(model, StartingModel):
-        return model
-    if isinstance(model, Bundle):
-        return StartingModel("a model in memory", model)
-    return StartingModel(str(model), load(model, device=device))
 
 
 def convert(
