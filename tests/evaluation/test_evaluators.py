@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,11 +74,11 @@ class Pictures:
         return self.labels[index]
 
 
-def make_bundle(classes: tuple[str, ...] = CLASSES, seed: int = 3) -> Bundle:
+def make_bundle(classes: tuple[str, ...] = CLASSES, seed: int = 3, **fields: int) -> Bundle:
     torch.manual_seed(seed)
     network = create(
         "ViT-Pico/7", image_size=(14, 21), num_classes=len(classes), width=16, depth=2, heads=2, mlp_width=32,
-        position_std=0.5,
+        position_std=0.5, **fields,
     )  # fmt: skip
     if classes:
         torch.nn.init.normal_(network.head.weight)
@@ -109,6 +110,32 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bundle], list[int]]:
         return seen
 
     return watch
+
+
+# --- the layer of features
+
+
+def test_few_shot_learns_from_the_layer_of_the_original_and_the_others_from_the_embedding() -> None:
+    bundle, train, held_out = make_bundle(head_hidden=5), Pictures(36), Pictures(20, seed=5)
+    for evaluator, layer in (
+        (ByFewShot(shots=(2,)), "head-inputs"),
+        (ByLinear(), "embedding"),
+        (ByNeighbours(), "embedding"),
+    ):
+        assert evaluator.features == layer
+        found = {}
+        for choice in ("head-inputs", "embedding"):
+            outputs = make_outputs(bundle)
+            found[choice] = replace(evaluator, features=choice)(outputs, train, held_out)
+            assert outputs.features(train, choice).width == {"head-inputs": 5, "embedding": 16}[choice]
+        assert evaluator(make_outputs(bundle), train, held_out) == found[layer]
+
+
+def test_without_a_hidden_layer_both_layers_are_the_same_features() -> None:
+    outputs, source = make_outputs(), Pictures(9)
+    assert outputs.features(source, "head-inputs") is outputs.features(source) and outputs.has_features(
+        source, "head-inputs"
+    )
 
 
 # --- accuracy

@@ -73,6 +73,10 @@ class Evaluate:
     """L2 regularisation strength of fewshot. loo chooses the strength for each draw by leave-one-out validation."""
     allow_fewer: bool = False
     """Accept classes with too few images for fewshot, and use all of their images. By default this is an error."""
+    features: Literal["embedding", "head-inputs"] | None = None
+    """Layer whose outputs are the features, if the network has a hidden layer before its head: embedding is the layer
+    below the hidden one. By default head-inputs for fewshot, as in the original code, and embedding for linear and
+    knn."""
     k: tuple[int, ...] = ()
     """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training
     images."""
@@ -250,7 +254,11 @@ def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
         "fewshot": ("shots", "seeds", "l2", "allow_fewer"),
         "knn": ("k", "temperature"),
     }
-    return {name: {field: getattr(options, field) for field in some} for name, some in names.items()}
+    settings = {name: {field: getattr(options, field) for field in some} for name, some in names.items()}
+    if options.features is not None:
+        for name in ("linear", "fewshot", "knn"):
+            settings.setdefault(name, {})["features"] = options.features
+    return settings
 
 
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:

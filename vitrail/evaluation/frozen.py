@@ -14,6 +14,7 @@ from vitrail.errors import DataError
 from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
 from vitrail.evaluation.classifiers.knn import knn
 from vitrail.evaluation.classifiers.linear import linear_probe
+from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
 
@@ -34,6 +35,8 @@ class ByLinear:
     """Penalties to try. If empty, `PENALTIES` is used for classes and `RIDGE_PENALTIES` for numbers."""
     held_out: float = 0.1
     """Fraction of the training images on which the penalty is chosen. The final fit uses all training images."""
+    features: Layer = "embedding"
+    """Layer of the network whose outputs are the features."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics of the probe, `linear_penalty` and `training_images`.
@@ -41,7 +44,7 @@ class ByLinear:
         For classes, the accuracy is called `linear`. For numbers, the metrics are `linear_r2` and so on. Errors of
         `linear_probe` pass through.
         """
-        known, asked = _both_known("linear", outputs, train, held_out)
+        known, asked = _both_known("linear", outputs, train, held_out, self.features)
         found = linear_probe(
             known.features,
             known.truth,
@@ -67,6 +70,8 @@ class ByFewShot:
     """Strength of the regularisation; "loo" chooses it for each draw by leave-one-out error."""
     allow_fewer: bool = False
     """Accept classes with fewer images than shots, and use all of their images."""
+    features: Layer = "head-inputs"
+    """Layer of the network whose outputs are the features. The default is the layer of big_vision's evaluator."""
 
     def __post_init__(self) -> None:
         check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
@@ -81,7 +86,7 @@ class ByFewShot:
         _single_labels(held_out)
         shots = self._shots(truth, train.classes)
         features, labelled, rows = self._drawn(outputs, train, truth, max(shots))
-        asked = _labelled(outputs, held_out)
+        asked = _labelled(outputs, held_out, self.features)
         assert isinstance(asked.truth, SingleLabels)
         found = few_shot(
             features,
@@ -131,8 +136,8 @@ class ByFewShot:
             new = [number for number in wanted if number not in found]
             if not new:
                 break
-            whole = whole or outputs.has_features(train) or 2 * len(wanted) > len(train)
-            some = outputs.features(train if whole else Subset(train, new))
+            whole = whole or outputs.has_features(train, self.features) or 2 * len(wanted) > len(train)
+            some = outputs.features(train if whole else Subset(train, new), self.features)
             places = {key: place for place, key in enumerate(some.keys)}
             found |= {number: some.features[places[key]] for number in new if (key := train.key(number)) in places}
             usable = np.setdiff1d(usable, [number for number in new if number not in found])
@@ -150,6 +155,8 @@ class ByNeighbours:
     images are used."""
     temperature: float = 0.07
     """Temperature of the weights. A neighbour has the weight exp(cosine / temperature)."""
+    features: Layer = "embedding"
+    """Layer of the network whose outputs are the features."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics for each number of neighbours, and `training_images`.
@@ -157,7 +164,7 @@ class ByNeighbours:
         For classes, the accuracy with 20 neighbours is called `knn_20`. For numbers, the metrics are `knn_20_r2` and so
         on. Errors of `knn` pass through.
         """
-        known, asked = _both_known("knn", outputs, train, held_out)
+        known, asked = _both_known("knn", outputs, train, held_out, self.features)
         rows = knn(
             known.features,
             known.truth,
@@ -185,19 +192,21 @@ class _Labelled:
         return {"images": float(len(self.truth)), "skipped": float(self.skipped)}
 
 
-def _both_known(name: str, outputs: Outputs, train: Source, held_out: Source) -> tuple[_Labelled, _Labelled]:
+def _both_known(
+    name: str, outputs: Outputs, train: Source, held_out: Source, layer: Layer
+) -> tuple[_Labelled, _Labelled]:
     """Return the features of the labelled images of `train` and `held_out`.
 
     If one of the sources has no labelled image, raise `DataError` before any feature is computed.
     """
     for source in (train, held_out):
         check_known(source, name)
-    return _labelled(outputs, train), _labelled(outputs, held_out)
+    return _labelled(outputs, train, layer), _labelled(outputs, held_out, layer)
 
 
-def _labelled(outputs: Outputs, source: Source) -> _Labelled:
+def _labelled(outputs: Outputs, source: Source, layer: Layer) -> _Labelled:
     """Return the features of the labelled images of a source. Raise `DataError` if no image can be decoded."""
-    found = outputs.features(source)
+    found = outputs.features(source, layer)
     skipped = len(found.skipped)
     if not len(found):
         raise DataError(f"none of {len(source):,} images can be decoded; the first: {found.skipped[0].reason}")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitrail.data.pipeline import Batch, Readers, Skipped
 from vitrail.data.source import Source
-from vitrail.evaluation.features.extract import FeatureSet, extract
+from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions.predict import Predictions, each_batch, predict_all
 from vitrail.machine import Precision
 from vitrail.weights.bundle import Bundle
@@ -47,12 +47,12 @@ class Outputs:
         self.on_skip = on_skip or (lambda item: None)
         self.skipped: dict[str, str] = {}
         # Each result is stored together with the source, because the id of a freed source can be reused.
-        self._features: dict[int, tuple[Source, FeatureSet]] = {}
+        self._features: dict[tuple[int, Layer], tuple[Source, FeatureSet]] = {}
         self._predictions: dict[int, tuple[Source, Predictions]] = {}
 
-    def has_features(self, source: Source) -> bool:
+    def has_features(self, source: Source, layer: Layer = "embedding") -> bool:
         """Return True if the features of a source are computed already."""
-        return id(source) in self._features
+        return (id(source), existing_layer(self.bundle.network, layer)) in self._features
 
     def forget(self) -> None:
         """Free all features and predictions, before other data is measured."""
@@ -60,9 +60,10 @@ class Outputs:
         self._features.clear()
         self._predictions.clear()
 
-    def features(self, source: Source) -> FeatureSet:
-        """Return the features: the inputs of the model's head. Raise the errors of `extract`."""
-        if id(source) not in self._features:
+    def features(self, source: Source, layer: Layer = "embedding") -> FeatureSet:
+        """Return the features of every sample: the outputs of a layer. Raise the errors of `extract`."""
+        key = id(source), existing_layer(self.bundle.network, layer)
+        if key not in self._features:
             found = extract(
                 self.bundle.network,
                 source,
@@ -70,14 +71,15 @@ class Outputs:
                 batch_size=self.batch_size,
                 readers=self.readers,
                 precision=self.precision,
+                layer=layer,
                 cache=self.cache,
                 on_progress=lambda done: self.on_progress(done, len(source)),
                 on_note=self.note,
             )
             for item in found.skipped:
                 self._skip(item)
-            self._features[id(source)] = source, found
-        return self._features[id(source)][1]
+            self._features[key] = source, found
+        return self._features[key][1]
 
     def predictions(self, source: Source) -> Predictions:
         """Return the outputs of the head. The source must have the classes of the model. Raise the errors of

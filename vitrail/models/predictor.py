@@ -71,6 +71,12 @@ class Predictor:
         with self._context():
             return network.embed(images)
 
+    def head_inputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b head_inputs"]:
+        """Return what `network.head_inputs(images)` returns: the output of the hidden layer before the head."""
+        network: Any = self._network
+        with self._context():
+            return network.head_inputs(images)
+
     @overload
     def features(self, images: Float[Tensor, "b c h w"], layers: None = None) -> Features: ...
     @overload

@@ -63,11 +63,14 @@ class VisionTransformer(nn.Module):
             self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Return logits, or the embedding if the network has no head."""
-        x = self.embed(images)
-        if self.head_hidden is not None:
-            x = torch.tanh(self.head_hidden(x))
+        """Return logits, or the inputs of the head if the network has no head."""
+        x = self.head_inputs(images)
         return x if self.head is None else self.head(x)
+
+    def head_inputs(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b head_inputs"]:
+        """Return the embedding, or the hidden layer before the head if there is one ("pre_logits" in the original)."""
+        x = self.embed(images)
+        return x if self.head_hidden is None else torch.tanh(self.head_hidden(x))
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return one vector for each image: the pooled tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.golden.pipeline.formulas import fewshot_data
+from tests.golden.weights import tensor
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import LOO_GRID, FewShotResult, draw_shots, few_shot, fit_least_squares
 from vitrail.evaluation.classifiers.linear import LinearMap
 from vitrail.evaluation.truth import SingleLabels
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "fewshot.json").read_text())
+"""Results of big_vision's evaluator, in float32 and solved exactly in float64."""
 
 
 def clusters(
@@ -127,7 +133,7 @@ def test_shots_are_of_each_class_and_nested(labels: list[int], seed: int) -> Non
         before = set(drawn)
 
 
-def test_other_classes_do_not_move_the_draw() -> None:
+def test_later_classes_do_not_move_the_draw() -> None:
     labels = np.random.default_rng(0).integers(0, 6, 200)
     few = labels[labels < 3]
     drawn = np.zeros(200, bool)
@@ -135,9 +141,31 @@ def test_other_classes_do_not_move_the_draw() -> None:
     assert np.array_equal(np.flatnonzero(drawn[labels < 3]), draw_shots(few, 5, 7))
 
 
-def test_a_draw_that_must_never_change() -> None:
-    labels = np.arange(40) % 4
-    assert draw_shots(labels, 2, 0).tolist() == [0, 1, 2, 5, 7, 19, 20, 22]
+@pytest.mark.parametrize("draw", GOLDEN["selection"]["draws"], ids=lambda draw: f"seed {draw['seed']}, {draw['shots']}")
+def test_the_original_draws_the_same_images_and_measures_the_same(draw: dict[str, Any]) -> None:
+    classes, rows = GOLDEN["selection"]["classes"], np.arange(GOLDEN["selection"]["examples"])
+    labels, truth = (rows * 7 % 11) % classes, np.arange(20) % classes
+    assert draw_shots(labels, draw["shots"], draw["seed"]).tolist() == sorted(draw["picked"])
+    train = np.hstack([tensor("fs_select/public", (len(rows), 16)), rows[:, None]]).astype(np.float32)
+    test = np.hstack([tensor("fs_select_test/public", (20, 16)), np.zeros((20, 1))]).astype(np.float32)
+    settings: dict[str, Any] = {"shots": [draw["shots"]], "seeds": [draw["seed"]], "l2": 1024.0}
+    (row,) = measured(train, labels, test, truth, num_classes=classes, **settings).rows
+    assert row.mean == pytest.approx(draw["accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["data"]["tag"])
+def test_the_original_solves_the_same_least_squares(case: dict[str, Any]) -> None:
+    train, labels, test, truth = fewshot_data(case["data"])
+    for result in case["results"]:
+        solved, _ = fit_least_squares(train, labels, num_classes=case["data"]["classes"], l2=float(result["l2"]))
+        scores = test.astype(np.float64) @ solved.weight + solved.bias
+        assert (scores.argmax(axis=1) == truth).sum() == result["exact_correct_float64"]
+        first = scores.reshape(-1)[:20]
+        assert first == pytest.approx(np.asarray(result["float64_logits_first_20"]), rel=1e-6, abs=1e-6)
+        if result["l2"] >= 1024:  # the original's float32 is far from exact with a small l2
+            bound = 2 * result["max_difference_from_float64"]
+            assert np.abs(first - result["logits_first_20"]).max() <= bound
+            assert scores.argmax(axis=1).tolist() == result["predictions"]
 
 
 def test_the_whole_equals_its_parts() -> None:

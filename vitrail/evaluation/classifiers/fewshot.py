@@ -14,7 +14,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.evaluation.classifiers.arrays import check_pair, check_same_kind, check_truth, class_ranks, moments, tensor
+from vitrail.evaluation.classifiers.arrays import check_pair, check_same_kind, check_truth, moments, tensor
 from vitrail.evaluation.classifiers.linear import LinearMap
 from vitrail.evaluation.truth import SingleLabels
 
@@ -119,10 +119,14 @@ def few_shot(
 def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[np.ndarray, " drawn"]:
     """Return the rows of `shots` images per class, in rising order. A class with fewer images contributes all its rows.
 
-    The rows for fewer shots are among those for more shots. The rows of a class depend on the seed, the index of the
-    class and its number of images, but not on other classes.
+    The rows are those that big_vision's evaluator draws with the same seed: one generator orders the rows of each class
+    at random, class after class, and the first rows of each order are used. The rows for fewer shots are therefore
+    among those for more shots.
     """
-    return np.flatnonzero(class_ranks(labels, seed) < shots)
+    generator = np.random.default_rng(seed)
+    rows = np.argsort(labels, kind="stable")
+    classes = np.split(rows, np.flatnonzero(np.diff(labels[rows])) + 1)
+    return np.sort(np.concatenate([generator.permutation(members)[:shots] for members in classes]))
 
 
 def fit_least_squares(

@@ -74,6 +74,7 @@ class Identity:
     weights: str
     preprocess: Preprocess
     precision: str
+    layer: str = "embedding"
     format: int = FORMAT
 
 

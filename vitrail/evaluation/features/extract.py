@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int64
@@ -30,7 +30,11 @@ from vitrail.machine import Precision, resolve_precision
 from vitrail.models.network import Network
 from vitrail.models.predictor import Predictor
 
-__all__ = ["FeatureSet", "default_cache", "extract"]
+__all__ = ["FeatureSet", "Layer", "default_cache", "existing_layer", "extract"]
+
+Layer = Literal["embedding", "head-inputs"]
+"""Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its
+head: the embedding is the input of the hidden layer, and the head's inputs are its output."""
 
 Keep = Callable[
     [Int64[np.ndarray, " b"], Float32[np.ndarray, "b d"], Bool[np.ndarray, " b"], tuple[Skipped, ...]], None
@@ -66,6 +70,11 @@ class FeatureSet:
         return self.features.shape[1]
 
 
+def existing_layer(network: nn.Module, layer: Layer) -> Layer:
+    """Return the layer, or "embedding" if the network has no hidden layer before its head, so that both are equal."""
+    return layer if getattr(network.config, "head_hidden", 0) else "embedding"
+
+
 def extract(
     network: nn.Module,
     source: Source,
@@ -74,12 +83,14 @@ def extract(
     batch_size: int = 256,
     readers: Readers = Readers(),
     precision: Precision = "float32",
+    layer: Layer = "embedding",
     cache: Path | None = None,
     ranks: Ranks = Ranks(),
     on_progress: Callable[[int], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> FeatureSet:
-    """Return the output of `network.embed` for every sample, as float32. Matrix products run in `precision`.
+    """Return a feature vector for every sample, as float32: the output of `network.embed`, or with the layer
+    "head-inputs" the vector that the head receives. Matrix products run in `precision`.
 
     `cache` is a folder, such as `default_cache()`. New features are stored in this folder. Features of the same
     weights, data, preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues
@@ -97,7 +108,8 @@ def extract(
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
-    job = _Job(network, source, preprocess, batch_size, readers, precision, on_progress or (lambda done: None))
+    layer = existing_layer(network, layer)
+    job = _Job(network, source, preprocess, batch_size, readers, precision, layer, on_progress or (lambda done: None))
     note = on_note or (lambda text: None)
     kept = None
     if cache is not None:
@@ -120,11 +132,13 @@ class _Job:
     batch_size: int
     readers: Readers
     precision: Precision
+    layer: Layer
     on_progress: Callable[[int], None]
 
     @property
     def width(self) -> int:
-        return cast(Network, self.network).config.embed_width
+        config = cast(Network, self.network).config
+        return config.embed_width if self.layer == "embedding" else config.head_inputs
 
     def run(self, rows: Int64[np.ndarray, " n"], done: int, keep: Keep) -> None:
         """Compute the features of these rows of the source, in batches and in order. `done` rows were done before."""
@@ -135,7 +149,8 @@ class _Job:
         batches = evaluation_batches(part, self.preprocess, batch_size=self.batch_size, readers=self.readers)
         for batch in batches:
             images = self.preprocess.normalise(batch.to(predictor.device).images)
-            values = predictor.embed(images).float().cpu().numpy()
+            vectors = predictor.embed(images) if self.layer == "embedding" else predictor.head_inputs(images)
+            values = vectors.float().cpu().numpy()
             keep(rows[batch.samples.numpy()], values, batch.valid.numpy(), batch.skipped)
             done += len(batch)
             self.on_progress(done)
@@ -168,7 +183,7 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None
     device = next(job.network.parameters()).device
     identity = Identity(
         data_fingerprint(job.source), weights_fingerprint(job.network), job.preprocess,
-        str(resolve_precision(job.precision, device)),
+        str(resolve_precision(job.precision, device)), job.layer,
     )  # fmt: skip
     entry = Entry(cache, identity, len(job.source), job.width)
     try:
