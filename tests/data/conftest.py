@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from vitrail.data.source import Sample, Target
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+@pytest.fixture(scope="session")
+def goldens() -> ModuleType:
+    """The goldens of the original code's images: see `tests/goldens/images.py`."""
+    spec = importlib.util.spec_from_file_location("golden_images", GOLDENS / "images.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.data import pipeline
-from vitrail.data.augmentation.crop import crop_box
+from vitrail.data.augmentation.crop import torchvision_crop
 from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Mixture, Source
@@ -443,7 +443,7 @@ def test_views_of_a_sample_are_rows_side_by_side(memory_source: Sources, scaled_
     source, preprocess = varied(memory_source), Preprocess(image_size=(5, 7), scaled_decode=scaled_decode)
 
     def batches(views: int) -> TrainingBatches:
-        crop = functools.partial(crop_box, 3, area=(0.1, 0.9))
+        crop = functools.partial(torchvision_crop, 3, area=(0.1, 0.9))
         return TrainingBatches(source, preprocess, batch_size=4, seed=3, readers=Readers(0), crop=crop, views=views)
 
     for one, three in zip(islice(batches(1), 5), islice(batches(3), 5), strict=True):
@@ -461,7 +461,7 @@ def test_views_of_a_sample_are_rows_side_by_side(memory_source: Sources, scaled_
                 continue
             place, epoch = int(three.samples[row]), int(three.epochs[row])
             image = source[place].image
-            box = crop_box(3, epoch, place, *image.shape[:2], area=(0.1, 0.9), view=row % 3)
+            box = torchvision_crop(3, epoch, place, *image.shape[:2], area=(0.1, 0.9), view=row % 3)
             assert np.array_equal(three.images[row].numpy(), preprocess.pixels(image, box))
 
 

@@ -67,6 +67,7 @@ def test_settings_are_the_papers() -> None:
     assert (optimization.schedule, optimization.clip, optimization.warmup) == ("cosine", 1.0, 0.2)
     assert optimization.layer_decay == 1 and optimization.average == 0
     assert (config.task.label_smoothing, config.augment.mixup, config.augment.crop_area) == (0, None, (0.05, 1.0))
+    assert config.augment.crop_rule == "tensorflow"
     assert (config.data.spec, config.start.init, config.data.validation_share) == ("pets", "B_16.npz", 0.1)
     assert found.config.start.new_head
     assert found.rates == (0.001, 0.003, 0.01, 0.03) and "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]

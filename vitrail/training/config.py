@@ -191,6 +191,10 @@ class TrainConfig:
                 f"cutmix={self.augment.cutmix} pastes a part of another image, and no rule says how that changes a "
                 "number; choose mixup, which blends images and numbers alike"
             )
+        try:
+            self.augment.training_preprocess(self.images)
+        except ConfigError as error:
+            yield str(error)
 
     def _unknown(self, name: str, known: dict[str, str]) -> str:
         for task in TASKS.values():

@@ -5,7 +5,6 @@ All of it is made before anything is written, so that settings that cannot work 
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.data.augmentation.crop import crop_box
 from vitrail.data.pipeline import TrainingBatches, skips_allowed
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import OpenedData
@@ -164,14 +162,13 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     """Return the state before the first step."""
     config, optimizer = setup.config, setup.config.optimizer
     objective = config.task.objective(network, setup.splits).to(setup.device)
-    area = config.augment.settings.crop_area
     batches = TrainingBatches(
         setup.splits.train,
-        config.images,
+        config.augment.training_preprocess(config.images),
         batch_size=config.run.batch_size,
         seed=config.run.seed,
         readers=config.run.readers,
-        crop=None if area is None else functools.partial(crop_box, config.run.seed, area=area),
+        crop=config.augment.crop(config.run.seed),
         views=config.task.views,
     )
     average = Average(objective, optimizer.average) if optimizer.average else None

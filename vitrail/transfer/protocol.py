@@ -126,7 +126,10 @@ def plan_by_paper(
     choices.add(warmup=row.warmup / row.steps, clip=1.0)
     choices.add("a new head of zeros", new_head=True)
     choices.add(
-        f"random crops of at least {CROP_AREA[0]:.0%} of the area, and mirroring", flip=True, crop_area=CROP_AREA
+        f"random crops of at least {CROP_AREA[0]:.0%} of the area, as the original code draws them, and mirroring",
+        flip=True,
+        crop_area=CROP_AREA,
+        crop_rule="tensorflow",
     )
     choose_task(choices, base.task.name, facts, label_smoothing=0.0)
     choices.add(keep="last", checkpoints=5)

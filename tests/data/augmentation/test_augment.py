@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vitrail.data.augmentation import jitter, randaugment
 from vitrail.data.augmentation.augment import PRESETS, Augment
+from vitrail.data.augmentation.crop import tensorflow_crop, torchvision_crop
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 from vitrail.data.pipeline import Batch
 from vitrail.data.pixels.preprocess import Preprocess
@@ -231,9 +232,17 @@ def test_presets_are_the_papers() -> None:
         )
         for name, settings in PRESETS.items()
     }
-    assert found == paper
-    assert {name for name, settings in PRESETS.items() if settings.crop_area} == {"bp"}
-    assert PRESETS["bp"].crop_area == (0.05, 1.0)
+    exact = {f"augreg-{name}": amounts for name, amounts in paper.items() if name != "bp"}
+    assert found == paper | exact
+    assert {name: settings.crop_area for name, settings in PRESETS.items() if settings.crop_area} == dict.fromkeys(
+        ("bp", *exact), (0.05, 1.0)
+    )
+    rules = {
+        name: (settings.crop_rule, settings.randaugment_rule, settings.mixup_per) for name, settings in PRESETS.items()
+    }
+    assert rules == dict.fromkeys(paper, ("torchvision", "pillow", "sample")) | dict.fromkeys(
+        exact, ("tensorflow", "big-vision", "batch")
+    )
 
 
 def test_a_preset_fills_what_is_not_given() -> None:
@@ -248,6 +257,41 @@ def test_a_preset_fills_what_is_not_given() -> None:
     assert Augment() == replace(Augment(), preset="none") and Augment().settings.crop_area is None
 
 
+def test_an_exact_preset_changes_pixels_as_its_rules_say() -> None:
+    pictures, epochs, samples = batch(16, 20, 24), torch.zeros(16, dtype=torch.int64), torch.arange(16)
+    data = make_batch(pictures, epochs, samples)
+    fields: dict[str, Any] = {"randaugment_layers": 2, "randaugment_magnitude": 15.0, "mixup": 0.5}
+    rules: dict[str, Any] = {"randaugment_rule": "big-vision", "mixup_per": "batch"}
+    found = Augment(preset="augreg-medium2")(data, seed=1, classes=4)
+    given = Augment(**fields, **rules)(data, seed=1, classes=4)
+    assert torch.equal(found.images, given.images) and torch.equal(found.targets, given.targets)
+    for name, rule in (("randaugment_rule", "pillow"), ("mixup_per", "sample")):
+        other = Augment(preset="augreg-medium2", **{name: rule})(data, seed=1, classes=4)  # type: ignore[arg-type]
+        assert not torch.equal(found.images, other.images), name
+
+
+def test_boxes_follow_the_rule() -> None:
+    assert Augment().crop(3) is None
+    for augment, rule in (
+        (Augment(crop_area=(0.2, 0.9)), torchvision_crop),
+        (Augment(crop_area=(0.2, 0.9), crop_rule="tensorflow"), tensorflow_crop),
+        (Augment(crop_area=(0.2, 0.9), preset="augreg-none"), tensorflow_crop),
+    ):
+        crop = augment.crop(3)
+        assert crop is not None
+        assert crop(1, 2, 50, 40, view=1) == rule(3, 1, 2, 50, 40, area=(0.2, 0.9), view=1)
+
+
+def test_the_original_crop_is_scaled_without_antialiasing() -> None:
+    images = Preprocess(image_size=(7, 9), interpolation="area", resize="crop")
+    original = Augment(preset="augreg-none")
+    assert original.training_preprocess(images) == replace(images, interpolation="bilinear", antialias=False)
+    for other in (Augment(), Augment(crop_area=(0.2, 1.0)), replace(original, crop_area=(1.0, 1.0))):
+        assert other.training_preprocess(images) == images
+    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
+        original.training_preprocess(Preprocess(image_size=(7, 9), scaled_decode=True))
+
+
 def test_a_preset_does_what_its_fields_do() -> None:
     pictures, epochs, samples = batch(16, 20, 24), torch.zeros(16, dtype=torch.int64), torch.arange(16)
     data = make_batch(pictures, epochs, samples)
@@ -260,7 +304,11 @@ def test_a_preset_does_what_its_fields_do() -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"preset": "heavy"}, "preset='heavy' is not one of 'none', 'light1', 'light2', 'medium1', 'medium2', 'strong1', "
-     "'strong2', 'bp'"),
+     "'strong2', 'bp', 'augreg-none', 'augreg-light1', 'augreg-light2', 'augreg-medium1', 'augreg-medium2', "
+     "'augreg-strong1', 'augreg-strong2'"),
+    ({"crop_rule": "inception"}, "crop_rule='inception' is not one of 'torchvision', 'tensorflow'"),
+    ({"randaugment_rule": "timm"}, "randaugment_rule='timm' is not one of 'pillow', 'big-vision'"),
+    ({"mixup_per": "step"}, "mixup_per='step' is not one of 'sample', 'batch'"),
     ({"shift": -1}, "shift=-1 is negative; 0 means none"),
     ({"erase": 1.5}, "erase=1.5 is not in [0, 1]"),
     ({"randaugment_layers": -2}, "randaugment_layers=-2 is negative; 0 means none"),

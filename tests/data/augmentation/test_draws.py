@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.augmentation import jitter, mixing
+from vitrail.data.augmentation import jitter, mixing, randaugment
 from vitrail.data.augmentation.draws import Slot, keyed_uniform, symmetric_beta
 
 MASK = (1 << 64) - 1
@@ -97,8 +97,9 @@ def test_parts_of_the_key_are_not_interchangeable() -> None:
 def test_no_two_uses_share_a_draw() -> None:
     used = {Slot.MOVE: 3, Slot.ERASE: 5, Slot.CROP: 40, Slot.JITTER: jitter.DRAWS, Slot.MIX: mixing.DRAWS}
     numbers = [first + draw for first, draws in used.items() for draw in range(draws)]
-    assert len(set(numbers)) == len(numbers) and max(numbers) < Slot.RANDAUGMENT == max(Slot)
-    assert {*used, Slot.RANDAUGMENT} == set(Slot)
+    assert len(set(numbers)) == len(numbers) and max(numbers) < Slot.RANDAUGMENT
+    assert Slot.RANDAUGMENT + 1000 * randaugment.DRAWS < Slot.TENSORFLOW_CROP == max(Slot)
+    assert {*used, Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP} == set(Slot)
 
 
 def moment(alpha: float, power: int) -> float:

@@ -64,6 +64,24 @@ def test_pixels_and_targets_of_mixup_agree_exactly() -> None:
     assert torch.equal(white * 2**16, (white * 2**16).round()), "shares are whole parts of 65536"
 
 
+@given(samples=st.integers(1, 6), views=st.integers(1, 2), cutmix=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 99))
+def test_one_mixup_weight_per_batch(samples: int, views: int, cutmix: float, seed: int) -> None:
+    """The weight is that which the first row has on its own. Rows of CutMix are not changed by it."""
+    count = samples * views
+    batch = make_batch(count, views=torch.arange(count) % views)
+    draws = draws_of(count, seed)
+    shared = draws.copy()
+    shared[:, 1:3] = np.where(draws[:, :1] < (0.5 if cutmix else 0), draws[:, 1:3], draws[:1, 1:3])
+    alone, together = mix_of(batch, shared, cutmix, "sample"), mix_of(batch, draws, cutmix, "batch")
+    assert torch.equal(alone[0], together[0]) and torch.equal(alone[1], together[1])
+
+
+def mix_of(batch: Batch, draws: np.ndarray, cutmix: float, per: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    mixed = mix(batch, draws, mixup=0.4, cutmix=cutmix, classes=CLASSES, mixup_per=per)
+    assert mixed.targets is not None
+    return mixed.images, mixed.targets
+
+
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_the_share_kept_is_betas_larger_half(alpha: float) -> None:
     uniform = draws_of(50_000)[:, :2]

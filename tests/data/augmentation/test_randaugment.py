@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,13 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from torch import Tensor
 
-from vitrail.data.augmentation.randaugment import OPERATIONS, apply_operations, randaugment
+from vitrail.data.augmentation.randaugment import (
+    KERNELS,
+    OPERATIONS,
+    RandAugmentRule,
+    apply_operations,
+    randaugment,
+)
 
 GREY = 128
 SIZES = [(3, 224, 224), (3, 37, 52), (1, 52, 37), (1, 5, 224)]
@@ -153,12 +161,17 @@ def test_half_go_one_way_and_half_the_other() -> None:
 
 
 @settings(max_examples=20)
-@given(order=st.permutations(range(14)), cuts=st.sets(st.integers(1, 13)), seed=st.integers(0, 99))
-def test_neither_the_others_of_a_batch_nor_the_place_matter(order: list[int], cuts: set[int], seed: int) -> None:
+@given(
+    rule=st.sampled_from(list(KERNELS)), order=st.permutations(range(14)), cuts=st.sets(st.integers(1, 13)),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_neither_the_others_of_a_batch_nor_the_place_matter(
+    rule: RandAugmentRule, order: list[int], cuts: set[int], seed: int
+) -> None:
     images, draws = pictures(14, 3, 19, 22), draws_of(14, layers=3, seed=seed)
-    together = randaugment(images, draws, magnitude=15.0)
+    together = randaugment(images, draws, magnitude=15.0, rule=rule)
     parts = [
-        randaugment(images[torch.from_numpy(part)], draws[part], magnitude=15.0)
+        randaugment(images[torch.from_numpy(part)], draws[part], magnitude=15.0, rule=rule)
         for part in np.split(np.array(order), sorted(cuts))
     ]
     assert torch.equal(torch.cat(parts), together[torch.tensor(order)])
@@ -169,3 +182,61 @@ def test_layers_follow_one_another() -> None:
     first = randaugment(images, draws[:, :1], magnitude=10.0)
     assert torch.equal(randaugment(images, draws, magnitude=10.0), randaugment(first, draws[:, 1:], magnitude=10.0))
     assert torch.equal(randaugment(images, draws[:, :0], magnitude=10.0), images)
+
+
+# --- big_vision's code
+
+
+def original(image: np.ndarray, case: dict[str, Any]) -> np.ndarray:
+    """An image (h w 3) after big_vision's operation with the magnitude, direction and place of a golden's case."""
+    draws = np.zeros((1, 4), np.float32)
+    draws[0, 1] = 0.75 if case.get("sign") == -1 else 0.25
+    if centre := case.get("cutout_centre_y_x"):
+        draws[0, 2:] = (np.array(centre) + 0.5) / image.shape[:2]
+    batch = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))[None]
+    found = apply_operations(batch, [case["op"]], draws, magnitude=float(case["magnitude"]), rule="big-vision")
+    return found[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("name", ["randaugment_colour", "randaugment_geometry_0", "randaugment_geometry_1"])
+def test_the_exact_operations_equal_big_visions(name: str, goldens: ModuleType) -> None:
+    golden = goldens.read(name)
+    assert tuple(golden["ops_in_draw_order"]) == OPERATIONS
+    images = [goldens.image(spec) for spec in golden["images"]]
+    for case in golden["cases"]:
+        image = images[case["image"]]
+        apart = np.abs(original(image, case).astype(int) - goldens.pixels(case["output"], image.shape))
+        worst, share = (2, 0.01) if case["op"] == "Sharpness" else (0, 0)
+        assert apart.max() <= worst and (apart > 0).mean() <= share, case["op"]
+    for case in golden.get("big", []):
+        apart, moments = goldens.compare(original(goldens.image(golden["big_image"]), case), case["output"])
+        worst, share = (2, 0.01) if case["op"] == "Sharpness" else (0, 0)
+        assert apart.max() <= worst and (apart > 0).mean() <= share and moments < 0.02, case["op"]
+
+
+def test_the_exact_operations_take_images_of_few_levels(goldens: ModuleType) -> None:
+    flat, split = np.full((16, 16, 3), 77, np.uint8), np.zeros((16, 16, 3), np.uint8)
+    split[:, 8:], split[0, 0] = 200, 255
+    for case in goldens.read("randaugment_colour")["degenerate"]:
+        image = flat if case["image"].startswith("np.full") else split
+        assert np.array_equal(original(image, {**case, "magnitude": 5}), goldens.pixels(case["output"], image.shape))
+
+
+@pytest.mark.parametrize("size", [(1, 37, 52), (3, 2, 5), (1, 1, 1), (3, 52, 37)])
+@pytest.mark.parametrize("magnitude", [0.0, 5.0, 10.0, 20.0, 30.0])
+def test_the_exact_operations_take_every_size(size: tuple[int, int, int], magnitude: float) -> None:
+    images = pictures(32, *size)
+    found = randaugment(images, draws_of(32, layers=2), magnitude=magnitude, rule="big-vision")
+    assert found.dtype == torch.uint8 and found.shape == images.shape
+
+
+def test_where_the_two_rules_differ() -> None:
+    images, draws = pictures(4, 3, 37, 52), draws_of(4)[:, 0]
+    same = {
+        name
+        for name in OPERATIONS
+        if torch.equal(*(apply_operations(images, [name] * 4, draws, magnitude=9.0, rule=rule) for rule in KERNELS))
+    }
+    assert same == {"Equalize", "Invert", "Posterize", "Solarize", "Brightness", "SolarizeAdd"}
+    inverted = apply_operations(images, ["Solarize"] * 4, draws, magnitude=10.0, rule="big-vision")
+    assert torch.equal(inverted, 255 - images), "a threshold of 256 becomes 0"

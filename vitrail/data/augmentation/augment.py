@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,15 +19,24 @@ from jaxtyping import Float32, UInt8
 from torch import Tensor
 
 from vitrail.data.augmentation import jitter, mixing, operations, randaugment
+from vitrail.data.augmentation.crop import CROPS, CropRule
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
+from vitrail.data.augmentation.mixing import MixupPer
 from vitrail.data.augmentation.operations import on_device
-from vitrail.data.pipeline import Batch
+from vitrail.data.augmentation.randaugment import RandAugmentRule
+from vitrail.data.pipeline import Batch, Crop
 from vitrail.data.pixels.geometry import Placement
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
+from vitrail.settings import one_of
 
 __all__ = ["PRESETS", "Augment", "Preset", "Settings"]
 
-Preset = Literal["none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp"]
+Preset = Literal[
+    "none", "light1", "light2", "medium1", "medium2", "strong1", "strong2", "bp",
+    "augreg-none", "augreg-light1", "augreg-light2", "augreg-medium1", "augreg-medium2", "augreg-strong1",
+    "augreg-strong2",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,14 @@ class Settings:
     randaugment_magnitude: float = 10.0
     mixup: float = 0.0
     crop_area: tuple[float, float] | None = None
+    crop_rule: CropRule = "torchvision"
+    randaugment_rule: RandAugmentRule = "pillow"
+    mixup_per: MixupPer = "sample"
+
+
+def _original(layers: int = 0, magnitude: float = 10.0, mixup: float = 0.0) -> Settings:
+    """Return settings that change images exactly as big_vision does."""
+    return Settings(layers, magnitude, mixup, (0.05, 1.0), "tensorflow", "big-vision", "batch")
 
 
 PRESETS: dict[Preset, Settings] = {
@@ -49,9 +66,17 @@ PRESETS: dict[Preset, Settings] = {
     "strong1": Settings(2, 20.0, 0.5),
     "strong2": Settings(2, 20.0, 0.8),
     "bp": Settings(2, 10.0, 0.2, (0.05, 1.0)),
+    "augreg-none": _original(),
+    "augreg-light1": _original(2, 0.0),
+    "augreg-light2": _original(2, 10.0, 0.2),
+    "augreg-medium1": _original(2, 15.0, 0.2),
+    "augreg-medium2": _original(2, 15.0, 0.5),
+    "augreg-strong1": _original(2, 20.0, 0.5),
+    "augreg-strong2": _original(2, 20.0, 0.8),
 }
-"""Settings by preset name, from AugReg (2106.10270, section 3.3) and, for `bp`, from "Better plain ViT baselines" for
-ViT-S/16 (2205.01580)."""
+"""Settings by preset name. The amounts come from AugReg (2106.10270, section 3.3) and, for `bp`, from "Better plain ViT
+baselines" for ViT-S/16 (2205.01580). The presets `augreg-...` also crop, and compute everything as the original code
+does; `augreg-light2` is the whole augmentation of that ViT-S/16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +84,13 @@ class Augment:
     """Random changes to training images before normalisation. Raise `ConfigError` if a field is out of its range."""
 
     preset: Preset = "none"
-    """Preset for crop-area, randaugment-layers, randaugment-magnitude and mixup. An option that is set replaces the
-    preset's value. The presets none to strong2 come from AugReg, and bp comes from "Better plain ViT baselines"."""
+    """Preset for the options of crops, RandAugment and mixup. An option that is set replaces the preset's value. The
+    presets augreg-none to augreg-strong2 are exactly AugReg's; the others use torchvision's and Pillow's rules."""
     crop_area: tuple[float, float] | None = None
     """Smallest and largest fraction of the image's area that a random crop keeps; 1 1 keeps the whole image."""
+    crop_rule: CropRule | None = None
+    """Rule that draws the box of a random crop: torchvision (the default), or tensorflow as in the papers' code, which
+    makes smaller boxes and scales them bilinearly without antialiasing."""
     flip: bool = True
     """Mirror half of the images left to right."""
     shift: int = 0
@@ -75,18 +103,23 @@ class Augment:
     """Number of RandAugment operations per image; 0 turns RandAugment off."""
     randaugment_magnitude: float | None = None
     """Strength of the RandAugment operations, 0 to 30. By default 10."""
+    randaugment_rule: RandAugmentRule | None = None
+    """Code that RandAugment's operations follow: pillow (the default), with lengths in proportion to the image, or
+    big-vision exactly, with lengths in pixels at any image size."""
     erase: float = 0.0
     """Probability that a box of 10 to 40 % of each side turns grey (random erasing, 1708.04896)."""
     mixup: float | None = None
     """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
+    mixup_per: MixupPer | None = None
+    """Draw one mixup weight per sample (the default) or, as in the papers' code, one per batch."""
     cutmix: float = 0.0
     """Alpha of CutMix, which pastes a box of another image; 0 turns it off. If mixup is on too, each image gets mixup
     or CutMix with equal probability."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.preset not in get_args(Preset):
-            problems.append(f"preset={self.preset!r} is not one of {', '.join(map(repr, get_args(Preset)))}")
+        problems = list(
+            one_of(self, preset=Preset, crop_rule=CropRule, randaugment_rule=RandAugmentRule, mixup_per=MixupPer)
+        )
         if self.shift < 0:
             problems.append(f"shift={self.shift} is negative; 0 means none")
         if self.randaugment_layers is not None and self.randaugment_layers < 0:
@@ -138,14 +171,41 @@ class Augment:
             images = jitter.colour_jitter(images, draw(Slot.JITTER, jitter.DRAWS), self.colour_jitter)
         if layers := chosen.randaugment_layers:
             numbers = draw(Slot.RANDAUGMENT, randaugment.DRAWS * layers).reshape(len(batch), layers, -1)
-            images = randaugment.randaugment(images, numbers, magnitude=chosen.randaugment_magnitude)
+            images = randaugment.randaugment(
+                images, numbers, magnitude=chosen.randaugment_magnitude, rule=chosen.randaugment_rule
+            )
         if self.erase:
             images = self._erase(images, draw(Slot.ERASE, 5))
         batch = replace(batch, images=images)
         if chosen.mixup or self.cutmix:
             numbers = draw(Slot.MIX, mixing.DRAWS)
-            return mixing.mix(batch, numbers, mixup=chosen.mixup, cutmix=self.cutmix, classes=classes)
+            return mixing.mix(
+                batch, numbers, mixup=chosen.mixup, cutmix=self.cutmix, classes=classes, mixup_per=chosen.mixup_per
+            )
         return batch
+
+    def crop(self, seed: int) -> Crop | None:
+        """Return the function that draws the box of an image, or None if no crop is made."""
+        chosen = self.settings
+        if chosen.crop_area is None:
+            return None
+        return functools.partial(CROPS[chosen.crop_rule], seed, area=chosen.crop_area)
+
+    def training_preprocess(self, preprocess: Preprocess) -> Preprocess:
+        """Return the preprocessing of training images.
+
+        It differs from that of other images if `crop_rule` is "tensorflow": boxes are then scaled by bilinear
+        interpolation without antialiasing, as vision_transformer and big_vision do. Raise `ConfigError` if
+        `preprocess.scaled_decode` forbids that.
+        """
+        if self.settings.crop_area is None or self.settings.crop_rule == "torchvision":
+            return preprocess
+        if preprocess.scaled_decode:
+            raise ConfigError(
+                "scaled_decode=True averages pixels, and crop_rule='tensorflow' scales without averaging; leave out "
+                "scaled_decode, or choose crop_rule='torchvision'"
+            )
+        return replace(preprocess, interpolation="bilinear", antialias=False)
 
     def placements(self, batch: Batch, placements: Sequence[Placement], *, seed: int) -> list[Placement]:
         """Return the placements of the images after mirroring and shifting, from the placements before.

@@ -1,17 +1,50 @@
-"""Random boxes that are cut out of images before they are scaled: the Inception crop, or random-resized crop."""
+"""Random boxes that are cut out of images before they are scaled: the Inception crop, or random-resized crop.
+
+Libraries draw the box by different rules. The original code of the papers calls TensorFlow's rule; torchvision and timm
+have their own.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
 
 import numpy as np
 
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
 
-__all__ = ["crop_box"]
+__all__ = ["CROPS", "CropRule", "RandomCrop", "first_fit", "tensorflow_crop", "torchvision_crop"]
+
+CropRule = Literal["torchvision", "tensorflow"]
+
+Box = tuple[int, int, int, int]
 
 TRIES = 10
+"""Boxes that torchvision's rule draws before it gives up."""
+
+TENSORFLOW_TRIES = 100
+TRIES_AT_ONCE = 10
+"""Boxes whose random numbers are drawn together. The first box fits into most images."""
+
+TENSORFLOW_RATIO = (0.75, 1.33)
+"""Range of the aspect ratio that TensorFlow uses by default. It is not exactly 3/4 to 4/3."""
 
 
-def crop_box(
+class RandomCrop(Protocol):
+    """A rule that draws a box. The box is a pure function of the arguments."""
+
+    def __call__(
+        self, seed: int, epoch: int, sample: int, height: int, width: int, *, area: tuple[float, float], view: int = 0
+    ) -> Box:
+        """Return top, left, height and width of a box inside an image of `height` x `width` pixels.
+
+        The box covers a fraction of the image's area within `area`.
+        """
+        ...
+
+
+def torchvision_crop(
     seed: int,
     epoch: int,
     sample: int,
@@ -21,18 +54,16 @@ def crop_box(
     area: tuple[float, float] = (0.05, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     view: int = 0,
-) -> tuple[int, int, int, int]:
+) -> Box:
     """Return a random box inside an image of `height` x `width` pixels, as top, left, height and width.
 
     The box covers a uniform fraction of the image's area, within `area`. The logarithm of its aspect ratio (width /
-    height) is uniform within the logarithms of `ratio` (1409.4842; the bounds 0.05 and 3/4 come from 2106.10270 and
-    2205.01580). Its position is uniform. Up to ten boxes are drawn, and the first that fits into the image is returned.
-    If none fits, the result is the largest centred box whose aspect ratio is in the range. The box is a pure function
-    of the arguments.
+    height) is uniform within the logarithms of `ratio` (1409.4842). Its position is uniform. Up to ten boxes are drawn,
+    and the first that fits into the image is returned. If none fits, the result is the largest centred box whose aspect
+    ratio is in the range.
     """
-    key = np.array([epoch], np.int64), np.array([sample], np.int64), np.array([view], np.int64)
-    numbers = keyed_uniform(seed, *key, draws=4 * TRIES, first=Slot.CROP)
-    share, log_ratio, down, across = numbers.astype(np.float64).reshape(TRIES, 4).T
+    numbers = _draws(seed, epoch, sample, view, TRIES, Slot.CROP)
+    share, log_ratio, down, across = numbers.astype(np.float64).T
     areas = height * width * (area[0] + (area[1] - area[0]) * share)
     ratios = np.exp(np.log(ratio[0]) + (np.log(ratio[1]) - np.log(ratio[0])) * log_ratio)
     widths, heights = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
@@ -44,3 +75,77 @@ def crop_box(
     h = min(height, max(1, round(width / ratio[0])))
     w = min(width, max(1, round(height * ratio[1])))
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+def tensorflow_crop(
+    seed: int,
+    epoch: int,
+    sample: int,
+    height: int,
+    width: int,
+    *,
+    area: tuple[float, float] = (0.05, 1.0),
+    ratio: tuple[float, float] = TENSORFLOW_RATIO,
+    view: int = 0,
+) -> Box:
+    """Return a random box as TensorFlow's `sample_distorted_bounding_box` draws it, as top, left, height and width.
+
+    This is the crop of vision_transformer, big_vision and Big Transfer, with which the models of 2010.11929, 2106.10270
+    and 2205.01580 were trained. The aspect ratio (width / height) is uniform within `ratio`. The height is then a
+    uniform integer between the heights of the smallest and the largest area that `area` allows at that aspect ratio and
+    that fits into the image. The top of a box that is lower than the image is a uniform integer from 0 to `height` -
+    box height - 1, so that the box never touches the last row; columns are alike. If none of 100 boxes has an allowed
+    area, the result is the whole image.
+    """
+    for first in range(0, TENSORFLOW_TRIES, TRIES_AT_ONCE):
+        numbers = _draws(seed, epoch, sample, view, TRIES_AT_ONCE, Slot.TENSORFLOW_CROP + 4 * first)
+        if box := first_fit(numbers.tolist(), height, width, area=area, ratio=ratio):
+            return box
+    return 0, 0, height, width
+
+
+def first_fit(
+    tries: Iterable[Sequence[float]],
+    height: int,
+    width: int,
+    *,
+    area: tuple[float, float] = (0.05, 1.0),
+    ratio: tuple[float, float] = TENSORFLOW_RATIO,
+) -> Box | None:
+    """Return the first allowed box of `tensorflow_crop`, or None. A try is four uniform numbers in [0, 1): for the
+    aspect ratio, the height, the top and the left of a box."""
+    for aspect, size, down, across in tries:
+        found = _sized(ratio[0] + (ratio[1] - ratio[0]) * aspect, size, height, width, area)
+        if found is not None:
+            h, w = found
+            return int(down * (height - h)), int(across * (width - w)), h, w
+    return None
+
+
+def _sized(ratio: float, draw: float, height: int, width: int, area: tuple[float, float]) -> tuple[int, int] | None:
+    """Return height and width of a box with an aspect ratio, or None if its area is not allowed after rounding."""
+    least, most = area[0] * height * width, area[1] * height * width
+    lowest, highest = round(math.sqrt(least / ratio)), round(math.sqrt(most / ratio))
+    if round(highest * ratio) > width:
+        highest = math.floor((width + 0.5) / ratio)
+        highest -= round(highest * ratio) > width
+    highest = min(highest, height)
+    lowest = min(lowest, highest)
+    h = lowest + int(draw * (highest - lowest + 1))
+    if h * round(h * ratio) < least:  # rounding can make the box slightly too small or too large
+        h += 1
+    if h * round(h * ratio) > most:
+        h -= 1
+    w = round(h * ratio)
+    fits = 1 <= h <= height and 1 <= w <= width and least <= h * w <= most
+    return (h, w) if fits else None
+
+
+def _draws(seed: int, epoch: int, sample: int, view: int, tries: int, first: int) -> np.ndarray:
+    """Return four random numbers for each try."""
+    key = np.array([epoch], np.int64), np.array([sample], np.int64), np.array([view], np.int64)
+    return keyed_uniform(seed, *key, draws=4 * tries, first=first).reshape(tries, 4)
+
+
+CROPS: dict[CropRule, RandomCrop] = {"torchvision": torchvision_crop, "tensorflow": tensorflow_crop}
+"""Rules by name."""

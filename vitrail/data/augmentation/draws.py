@@ -20,7 +20,8 @@ class Slot(IntEnum):
     JITTER = 48
     MIX = 56
     RANDAUGMENT = 64
-    """RandAugment comes last, because it needs more draws if it has more layers."""
+    """RandAugment needs more draws if it has more layers, so that about a million are reserved for it."""
+    TENSORFLOW_CROP = 1 << 20
 
 
 def keyed_uniform(

@@ -2,12 +2,13 @@
 
 The partner of a sample is the next sample of the batch. The partner of the last sample is the first sample. A view is
 mixed with the same view of the partner. The partner depends on the batch, but the mixing weight and the CutMix box
-depend only on the sample.
+depend only on the sample, unless one mixup weight is drawn for the whole batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from vitrail.data.augmentation.operations import box_mask, on_device
 from vitrail.data.pipeline import Batch
 from vitrail.errors import ConfigError
 
-__all__ = ["DRAWS", "cut_boxes", "mix", "mixup_shares"]
+__all__ = ["DRAWS", "MixupPer", "cut_boxes", "mix", "mixup_shares"]
+
+MixupPer = Literal["sample", "batch"]
 
 DRAWS = 5
 """Random numbers per image: one chooses mixup or CutMix, two give the mixing weight, and two give the centre of the
@@ -29,13 +32,22 @@ WHOLE = 1 << 16
 """Denominator of the mixing weights. Integer weights make mixing exact."""
 
 
-def mix(batch: Batch, draws: Float32[np.ndarray, "b 5"], *, mixup: float, cutmix: float, classes: int) -> Batch:
+def mix(
+    batch: Batch,
+    draws: Float32[np.ndarray, "b 5"],
+    *,
+    mixup: float,
+    cutmix: float,
+    classes: int,
+    mixup_per: MixupPer = "sample",
+) -> Batch:
     """Return the batch with each sample mixed with the next one, and with `targets` that hold the amount of each class.
 
     `mixup` and `cutmix` are the values of alpha; 0 turns a method off. If both are on, a random number chooses the
     method for each image. Images are rounded to uint8. If the batch has no targets, they are made from the labels, with
     `classes` columns. A partner that could not be decoded or has no target is not mixed in. For regression, mixup
-    blends the numbers with the same weights as the images.
+    blends the numbers with the same weights as the images. If `mixup_per` is "batch", the random numbers of the first
+    row give the mixup weight of the whole batch, as in big_vision; CutMix keeps one weight per sample.
 
     Raise `ConfigError` if the batch has no targets and `classes` is missing, or if CutMix is on for regression.
     """
@@ -47,6 +59,7 @@ def mix(batch: Batch, draws: Float32[np.ndarray, "b 5"], *, mixup: float, cutmix
         )
     if batch.targets is None and not classes:
         raise ConfigError("mixup and cutmix need the number of classes, or a batch with targets")
+    weights = draws[:1, 1:3].repeat(len(batch), 0) if mixup_per == "batch" else draws[:, 1:3]
     cut = draws[:, 0] < (0.5 if mixup and cutmix else float(bool(cutmix)))
     device, (height, width) = batch.images.device, batch.images.shape[2:]
     usable = batch.counted.roll(-views)
@@ -56,7 +69,7 @@ def mix(batch: Batch, draws: Float32[np.ndarray, "b 5"], *, mixup: float, cutmix
     if not cut.all():
         places = np.flatnonzero(~cut)
         index, partner = on_device(places, device), on_device((places + views) % len(batch), device)
-        kept = on_device(mixup_shares(draws[places, 1:3], mixup), device)
+        kept = on_device(mixup_shares(weights[places], mixup), device)
         kept = torch.where(usable[index], kept, WHOLE)
         weight = kept.int()[:, None, None, None]
         own, other = batch.images[index].int(), batch.images[partner].int()

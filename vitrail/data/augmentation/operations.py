@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Float64, Shaped, UInt8
+from jaxtyping import Bool, Float32, Float64, Int16, Shaped, UInt8
 from torch import Tensor
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "on_device",
     "saturation",
     "sharpness",
+    "smoothed_sum",
     "transform",
 ]
 
@@ -86,13 +87,18 @@ def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
     """
     if min(images.shape[2:]) < 3:
         return images
-    values = images.short()
-    rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
-    total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * values[:, :, 1:-1, 1:-1]
-    smooth = (2 * total + 13).float().div_(26).floor_()  # the weight is 5 in the middle and 1 elsewhere; the sum is 13
+    smooth = (2 * smoothed_sum(images) + 13).float().div_(26).floor_()
     sharp = images.clone()
     sharp[:, :, 1:-1, 1:-1] = blend(smooth, images[:, :, 1:-1, 1:-1].float(), factors[:, None, None, None])
     return sharp
+
+
+def smoothed_sum(images: Images) -> Int16[Tensor, "n c h-2 w-2"]:
+    """Return 13 times the smoothed image of `sharpness`, without the border. The weight of a pixel is 5, and that of
+    each of its eight neighbours is 1."""
+    values = images.short()
+    rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
+    return rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * values[:, :, 1:-1, 1:-1]
 
 
 def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:

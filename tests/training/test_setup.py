@@ -1,0 +1,33 @@
+"""What a run is made of: here, the boxes of its training images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitrail.data.augmentation.crop import tensorflow_crop
+from vitrail.errors import ConfigError
+from vitrail.training.config import TrainConfig
+from vitrail.training.setup import make_network, make_state, prepare
+
+
+def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    config = small(tmp_path / "run", preset="augreg-none", interpolation="bicubic", seed=5)
+    setup = prepare(config)
+    batch = next(make_state(setup, make_network(setup, None)[0]).batches)
+    train = config.data.open().train
+    images = replace(config.images, interpolation="bilinear", antialias=False)
+    for row, place in enumerate(batch.samples.tolist()):
+        image = train[place].image
+        assert isinstance(image, np.ndarray)
+        box = tensorflow_crop(5, 0, place, *image.shape[:2], area=(0.05, 1.0))
+        assert np.array_equal(batch.images[row].numpy(), images.pixels(image, box))
+
+
+def test_the_original_crop_excludes_averaging_while_decoding() -> None:
+    with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
+        TrainConfig().override(preset="augreg-light1", scaled_decode=True)
