@@ -171,7 +171,10 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
     assert 0 <= counted <= len(held_out), f"images and skipped are {counted:g} together, of {len(held_out)} samples"
     for name in metrics:
         low, high = metrics.get(f"{name}_low", metrics[name]), metrics.get(f"{name}_high", metrics[name])
-        assert low <= metrics[name] <= high, f"{name}={metrics[name]} is outside of its interval, {low} to {high}"
+        rounding = 1e-9 * abs(metrics[name])
+        assert low - rounding <= metrics[name] <= high + rounding, (
+            f"{name}={metrics[name]} is outside of its interval, {low} to {high}"
+        )
     assert weights_sha256(bundle.network) == before, "the evaluator changes the model's weights"
     assert bundle.network.training is was_training, "the evaluator leaves the network in another mode"
     for how, again in (("a second time", outputs), ("with new outputs", Outputs(bundle, batch_size=5))):

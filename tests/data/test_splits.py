@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.splits import SPLITS, by_split, split_of
-from vitrail.errors import DataError
+from vitrail.data.config import DataConfig
+from vitrail.data.source import Source
+from vitrail.data.sources.fractals import FractalSource
+from vitrail.data.splits import SPLITS, Splits, by_split, split_of, with_validation
+from vitrail.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
@@ -51,3 +56,88 @@ def test_files_are_sorted_into_splits() -> None:
 def test_files_that_leave_a_doubt_are_refused(paths: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         by_split("here", paths)
+
+
+Sources = Callable[..., Source]
+
+
+def keys_of(source: Source | None) -> list[str] | None:
+    return None if source is None else [source.key(index) for index in range(len(source))]
+
+
+@pytest.fixture
+def official(memory_source: Sources) -> Splits:
+    """20 training images and 6 validation images."""
+    train = memory_source(labels=[0, 1] * 10, keys=[f"t{number}" for number in range(20)])
+    return Splits(train, memory_source(labels=[0, 1] * 3, keys=[f"v{number}" for number in range(6)]), None)
+
+
+def test_a_validation_split_of_the_data_chooses_unless_it_is_told_to_measure(official: Splits) -> None:
+    assert with_validation(official, "x", 0.1) is official
+    cut = with_validation(official, "x", 0.1, validation="train")
+    assert cut.test is official.validation and cut.validation is not None
+    assert len(cut.validation) == 2 and len(cut.train) == 18 and keys_of(cut.validation)[0].startswith("t")
+    assert cut.notes == (
+        "data 'x': 2 of its 20 training images are held out for validation (by a hash of their names, 10%); its own "
+        "validation split is the test split",
+    )
+    none = with_validation(official, "x", 0.0, validation="train")
+    assert (none.train, none.validation, none.test) == (official.train, None, official.validation)
+    assert none.notes == ("data 'x': no training image is held out; its own validation split is the test split",)
+
+
+def test_a_validation_split_beside_a_test_split_is_not_used_if_training_images_are_held_out(
+    official: Splits, memory_source: Sources
+) -> None:
+    test = memory_source(labels=[0, 1])
+    splits = with_validation(Splits(official.train, official.validation, test), "x", 0.1, validation="train")
+    assert splits.test is test and keys_of(splits.validation)[0].startswith("t")
+    assert splits.notes[0].endswith("is not used, because the data also has a test split")
+
+
+def test_images_are_held_out_by_position(official: Splits) -> None:
+    splits = with_validation(official, "x", 0.1, validation="train[-3:]")
+    assert keys_of(splits.validation) == ["t17", "t18", "t19"] and len(splits.train) == 17
+    assert splits.test is official.validation and "3 of its 20" in splits.notes[0] and "(train[-3:])" in splits.notes[0]
+    percent = with_validation(Splits(official.train, None, None), "x", 0.0, validation="train[:15%]")
+    assert keys_of(percent.validation) == ["t0", "t1", "t2"] and percent.test is None
+
+
+def test_a_source_that_draws_its_samples_keeps_them_all(official: Splits) -> None:
+    drawn = FractalSource(2, 10)
+    splits = with_validation(Splits(drawn, official.validation, None), "x", 0.5, validation="train")
+    assert splits.train is drawn and len(splits.validation or ()) == 20 and splits.test is official.validation
+
+
+@pytest.mark.parametrize(
+    ("share", "validation", "message"),
+    [
+        (
+            0.02, "auto",
+            r"validation_share=0\.02 of 20 training images leaves the validation split of here empty: that is less "
+            r"than half an image; choose at least 0\.025, or choose 0 to hold out none",
+        ),
+        (0.1, "train[:21]", r"validation='train\[:21\]' reaches beyond the 20 images with 21: here has 20 training"),
+        (0.1, "train[-21:]", r"reaches beyond the 20 images with -21: here has 20 training images; choose positions"),
+        (0.1, "train[5:5]", r"validation='train\[5:5\]' holds out none of 20 images: here has 20 training images"),
+        (0.1, "train[:]", r"holds out all 20 training images of here; leave some to learn from, such as with train"),
+    ],
+)  # fmt: skip
+def test_a_validation_split_that_would_be_empty_or_hold_all_is_refused(
+    official: Splits, share: float, validation: str, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        with_validation(Splits(official.train, None, None, title="here"), "x", share, validation=validation)
+
+
+def test_classes_of_one_image_each_cannot_be_held_out(memory_source: Sources) -> None:
+    source = memory_source(labels=[0, 1, 2, 3])
+    with pytest.raises(DataError, match=r"each of its classes has only one training image, which is learned from; add"):
+        with_validation(Splits(source, None, None), "x", 0.5)
+    assert len(with_validation(Splits(source, None, None), "x", 0.5, method="threshold").validation or ()) == 0
+
+
+@pytest.mark.parametrize("text", ["val", "train[10", "train[a:]", "train[1.5:]", "test[1:]", "[1:2]", ""])
+def test_a_malformed_slice_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not auto, train or a slice of the training images; write a slice"):
+        DataConfig(validation=text)

@@ -54,6 +54,15 @@ def test_the_flat_config_of_format_1_becomes_sections() -> None:
     assert read_record(V1 / "run-from-model").origin is not None
 
 
+def test_a_run_that_does_not_name_its_cut_keeps_the_earlier_one(tmp_path: Path) -> None:
+    assert read_record(V1 / "run-stopped").config.data.cut_method == "threshold"
+    config = TrainConfig().to_plain()
+    assert read_record(written(tmp_path, config=config)).config.data.cut_method == "stratified"
+    del config["data"]["cut_method"], config["data"]["validation"]
+    data = read_record(written(tmp_path, config=config)).config.data
+    assert (data.cut_method, data.validation) == ("threshold", "auto")
+
+
 def test_a_resnet_of_format_1_drops_what_it_ignored(tmp_path: Path) -> None:
     shutil.copytree(V1 / "run-finished", tmp_path / "run")
     values = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))

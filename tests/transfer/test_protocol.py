@@ -18,6 +18,7 @@ from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.monitor import Monitor
+from vitrail.transfer.finetune import plan
 from vitrail.transfer.protocol import (
     Trial,
     check_final_run,
@@ -209,3 +210,24 @@ def test_runs_that_try_a_rate_are_told_by_their_place() -> None:
 def test_the_last_run_learns_from_all_images(base: TrainConfig) -> None:
     config = final_config(base, 0.03)
     assert (config.optimizer.learning_rate, config.data.validation_share, config.run.keep) == (0.03, 0.0, "last")
+
+
+def test_the_data_s_own_validation_split_measures_and_chooses_nothing(
+    base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "official"
+    shutil.copytree(colours / "train", data / "train")
+    shutil.copytree(colours / "test", data / "val")
+    config = base.override(data=str(data))
+    chosen = plan(tiny_bundle, config.data.open_whole(), config, "paper", {"steps": 2, "batch_size": 4})
+    assert chosen.config.data.validation == "train"
+    splits = chosen.config.data.open()
+    assert splits.test is not None and len(splits.test) == 12 and len(splits.validation or ()) == 3
+    assert {Path(splits.train.source.root).name, Path(splits.validation.source.root).name} == {"train"}
+    last = final_config(chosen.config, 0.01).data.open()
+    assert (len(last.train), last.validation, last.test is not None) == (30, None, True)
+    shutil.copytree(colours / "test", data / "test")
+    chosen = plan(tiny_bundle, config.data.open_whole(), config, "paper")
+    assert chosen.config.data.validation == "auto", "the test split measures"
+    given = plan(tiny_bundle, config.data.open_whole(), config, "paper", {"validation": "train[-5:]"})
+    assert final_config(given.config, 0.01).data == replace(given.config.data, validation="train", validation_share=0.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from vitrail.data.selection import CutMethod
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_whole
 from vitrail.data.splits import Splits
@@ -36,9 +38,9 @@ def open_for_features(bundle: Bundle, spec: str, split: str, numbers: tuple[str,
     training images.
     """
     opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
-    splits = opened.splits(validation_share=0.0)
+    splits = _splits_of(bundle, opened, share=0.0)
     if split == "validation" or (split != "all" and splits.held_out is None):
-        splits = opened.splits(validation_share=_validation_share(bundle))
+        splits = _splits_of(bundle, opened)
     return _measured(bundle, opened, splits, split)
 
 
@@ -59,8 +61,7 @@ def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: 
     if opened is None:
         opened = open_whole(spec, numbers=_numbers_of(bundle)) if own is None else own.opened
         class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
-    # The split depends only on the names and the fraction, so the same images are held out as in training.
-    splits = opened.splits(validation_share=0.0 if split == "all" else _validation_share(bundle))
+    splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened)
     found = _measured(bundle, opened, splits, split)
     return found if class_map is None else _mapped(found, class_map, bundle.classes)
 
@@ -81,7 +82,9 @@ def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) ->
         chosen = {split: existing[split]}
     else:
         raise DataError(f"data {opened.spec!r} has no {split} split; it has: {', '.join(existing)}")
-    held_nothing_out = bundle.provenance.get("validation_share") == 0 and opened.whole.validation is None
+    known = bundle.provenance
+    was_cut = opened.whole.validation is None or known.get("validation", "auto") != "auto"
+    held_nothing_out = known.get("validation_share") == 0 and was_cut
     if "validation" in chosen and split != "all" and held_nothing_out:
         notes.append(
             "this model was trained without held-out images: if it was trained on this data, it has seen the images "
@@ -103,8 +106,25 @@ def _mapped(found: Measured, class_map: ClassMap, classes: tuple[str, ...]) -> M
     )
 
 
-def _validation_share(bundle: Bundle) -> float:
-    return float(bundle.provenance.get("validation_share") or USUAL_SHARE)
+def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -> Splits:
+    """Return the splits with the same held-out images as in the training of the model, if it was trained on this data.
+
+    For other data the fraction of held-out images is the same. Images are held out even if training held out none.
+    `share` replaces the fraction of the training.
+    """
+    known = bundle.provenance
+    earlier: CutMethod = "threshold" if "validation_share" in known else "stratified"
+    return opened.splits(
+        validation_share=float(known.get("validation_share") or USUAL_SHARE) if share is None else share,
+        validation=known.get("validation", "auto") if _is_data_of(bundle, opened.spec) else "auto",
+        cut_method=known.get("cut_method", earlier),
+    )
+
+
+def _is_data_of(bundle: Bundle, spec: str) -> bool:
+    """Return True if the model was trained on the data that `spec` names."""
+    trained_on = str(bundle.provenance.get("data", ""))
+    return trained_on == spec or Path(trained_on).expanduser().resolve() == Path(spec).expanduser().resolve()
 
 
 def _numbers_of(bundle: Bundle) -> tuple[str, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from vitrail.data.selection import CutMethod
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_mixed, open_whole
-from vitrail.data.splits import Splits
-from vitrail.settings import at_least, below_one, named, raise_problems
+from vitrail.data.splits import Splits, check_validation
+from vitrail.settings import at_least, below_one, named, one_of, raise_problems
 
 __all__ = ["DataConfig"]
 
@@ -30,14 +31,23 @@ class DataConfig:
     """Training images per class. By default all are used."""
     subset_seed: int = 0
     """Random seed that selects the images for --per-class and for an amount such as [:1000]."""
+    validation: str = "auto"
+    """Images that select the weights. auto: the data's validation split, or a part of the training images if it has
+    none. train: always a part of the training images; the data's own validation split is then the test split. A slice
+    such as train[-10000:] or train[99%:] holds out the training images at these positions."""
     validation_share: float = 0.1
     """Fraction of the training images held out if there is no validation split; 0 for none."""
+    cut_method: CutMethod = "stratified"
+    """Method that holds out and selects training images by a hash of their names. stratified: the exact number, with
+    every label in proportion. threshold: the method of earlier versions, with at least one image per class; adding
+    images moves no other."""
     max_skipped: float = 0.01
     """Fraction of the training images that may fail to decode before the run stops. Unless this is 0, at least three
     failures are tolerated, or a tenth of the images if there are fewer than 30."""
 
     def __post_init__(self) -> None:
         problems = [*at_least(self, per_class=1, subset_seed=0), *below_one(self, "validation_share")]
+        problems += [*check_validation(self.validation), *one_of(self, cut_method=CutMethod)]
         if not 0 <= self.max_skipped <= 1:
             problems.append(f"max_skipped={self.max_skipped} is not in [0, 1]")
         raise_problems(problems)
@@ -63,5 +73,9 @@ class DataConfig:
             whole = data if isinstance(data, Splits) else Splits(data, None, None)
             data = OpenedData("", whole, open_mixed(whole, self.mix))
         return data.splits(
-            validation_share=self.validation_share, per_class=self.per_class, subset_seed=self.subset_seed
+            validation_share=self.validation_share,
+            validation=self.validation,
+            per_class=self.per_class,
+            subset_seed=self.subset_seed,
+            cut_method=self.cut_method,
         )

@@ -24,11 +24,8 @@ __all__ = [
     "TargetKind",
     "Widened",
     "class_indices",
-    "cut",
     "fingerprint",
     "stamp_of",
-    "take",
-    "take_per_class",
     "target_kind",
 ]
 
@@ -192,43 +189,6 @@ class Mixture:
         return _moved(target, self._renumbered[number], len(self.classes), self.target_kind)
 
 
-def cut(source: Source, share: float) -> tuple[Subset, Subset]:
-    """Hold out about the fraction `share` of the samples, by a hash of their keys. Return the rest and the held-out
-    samples.
-
-    A class of two or more samples has at least one sample in the rest and one held out. The only sample of a class is
-    never held out. If the targets are numbers, or there are none, all samples count as one class.
-    """
-    held_out: list[int] = []
-    for members in _by_class(source, b""):
-        wanted = sum(place < share for place, _ in members)
-        count = min(max(wanted, 1), len(members) - 1)  # the only image of a class is needed for training
-        held_out += [index for _, index in members[:count]]
-    chosen = set(held_out)
-    rest = [index for index in range(len(source)) if index not in chosen]
-    return Subset(source, rest), Subset(source, sorted(held_out))
-
-
-def take(source: Source, count: int, *, seed: int = 0) -> Subset:
-    """Return `count` samples with the class fractions of `source`, chosen by a hash of seed and key.
-
-    A larger count adds samples to those of a smaller count. A class that would get less than half a sample gets none.
-    """
-    ranked = []
-    for members in _by_class(source, _salt(seed)):
-        ranked += [((rank + 0.5) / len(members), place, index) for rank, (place, index) in enumerate(members)]
-    return Subset(source, sorted(index for _, _, index in sorted(ranked)[:count]))
-
-
-def take_per_class(source: Source, count: int, *, seed: int = 0) -> Subset:
-    """Return `count` samples per class, chosen by a hash of seed and key. A class with fewer samples is kept whole.
-
-    If the targets are numbers, or there are none, all samples count as one class.
-    """
-    groups = _by_class(source, _salt(seed))
-    return Subset(source, sorted(index for members in groups for _, index in members[:count]))
-
-
 def target_kind(source: Source) -> TargetKind:
     """Return the kind of a source's targets. All targets of one source are of one kind.
 
@@ -296,18 +256,3 @@ def _moved(target: Target, places: Sequence[int], width: int, kind: TargetKind) 
     if isinstance(target, tuple):
         return tuple(sorted(places[one] for one in class_indices(target)))
     return places[target]
-
-
-def _salt(seed: int) -> bytes:
-    return f"subset {seed} ".encode()
-
-
-def _by_class(source: Source, salt: bytes) -> list[list[tuple[float, int]]]:
-    """Return, for each class, a sorted list of pairs: a hash of the sample's key in [0, 1) and the sample's index."""
-    groups: dict[Target, list[tuple[float, int]]] = {}
-    labelled = target_kind(source) != "numbers"
-    for index in range(len(source)):
-        digest = hashlib.blake2b(salt + os.fsencode(source.key(index)), digest_size=8).digest()
-        place = int.from_bytes(digest, "big") / 2**64
-        groups.setdefault(source.target(index) if labelled else None, []).append((place, index))
-    return [sorted(members) for members in groups.values()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
-from vitrail.data.source import Source, TargetKind, cut, target_kind
-from vitrail.errors import DataError
+from vitrail.data.selection import SLICE, CutMethod, cut, cut_slice, slice_bounds
+from vitrail.data.source import Source, Subset, TargetKind, target_kind
+from vitrail.errors import DataError, plural
 
 __all__ = [
     "SPLITS",
@@ -18,6 +19,7 @@ __all__ = [
     "by_split",
     "check_classes",
     "check_numbers",
+    "check_validation",
     "split_of",
     "with_validation",
 ]
@@ -136,19 +138,84 @@ def check_numbers(splits: Splits) -> None:
         )
 
 
-def with_validation(splits: Splits, spec: str, share: float) -> Splits:
-    """Return the splits with a validation split. A missing one is made from about `fraction` of the training images.
+def with_validation(
+    splits: Splits, spec: str, share: float, *, validation: str = "auto", method: CutMethod = "stratified"
+) -> Splits:
+    """Return the splits with a validation split.
 
-    A source that generates its samples generates more samples for the validation split. Other sources lose the samples
-    that are held out. A fraction of 0 leaves the splits unchanged.
+    `validation` is "auto", "train" or a slice of the training images such as "train[99%:]". With "auto" the data's own
+    validation split is used. If the data has none, and always with "train", the fraction `share` of the training images
+    is held out by `method`; a fraction of 0 holds out none. A slice holds out the images at these positions. If the
+    data has its own validation split and it is not used, it becomes the test split, unless the data has a test split.
+
+    A source that generates its samples generates more samples instead of holding out some of them. Raise `DataError`
+    if no image would be held out, or if a slice is out of range or leaves no training image.
     """
-    if splits.validation is not None or share == 0:
+    if validation == "auto" and (splits.validation is not None or share == 0):
         return splits
-    if isinstance(splits.train, Unlimited):
-        return replace(splits, validation=splits.train.held_out(share))
-    train, validation = cut(splits.train, share)
-    note = (
-        f"data {spec!r} has no validation split: {len(validation):,} of its {len(splits.train):,} training images were "
-        f"cut for it (by a hash of their names, {share:.0%})"
+    own, count = splits.validation, len(splits.train)
+    if own is not None:
+        splits = replace(splits, validation=None, test=splits.test or own)
+    duty = "the test split" if splits.test is own else "not used, because the data also has a test split"
+    duty = f"; its own validation split is {duty}" if own is not None else ""
+    source = splits.train
+    train: Source = source
+    held_out: Source | None = None
+    how = ""
+    if SLICE.fullmatch(validation):
+        train, held_out = _slice(splits, validation)
+        how = validation
+    elif share > 0 and isinstance(source, Unlimited):
+        held_out = source.held_out(share)
+    elif share > 0:
+        train, held_out = cut(source, share, method=method)
+        if not len(held_out) and method == "stratified":
+            raise DataError(_nothing_held_out(splits, share))
+        how = f"by a hash of their names, {100 * share:g}%"
+    notes = splits.notes
+    if how and held_out is not None:
+        note = f"{len(held_out):,} of its {count:,} training images are held out for validation ({how})"
+        start = "" if own is not None else " has no validation split"
+        notes = (*notes, f"data {spec!r}{start}: {note}{duty}")
+    elif duty:
+        notes = (*notes, f"data {spec!r}: no training image is held out{duty}")
+    return replace(splits, train=train, validation=held_out, notes=notes)
+
+
+def check_validation(text: str) -> Iterator[str]:
+    """Yield a message unless `text` is "auto", "train" or a slice."""
+    if text not in ("auto", "train") and SLICE.fullmatch(text) is None:
+        yield (
+            f"validation={text!r} is not auto, train or a slice of the training images; write a slice such as "
+            "train[-10000:] for the last 10,000, or train[99%:] for the last hundredth"
+        )
+
+
+def _slice(splits: Splits, text: str) -> tuple[Subset, Subset]:
+    """Return the training images outside and inside a slice. Raise `DataError` if one of the two has none."""
+    count = len(splits.train)
+    try:
+        start, stop = slice_bounds(text, count)
+    except ValueError as error:
+        raise DataError(
+            f"validation={text!r} {error}: {splits.title} has {plural(count, 'training image')}; choose positions "
+            f"within these, such as train[{count - count // 10}:]"
+        ) from None
+    if stop - start == count:
+        raise DataError(
+            f"validation={text!r} holds out all {plural(count, 'training image')} of {splits.title}; leave some to "
+            f"learn from, such as with train[{count - count // 10}:]"
+        )
+    return cut_slice(splits.train, start, stop)
+
+
+def _nothing_held_out(splits: Splits, share: float) -> str:
+    count = len(splits.train)
+    if round(share * count):
+        reason = "each of its classes has only one training image, which is learned from; add images"
+    else:
+        reason = f"that is less than half an image; choose at least {0.5 / count:.2g}"
+    return (
+        f"validation_share={share:g} of {plural(count, 'training image')} leaves the validation split of "
+        f"{splits.title} empty: {reason}, or choose 0 to hold out none"
     )
-    return replace(splits, train=train, validation=validation, notes=(*splits.notes, note))

@@ -27,7 +27,7 @@ def demo() -> TrainConfig:
     docs/log.md explains the choice of the settings.
     """
     return TrainConfig(
-        data=DataConfig(spec="bundled", validation_share=0.05),
+        data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),
         task=Classification(label_smoothing=0.1),
         model=ModelConfig(variant="Conv+ViT-Pico/8", overrides={"position_std": 0.3}),
         images=Preprocess(image_size=(32, 32), channels=1, mean=(0.286,), std=(0.353,)),

@@ -61,7 +61,7 @@ def read_record(folder: Path) -> Record:
     data = _part(path, values, "data")
     try:
         return Record(
-            TrainConfig.from_plain(_sections(config) if number == 1 else config),
+            TrainConfig.from_plain(_with_cut_method(_sections(config) if number == 1 else config)),
             str(_field(path, data, "data.fingerprint")),
             int(_field(path, data, "data.train")),
             Origin.from_plain(values.get("init")),
@@ -103,6 +103,12 @@ def _sections(flat: dict[str, Any]) -> dict[str, Any]:
     if rest:
         raise ConfigError(f"unknown field {min(rest)!r}")
     return sections
+
+
+def _with_cut_method(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with the method that held out its images. Runs that do not record it used "threshold"."""
+    data = config.get("data")
+    return config | {"data": {"cut_method": "threshold"} | data} if isinstance(data, dict) else config
 
 
 def _renamed(values: dict[str, Any], cls: type[Any]) -> dict[str, Any]:

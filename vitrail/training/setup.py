@@ -201,7 +201,9 @@ def make_bundle(setup: Setup, objective: Objective) -> Bundle:
     provenance: dict[str, Any] = {
         "data": config.data.spec,
         "data_fingerprint": setup.fingerprint,
+        "validation": config.data.validation,
         "validation_share": config.data.validation_share if splits.validation is not None else 0.0,
+        "cut_method": config.data.cut_method,
         "recipe": config.run.name,
         "seed": config.run.seed,
         "steps": setup.steps,

@@ -29,6 +29,7 @@ from vitrail.transfer.protocol import (
     final_config,
     plan_by_paper,
     trials_folder,
+    with_all_images,
 )
 from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import NO_SETTINGS, Explicit, Plan, facts_of, plan_by_rule
@@ -76,7 +77,7 @@ def plan(
     facts = facts_of(config.data.cut(data))
     if protocol == "rule":
         return plan_by_rule(config, network, preprocess, facts, device=device, memory=memory, explicit=explicit)
-    facts = facts._replace(images=len(config.override(validation_share=0.0).data.cut(data).train))
+    facts = facts._replace(images=len(with_all_images(config).data.cut(data).train))
     return plan_by_paper(config, network, preprocess, facts, memory=memory, explicit=explicit)
 
 
@@ -97,7 +98,7 @@ def finetune(
     """
     trials: tuple[Trial, ...] = ()
     if rates:
-        check_final_run(config, config.override(validation_share=0.0).data.cut(data))
+        check_final_run(config, with_all_images(config).data.cut(data))
         check_place(folder := place_of(config), config)
         trials = choose_rate(
             config,

@@ -47,6 +47,7 @@ __all__ = [
     "plan_by_paper",
     "row_for",
     "trials_folder",
+    "with_all_images",
 ]
 
 
@@ -132,6 +133,8 @@ def plan_by_paper(
         crop_rule="tensorflow",
     )
     choose_task(choices, base.task.name, facts, label_smoothing=0.0)
+    if not facts.has_test:
+        choices.add(validation="train")  # the data's own validation split measures the finished model
     choices.add(keep="last", checkpoints=5)
     if "learning_rate" in explicit:
         choices.add("all training images are learned from, because the learning rate is given", validation_share=0.0)
@@ -142,7 +145,7 @@ def plan_by_paper(
         shown = ", ".join(f"{rate:g}" for rate in rates)
         choices.add(
             f"the best learning rate of {shown} on {row.held_out:.0%} of the training images (or on the validation "
-            "split); the model then learns from all training images",
+            "split, if the data has a test split as well); the model then learns from all training images",
             learning_rate=rates[0],
         )
         choices.add(validation_share=row.held_out, evaluations=10)
@@ -249,4 +252,10 @@ def check_final_run(config: TrainConfig, splits: Splits) -> None:
 
 def final_config(config: TrainConfig, rate: float) -> TrainConfig:
     """Return the config of the final run: the chosen learning rate, and all training images."""
-    return config.override(learning_rate=rate, validation_share=0.0, evaluations=0, keep="last")
+    return with_all_images(config).override(learning_rate=rate, evaluations=0, keep="last")
+
+
+def with_all_images(config: TrainConfig) -> TrainConfig:
+    """Return the config with no training image held out. Images that a slice held out are learned from as well."""
+    validation = "auto" if config.data.validation == "auto" else "train"
+    return config.override(validation=validation, validation_share=0.0)

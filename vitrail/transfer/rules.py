@@ -87,6 +87,8 @@ class DataFacts(NamedTuple):
     targets: TargetKind
     has_validation: bool
     """True if there are held-out images to choose weights by."""
+    has_test: bool = False
+    """True if there are held-out images that choose nothing."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def facts_of(splits: Splits) -> DataFacts:
     train = splits.train
     areas = list(_areas(train))
     side = round(math.sqrt(float(np.median(areas)))) if areas else None
-    return DataFacts(len(train), side, target_kind(train), bool(splits.validation))
+    return DataFacts(len(train), side, target_kind(train), bool(splits.validation), bool(splits.test))
 
 
 def _areas(source: Source) -> Iterator[int]:

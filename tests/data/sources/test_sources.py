@@ -42,8 +42,8 @@ def test_class_folders_are_cut_and_the_cut_is_stated(tree: Trees) -> None:
     assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b", count=600)
     assert 230 < held_out < 370
     assert splits.notes == (
-        f"data {str(root)!r} has no validation split: {held_out} of its 1,200 training images were cut for it "
-        "(by a hash of their names, 25%)",
+        f"data {str(root)!r} has no validation split: {held_out} of its 1,200 training images are held out for "
+        "validation (by a hash of their names, 25%)",
     )
 
 
@@ -82,7 +82,7 @@ def test_validation_is_cut_from_train_when_only_test_is_there(tree: Trees) -> No
     splits = open_data(str(root), validation_share=0.5)
     assert sorted(keys_of(splits.train) + keys_of(splits.validation)) == many("a", "b")
     assert keys_of(splits.test) == ["a/1.png"]
-    assert len(splits.notes) == 1 and "were cut for it" in splits.notes[0]
+    assert len(splits.notes) == 1 and "are held out" in splits.notes[0]
 
 
 def test_other_splits_are_indexed_by_the_training_classes(tree: Trees) -> None:
@@ -129,7 +129,7 @@ def test_ignored_files_are_noted_for_each_split(tree: Trees) -> None:
 
 def test_ignored_files_are_noted_before_the_cut(tree: Trees) -> None:
     splits = open_data(str(tree(*many("a", "b"), "b/readme.txt")), validation_share=0.1)
-    assert len(splits.notes) == 2 and "skipped 1 file" in splits.notes[0] and "were cut" in splits.notes[1]
+    assert len(splits.notes) == 2 and "skipped 1 file" in splits.notes[0] and "are held out" in splits.notes[1]
 
 
 def test_an_empty_folder_is_refused(tree: Trees) -> None:

@@ -11,7 +11,8 @@ from vitrail.data.check.findings import Examined, image_findings, kinds_of, size
 from vitrail.data.check.labels import balance_of, count, label_findings, named_sources
 from vitrail.data.check.look import Looks, Progress, State, examine, look_at_all
 from vitrail.data.check.report import SEVERITIES, Finding, Report, Severity
-from vitrail.data.source import Source, take
+from vitrail.data.selection import take
+from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, listed, plural
 from vitrail.page import printable

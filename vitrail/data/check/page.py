@@ -8,7 +8,8 @@ from dataclasses import replace
 from vitrail.data.check.labels import named_sources
 from vitrail.data.check.report import Example, Finding, Report, example
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.source import Source, take, take_per_class, target_kind
+from vitrail.data.selection import take, take_per_class
+from vitrail.data.source import Source, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, listed, plural
 from vitrail.page import document, escape, figure, table, thumbnail

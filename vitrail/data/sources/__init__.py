@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vitrail.data.source import Mixture, Source, TargetKind, Widened, take, take_per_class, target_kind
+from vitrail.data.selection import CutMethod, take, take_per_class
+from vitrail.data.source import Mixture, Source, TargetKind, Widened, target_kind
 from vitrail.data.sources import fashion_mnist
 from vitrail.data.sources.files import FileSource, refuse_shared
 from vitrail.data.sources.folder import FolderSource, class_folders, has_images
@@ -42,18 +43,21 @@ def open_data(
     spec: str,
     *,
     validation_share: float,
+    validation: str = "auto",
     classes: tuple[str, ...] | None = None,
     per_class: int | None = None,
     subset_seed: int = 0,
+    cut_method: CutMethod = "stratified",
     numbers: tuple[str, ...] = (),
     unlabelled: bool = False,
 ) -> Splits:
     """Open the data that `spec` names: a path or a name, optionally followed by an amount in brackets.
 
     If there is no validation split, the fraction `validation_share` of the training images becomes the validation
-    split; 0 creates none. A hash of the keys chooses these images. An amount (`[:1000]`, `[:10%]`) or `per_class` then
-    selects some of the remaining training images, so every amount is validated on the same images. `subset_seed`
-    determines which images are selected.
+    split; 0 creates none. A hash of the keys chooses these images, by `cut_method`. `validation` chooses other images,
+    as described in `with_validation`. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects some of the remaining
+    training images, so every amount is validated on the same images. `subset_seed` determines which images are
+    selected.
 
     If `classes` is given, such as the classes of a model, labels are indices into `classes`. `numbers` names columns of
     numbers that are the targets instead of classes. If `unlabelled` is true, data with one class or without classes is
@@ -61,7 +65,13 @@ def open_data(
     are given.
     """
     opened = open_whole(spec, classes=classes, numbers=numbers, unlabelled=unlabelled)
-    return opened.splits(validation_share=validation_share, per_class=per_class, subset_seed=subset_seed)
+    return opened.splits(
+        validation_share=validation_share,
+        validation=validation,
+        per_class=per_class,
+        subset_seed=subset_seed,
+        cut_method=cut_method,
+    )
 
 
 @dataclass(frozen=True)
@@ -74,10 +84,18 @@ class OpenedData:
     mixed: tuple[tuple[float, Source], ...] = ()
     """Additional training data. Each source has the fraction of the training samples that come from it."""
 
-    def splits(self, *, validation_share: float, per_class: int | None = None, subset_seed: int = 0) -> Splits:
+    def splits(
+        self,
+        *,
+        validation_share: float,
+        validation: str = "auto",
+        per_class: int | None = None,
+        subset_seed: int = 0,
+        cut_method: CutMethod = "stratified",
+    ) -> Splits:
         """Return the splits by the rules of `open_data`, with the additional training data. Raises `DataError`."""
-        splits = with_validation(self.whole, self.spec, validation_share)
-        splits = _reduced(splits, self.spec, _amount_of(self.spec)[1], per_class, subset_seed)
+        splits = with_validation(self.whole, self.spec, validation_share, validation=validation, method=cut_method)
+        splits = _reduced(splits, self.spec, _amount_of(self.spec)[1], per_class, subset_seed, cut_method)
         return _mixture(splits, self.mixed) if self.mixed else splits
 
 
@@ -223,7 +241,7 @@ def _amount_of(spec: str) -> tuple[str, str]:
     return match["location"], match["inside"]
 
 
-def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed: int) -> Splits:
+def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed: int, method: CutMethod) -> Splits:
     """Return the splits with the amount of training images that the user selected."""
     train = splits.train
     if match := AMOUNT.fullmatch(amount):
@@ -236,14 +254,14 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
                 f"data {spec!r} selects {match['number']} of {plural(len(train), 'training image')}; give a whole "
                 "number up to that, or a percentage such as [:10%]"
             )
-        train = take(train, count, seed=seed)
+        train = take(train, count, seed=seed, method=method)
     if per_class is not None:
         if splits.target_kind == "numbers" or not splits.classes:
             raise DataError(
                 f"per_class={per_class}: data {spec!r} has no classes; take a number of images instead, like "
                 f"{spec}[:{per_class}]"
             )
-        train = take_per_class(train, per_class, seed=seed)
+        train = take_per_class(train, per_class, seed=seed, method=method)
     if train is splits.train:
         return splits
     if not len(train):

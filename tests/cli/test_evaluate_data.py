@@ -1,0 +1,76 @@
+"""The data that `vitrail evaluate` opens: the same held-out images as in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vitrail.cli.evaluate_data import open_for_features, open_for_head
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source
+from vitrail.data.sources import open_data
+from vitrail.models.variants import create
+from vitrail.weights.bundle import Bundle
+
+
+@pytest.fixture
+def flowers(tmp_path: Path) -> Path:
+    """40 training images and 6 validation images of two classes."""
+    for split, count in (("train", 20), ("val", 3)):
+        for name in ("daisy", "rose"):
+            folder = tmp_path / "flowers" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (5, 4), number).save(folder / f"{number}.png")
+    return tmp_path / "flowers"
+
+
+def trained(**provenance: Any) -> Bundle:
+    network = create("ViT-Pico/4", width=8, depth=1, heads=2, mlp_width=8, num_classes=2, image_size=(4, 4))
+    return Bundle(network, ("daisy", "rose"), Preprocess(image_size=(4, 4)), provenance=provenance)
+
+
+def keys_of(source: Source) -> list[str]:
+    return [source.key(index) for index in range(len(source))]
+
+
+@pytest.mark.parametrize("validation", ["train", "train[-5:]"])
+def test_the_official_split_is_the_test_split_of_a_model_whose_training_used_it_so(
+    flowers: Path, validation: str
+) -> None:
+    bundle = trained(data=str(flowers), validation=validation, validation_share=0.2, cut_method="stratified")
+    expected = open_data(str(flowers), validation_share=0.2, validation=validation)
+    for split, source in (("test", expected.test), ("validation", expected.validation), ("held-out", expected.test)):
+        head = open_for_head(bundle, str(flowers), split, "", None)
+        (found,) = head.sources.values()
+        assert source is not None and keys_of(found) == keys_of(source)
+    features = open_for_features(bundle, str(flowers / "." / ""), "test", ())
+    assert list(features.sources) == ["test"] and len(features.train) == (40 if validation == "train" else 35)
+    other = open_for_head(trained(data="elsewhere", validation=validation), str(flowers), "held-out", "", None)
+    assert list(other.sources) == ["validation"]
+
+
+def test_a_model_without_held_out_images_is_told_from_others(flowers: Path) -> None:
+    bundle = trained(data=str(flowers), validation="train", validation_share=0.0, cut_method="stratified")
+    assert list(open_for_head(bundle, str(flowers), "held-out", "", None).sources) == ["test"]
+    seen = open_for_head(bundle, str(flowers), "validation", "", None)
+    assert any("it has seen the images that are measured" in note for note in seen.notes)
+
+
+def test_a_model_of_an_earlier_version_is_measured_on_the_images_that_it_held_out(flowers: Path) -> None:
+    spec = str(flowers / "train")
+    cuts = {
+        method: open_data(spec, validation_share=0.3, cut_method=method).validation
+        for method in ("stratified", "threshold")
+    }
+    earlier = trained(data=spec, validation_share=0.3)
+    for bundle, method in (
+        (earlier, "threshold"),
+        (trained(validation_share=0.3, cut_method="stratified"), "stratified"),
+    ):
+        (found,) = open_for_head(bundle, spec, "held-out", "", None).sources.values()
+        assert keys_of(found) == keys_of(cuts[method])
+    assert keys_of(cuts["stratified"]) != keys_of(cuts["threshold"])
