@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.pipeline import Batch
+from vitrail.tasks.regression import RegressionObjective
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
 from vitrail.training.plan import Plan
@@ -66,6 +67,33 @@ def test_accumulation_changes_nothing(make: Callable[..., Any], invalid: list[in
         assert set(figures) == set(expected_figures) == {"loss", "accuracy", "gradient_norm"}
         for name, value in expected_figures.items():
             torch.testing.assert_close(figures[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("targets", ["labels", "numbers"])
+def test_accumulation_changes_nothing_if_samples_lack_targets(make: Callable[..., Any], targets: str) -> None:
+    """The samples without a target are unevenly distributed over the parts. The loss skips them."""
+    found: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+    for accumulation in (1, 2, 3, 7, 20):
+        state, plan = make(**SGD, clip=0.0, accumulation=accumulation)
+        batch = without(next(state.batches), [2, 19])
+        if targets == "labels":
+            labels = batch.labels.clone()
+            labels[[0, 1, 4, 5, 6, 7, 13]] = -1
+            batch = replace(batch, labels=labels)
+        else:
+            numbers = torch.linspace(-3, 5, 200).reshape(20, 10)
+            numbers[[0, 1, 4, 5, 6, 7, 13]] = torch.nan
+            numbers[10:16, ::2] = torch.nan
+            batch = replace(batch, targets=numbers, target_kind="numbers")
+            state.objective = RegressionObjective(state.objective.network, torch.zeros(10), torch.full((10,), 2.0))
+        found[accumulation] = gradient_of_step(state, plan, batch)
+    expected, expected_metrics = found.pop(1)
+    assert sum(float(gradient.norm()) for gradient in expected.values()) > 0.1
+    for accumulation, (gradients, metrics) in found.items():
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=2e-6, msg=f"{name}, {accumulation}")
+        for name, value in expected_metrics.items():
+            torch.testing.assert_close(metrics[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])

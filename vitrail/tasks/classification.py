@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
@@ -131,7 +131,7 @@ class ClassificationObjective(Objective):
     def forward(self, batch: Batch) -> LossOutput:
         logits = self.network(batch.images).float()
         losses = self._losses(logits, batch)
-        counted = batch.counted
+        counted = self.counted(batch)
         likeliest = logits.detach().argmax(dim=1)
         correct = likeliest == batch.labels
         if batch.targets is not None:  # of several labels, any will do
@@ -139,6 +139,10 @@ class ClassificationObjective(Objective):
             correct = torch.where(batch.labels < 0, hits, correct)
         accuracy = mean_of_counted(correct.float(), counted)
         return LossOutput(mean_of_counted(losses, counted), {"accuracy": accuracy})
+
+    def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
+        """Return True for each row that was decoded and has a label."""
+        return batch.counted
 
     def _losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
         labels = batch.labels.clamp(min=0)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
@@ -96,8 +96,8 @@ class Regression(Task):
 class RegressionObjective(Objective):
     """Squared or Huber loss between the network's outputs and standardised numbers.
 
-    The loss of an image is the mean over its known numbers. The metric is the mean absolute error over all known
-    numbers of the batch, in the units of the data.
+    The loss of an image is the mean over its known numbers. The metric is the absolute error in the units of the data,
+    also averaged over the known numbers of each image and then over the images.
     """
 
     mean: Float[Tensor, " k"]
@@ -126,11 +126,15 @@ class RegressionObjective(Objective):
             losses = F.mse_loss(outputs, targets, reduction="none")
         else:
             losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
-        counted = batch.counted
-        errors = (outputs.detach() - targets).abs() * self.deviation * counted[:, None]
-        per_image = losses.sum(dim=1) / known.sum(dim=1).clamp(min=1)
-        error = errors.sum() / (known & counted[:, None]).sum().clamp(min=1)
-        return LossOutput(mean_of_counted(per_image, counted), {"mean_absolute_error": error})
+        counted = self.counted(batch)
+        errors = (outputs.detach() - targets).abs() * self.deviation
+        numbers = known.sum(dim=1).clamp(min=1)
+        loss, error = (mean_of_counted(each.sum(dim=1) / numbers, counted) for each in (losses, errors))
+        return LossOutput(loss, {"mean_absolute_error": error})
+
+    def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
+        """Return True for each row that was decoded and has a known number."""
+        return batch.counted
 
     @torch.no_grad()
     def saved_network(self) -> Any:

@@ -29,7 +29,8 @@ __all__ = ["LossOutput", "Objective", "Task", "TaskMetric", "drawn_samples", "me
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss and the metrics of a batch, as means over its valid samples. They stay on the device."""
+    """The loss and the metrics of a batch, as means over the samples that `Objective.counted` marks. They stay on the
+    device."""
 
     loss: Float[Tensor, ""]
     metrics: dict[str, Float[Tensor, ""]]
@@ -49,6 +50,15 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def forward(self, batch: Batch) -> LossOutput:
         """Return the loss of a batch whose images are normalised. Nothing here may wait for the device."""
+
+    def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
+        """Return True for each row that the loss is a mean over. By default these are the decoded samples.
+
+        A batch that is processed in parts (`accumulation`) has the gradient of the whole batch only if each part is
+        weighted by its number of these rows. An objective that skips more samples than the undecodable ones overrides
+        this method.
+        """
+        return batch.valid
 
     def saved_network(self) -> Any:
         """Return the network that is evaluated and saved.

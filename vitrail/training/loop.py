@@ -33,17 +33,17 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     """Take one optimiser step. Return the batch's loss, metrics and gradient norm, which stay on the device.
 
     The batch is augmented as a whole, because its samples are mixed with each other. With accumulation it is then
-    processed in parts. Each part is weighted by its fraction of the valid samples, so that the gradients add up to the
-    gradient of the whole batch.
+    processed in parts. Each part is weighted by its fraction of the samples that the loss is a mean over, so that the
+    gradients add up to the gradient of the whole batch.
     """
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate * group["scale"]
     batch = plan.augment(batch, seed=plan.seed, classes=plan.classes)
-    valid = batch.valid.sum().clamp(min=1)
+    counted = state.objective.counted(batch).sum().clamp(min=1)
     metrics: dict[str, Tensor] = {}
     for part in batch.chunks(plan.accumulation):
-        weight = part.valid.sum() / valid
+        weight = state.objective.counted(part).sum() / counted
         with autocast(plan.precision, plan.device):
             output = state.objective(replace(part, images=plan.preprocess.normalise(part.images)))
         (output.loss * weight).backward()

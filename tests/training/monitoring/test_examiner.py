@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import torch
 from torch import Tensor
 
 import vitrail.training.loop as loop_module
+from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.record import read_record
 from vitrail.training.run import resume, train
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle
@@ -263,3 +267,21 @@ def test_the_tasks_metric_chooses_the_best_weights(
     assert [event["best"] for event in events] == best
     assert result.metrics == {"validation_accuracy": 0.5, "validation_mean_average_precision": 0.7}
     assert result.bundle.provenance["step"] == [event["step"] for event in events if event["best"]][-1]
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_the_journal_has_the_loss_of_the_task_for_single_labels(
+    loss: Loss, folder_config: FromModel, colour_folder: Path
+) -> None:
+    result = train(folder_config(colour_folder, loss=loss, keep="last", steps=6, evaluations=1, learning_rate=0.02))
+    splits = read_record(result.folder).config.data.open()
+    assert splits.validation is not None
+    bundle = load(result.folder, device="cpu")
+    (batch,) = evaluation_batches(splits.validation, bundle.preprocess, batch_size=len(splits.validation))
+    batch = replace(batch, images=bundle.preprocess.normalise(batch.images))
+    with torch.no_grad():
+        expected = ClassificationObjective(bundle.network, loss=loss)(batch).loss.item()
+        other = ClassificationObjective(bundle.network, loss="softmax" if loss == "sigmoid" else "sigmoid")(batch).loss
+    assert abs(expected - other.item()) > 0.1
+    for event in events_of(result.folder, "evaluation"):
+        assert event["cross_entropy"] == pytest.approx(expected, rel=1e-4)
