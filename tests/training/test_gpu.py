@@ -19,6 +19,9 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
+from vitrail.training.setup import make_network, make_state, prepare
+from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.state.random import random_state, restore_random_state
 from vitrail.weights.load import load
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +50,30 @@ def test_a_model_from_the_gpu_predicts_alike_on_the_cpu(tiny: Callable[..., Trai
     for ours, theirs in zip(here, there, strict=True):
         assert dict(ours.ranking) == pytest.approx(dict(theirs.ranking), abs=1e-4)
     assert result.summary["peak_memory_bytes"] == torch.cuda.max_memory_allocated()
+
+
+def test_the_generators_of_all_devices_come_back() -> None:
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    torch.manual_seed(8)
+    state = random_state()
+    assert len(state["cuda"]) == len(devices)
+    expected = [torch.rand(9, device=device) for device in devices]
+    torch.manual_seed(9)
+    restore_random_state(json.loads(json.dumps(state)))
+    assert all(
+        torch.equal(torch.rand(9, device=device), numbers) for device, numbers in zip(devices, expected, strict=True)
+    )
+
+
+def test_a_run_continues_on_the_gpu_what_began_on_the_cpu_and_back(tiny: Callable[..., TrainConfig]) -> None:
+    for first, second in (("cpu", "cuda"), ("cuda", "cpu")):
+        config = tiny(device=first, steps=12, overwrite=True)
+        result = train(config)
+        setup = prepare(config.override(device=second))
+        state = make_state(setup, make_network(setup, None)[0])
+        assert Checkpoints(result.folder / "checkpoints").restore(state) == [] and state.step == 12
+        assert next(state.objective.parameters()).device.type == second
+        state.batches.close()
 
 
 @pytest.mark.parametrize("compile", ["on", "graphs"])

@@ -15,12 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from vitrail.errors import RunError, SaveError
 from vitrail.files import replacing_folder, sha256, write_json
+from vitrail.training.state.random import state_text
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Checkpoints"]
@@ -76,11 +80,13 @@ class Checkpoints:
             if problem := _damage(path):
                 damaged.append(f"checkpoint {path} is damaged ({problem}); going back to the one before it")
                 continue
-            tensors = state.tensors()
+            values, tensors = json.loads((path / VALUES).read_text(encoding="utf-8")), state.tensors()
             with _plain_errors(path):
+                if "random" not in values:
+                    values["random"] = _random_state_among_tensors(path)
                 load(tensors, checkpoint_id=path, no_dist=True)
             state.restore_tensors(tensors)
-            state.restore_values(json.loads((path / VALUES).read_text(encoding="utf-8")))
+            state.restore_values(values)
             return damaged
         raise RunError("\n".join([*damaged, f"{self.folder} has no complete checkpoint to resume from"]))
 
@@ -100,6 +106,21 @@ def _damage(path: Path) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return None if VALUES in manifest else f"{MANIFEST} is incomplete"
+
+
+def _random_state_among_tensors(path: Path) -> dict[str, Any]:
+    """Return the random state of an older checkpoint, as `random_state` returns it.
+
+    Older checkpoints hold the states of the CPU and of at most one CUDA device among the tensors.
+    """
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {
+        name.removeprefix("random."): torch.empty(item.size, dtype=torch.uint8)
+        for name, item in metadata.items()
+        if name.startswith("random.") and isinstance(item, TensorStorageMetadata)
+    }
+    load({"random": found}, checkpoint_id=path, no_dist=True)
+    return {"cpu": state_text(found["cpu"]), "cuda": [state_text(found["cuda"])] if "cuda" in found else []}
 
 
 @contextmanager

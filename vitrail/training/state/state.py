@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
 from vitrail.tasks.task import Objective
 from vitrail.training.state.average import Average
+from vitrail.training.state.random import random_state, restore_random_state
 
 __all__ = ["Best", "TrainState"]
 
@@ -70,11 +69,10 @@ class TrainState:
             self.average.swap()
 
     def tensors(self) -> dict[str, Any]:
-        """Return the weights and their mean, the optimiser's state and the states of the random-number generators, as
-        torch.distributed.checkpoint takes them."""
+        """Return the weights and their mean, and the optimiser's state, as torch.distributed.checkpoint takes them."""
         weights, optimizer = get_state_dict(self.objective, self.optimizer)
         mean = {} if self.average is None else {"average": self.average.mean}
-        return {"weights": weights, "optimizer": optimizer, "random": _random_state(), **mean}
+        return {"weights": weights, "optimizer": optimizer, **mean}
 
     def restore_tensors(self, tensors: dict[str, Any]) -> None:
         """Restore what `tensors` returned."""
@@ -86,17 +84,15 @@ class TrainState:
         )
         if self.average is not None:
             self.average.restore(tensors["average"])
-        torch.set_rng_state(tensors["random"]["cpu"])
-        if "cuda" in tensors["random"]:
-            torch.cuda.set_rng_state(tensors["random"]["cuda"])
 
     def values(self) -> dict[str, Any]:
-        """Return the rest of the state as plain JSON values."""
+        """Return the rest of the state as plain JSON values, the states of the random-number generators among them."""
         return {
             "step": self.step,
             "batches": self.batches.state(),
             "best": vars(self.best),
             "skipped": sorted(self.skipped),
+            "random": random_state(),
         }
 
     def restore_values(self, values: dict[str, Any]) -> None:
@@ -105,10 +101,4 @@ class TrainState:
         self.batches.restore(values["batches"])
         self.best = Best(**values["best"])
         self.skipped = set(values["skipped"])
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+        restore_random_state(values["random"])
