@@ -161,7 +161,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
             device=torch.device("cpu"),
             classes=len(splits.classes),
         )
-        average = Average(objective, rates.average) if rates.average else None
+        average = Average(objective, rates.average, rates.average_start) if rates.average else None
         return TrainState(objective, make_optimizer(objective, rates), batches, average=average), plan
 
     return build

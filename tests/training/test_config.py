@@ -40,6 +40,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"momentum": 1.5}, "momentum=1.5 is not in [0, 1)"),
     ({"label_smoothing": math.nan}, "label_smoothing=nan is not in [0, 1)"),
     ({"average": 1.0}, "average=1.0 is not in [0, 1)"),
+    ({"average_start": "cold"}, "average_start='cold' is not one of 'debiased', 'initial', 'capped'"),
     ({"layer_decay": 0.0}, "layer_decay=0.0 is not in (0, 1]"),
     ({"layer_decay": math.nan}, "layer_decay=nan is not in (0, 1]"),
     ({"patience": 0}, "patience=0 is less than 1"),

@@ -77,6 +77,17 @@ def test_missing_fields_of_a_section_take_their_defaults(tmp_path: Path) -> None
     assert read_record(written(tmp_path, config=plain)).config == TrainConfig().override(seed=5)
 
 
+def test_an_older_run_with_averaged_weights_keeps_its_average(tmp_path: Path) -> None:
+    plain = TrainConfig().override(average=0.9).to_plain()
+    assert read_record(written(tmp_path, config=plain)).config.optimizer.average_start == "debiased"
+    del plain["optimizer"]["average_start"]
+    assert read_record(written(tmp_path, config=plain)).config.optimizer.average_start == "capped"
+    plain["optimizer"]["average"] = 0.0
+    assert read_record(written(tmp_path, config=plain)).config == TrainConfig(), (
+        "the start of no average is the default"
+    )
+
+
 def test_the_task_is_read_by_its_name(tmp_path: Path) -> None:
     config = TrainConfig().override(task="regression", loss="huber", delta=2.0, numbers=("age", "größe"))
     record = read_record(written(tmp_path, config=config.to_plain(), objects=["data"]))

@@ -61,7 +61,7 @@ def read_record(folder: Path) -> Record:
     data = _part(path, values, "data")
     try:
         return Record(
-            TrainConfig.from_plain(_with_cut_method(_sections(config) if number == 1 else config)),
+            TrainConfig.from_plain(_with_older_defaults(_sections(config) if number == 1 else config)),
             str(_field(path, data, "data.fingerprint")),
             int(_field(path, data, "data.train")),
             Origin.from_plain(values.get("init")),
@@ -85,6 +85,20 @@ def _field(path: Path, values: dict[str, Any], name: str) -> Any:
     return values[last]
 
 
+def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a run with the values of settings that it does not record and whose defaults would differ.
+
+    Held-out images were chosen by "threshold", and the mean of the weights began "capped".
+    """
+    added: dict[str, dict[str, Any]] = {}
+    data, optimizer = config.get("data"), config.get("optimizer")
+    if isinstance(data, dict):
+        added["data"] = {"cut_method": "threshold"} | data
+    if isinstance(optimizer, dict) and optimizer.get("average"):
+        added["optimizer"] = {"average_start": "capped"} | optimizer
+    return config | added
+
+
 def _sections(flat: dict[str, Any]) -> dict[str, Any]:
     """Return the config of format 1 in the sections of format 2."""
     rest = dict(flat)
@@ -103,12 +117,6 @@ def _sections(flat: dict[str, Any]) -> dict[str, Any]:
     if rest:
         raise ConfigError(f"unknown field {min(rest)!r}")
     return sections
-
-
-def _with_cut_method(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with the method that held out its images. Runs that do not record it used "threshold"."""
-    data = config.get("data")
-    return config | {"data": {"cut_method": "threshold"} | data} if isinstance(data, dict) else config
 
 
 def _renamed(values: dict[str, Any], cls: type[Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
         crop=config.augment.crop(config.run.seed),
         views=config.task.views,
     )
-    average = Average(objective, optimizer.average) if optimizer.average else None
+    average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     return TrainState(objective, make_optimizer(objective, optimizer), batches, average=average)
 
 

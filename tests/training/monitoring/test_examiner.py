@@ -64,7 +64,7 @@ def weights_by_step(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
 def test_the_mean_of_the_weights_is_measured_and_kept(
     keep: str, tiny: Callable[..., TrainConfig], weights_by_step: list[dict[str, Tensor]]
 ) -> None:
-    config = tiny(average=0.8, keep=keep, learning_rate=0.02)
+    config = tiny(average=0.8, average_start="capped", keep=keep, learning_rate=0.02)
     result = train(config)
     assert len(weights_by_step) == 13
     mean = {name: tensor.double() for name, tensor in weights_by_step[0].items()}

@@ -12,6 +12,7 @@ from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
 from vitrail.settings import above_zero, at_least, below_one, named, one_of, raise_problems
 from vitrail.training.optimization.schedule import ScheduleName
+from vitrail.training.state.average import AverageStart
 
 __all__ = ["OptimizerConfig", "OptimizerName", "make_optimizer", "split_by_decay"]
 
@@ -46,15 +47,17 @@ class OptimizerConfig:
     """Ratio of each block's learning rate to that of the block above it; the head has the full rate (2106.08254)."""
     average: float = 0.0
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
-    kept. After t steps the rate is at most (1 + t) / (10 + t), so the initial weights are soon forgotten. 0 for
-    none."""
+    kept. 0 for none."""
+    average_start: AverageStart = "debiased"
+    """Start of --average. debiased: the initial weights have no weight, and the rate applies from the first step.
+    initial: the mean starts at the initial weights. capped: the rate after t steps is at most (1 + t) / (10 + t)."""
 
     def __post_init__(self) -> None:
         problems = [
             *above_zero(self, "learning_rate"),
             *at_least(self, clip=0, weight_decay=0),
             *below_one(self, "warmup", "beta1", "beta2", "momentum", "average"),
-            *one_of(self, optimizer=OptimizerName, schedule=ScheduleName),
+            *one_of(self, optimizer=OptimizerName, schedule=ScheduleName, average_start=AverageStart),
         ]
         if not 0 < self.layer_decay <= 1:
             problems.append(f"layer_decay={self.layer_decay} is not in (0, 1]")

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Average"]
+__all__ = ["Average", "AverageStart"]
+
+AverageStart = Literal["debiased", "initial", "capped"]
 
 
 class Average:
     """The exponential moving average of a module's trainable parameters over the steps.
 
-    Early in the run the mean would consist mostly of the initial weights. Therefore the decay after step t, counted
-    from 0, is at most (1 + t) / (10 + t): the mean then spans about a tenth of the steps so far.
+    With a decay rate d, the weights after a step weigh d^n times as much n steps later. The starts differ in what they
+    do early in the run, when a plain average would consist mostly of the initial weights:
+
+    - "debiased": The initial weights have no weight, and the weights of all steps add up to 1. This is the bias
+      correction of Adam (1412.6980, section 3).
+    - "initial": The average starts at the initial weights, without a correction.
+    - "capped": The average starts at the initial weights, and the decay after step t, counted from 0, is at most
+      (1 + t) / (10 + t). The average then spans about a tenth of the steps so far until the decay is reached, after
+      about 9 / (1 - d) steps.
     """
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
+    def __init__(self, module: nn.Module, decay: float, start: AverageStart = "debiased") -> None:
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.decay = decay
+        self.start = start
         self.weights: list[Tensor] = list(named.values())
         self.mean = {name: parameter.detach().clone() for name, parameter in named.items()}
         """The mean of each parameter, by its name."""
 
+    def kept(self, step: int) -> float:
+        """Return the fraction of the mean that is kept in the update after this step, counted from 0."""
+        if self.start == "initial":
+            return self.decay
+        if self.start == "capped":
+            return min(self.decay, (1 + step) / (10 + step))
+        return self.decay * (1 - self.decay**step) / (1 - self.decay ** (step + 1))
+
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the mean with the weights after this step."""
-        kept = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.mean.values()), self.weights, 1 - kept)
+        torch._foreach_lerp_(list(self.mean.values()), self.weights, 1 - self.kept(step))
 
     @torch.no_grad()
     def swap(self) -> None:
