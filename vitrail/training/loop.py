@@ -39,7 +39,7 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate * group["scale"]
-    batch = plan.augment(batch, seed=plan.seed, classes=plan.classes)
+    batch = plan.augment(batch, seed=plan.seed, classes=plan.classes, size=plan.preprocess.image_size)
     counted = state.objective.counted(batch).sum().clamp(min=1)
     metrics: dict[str, Tensor] = {}
     for part in batch.chunks(plan.accumulation):

@@ -377,3 +377,32 @@ def test_placements_say_where_images_land(flip: bool, shift: int) -> None:
         expected = placement.mask(ids, fill=255)
         assert np.array_equal(image[expected != 255], expected[expected != 255]) and (expected != 255).any()
     assert len(set(found)) > 1 and {placement.mirrored for placement in found} == {False, flip}
+
+
+def test_a_box_is_cut_out_of_scaled_images_and_placements_follow() -> None:
+    """Against images whose pixels are numbered, at every corner equally often."""
+    count, scaled, size = 4000, (7, 9), (5, 6)
+    ids = np.arange(63, dtype=np.uint8).reshape(scaled)
+    samples = torch.arange(count)
+    data = make_batch(torch.from_numpy(ids).repeat(count, 1, 1, 1), samples * 0, samples)
+    augment = Augment(flip=True, crop_from=scaled)
+    before = augment.training_preprocess(Preprocess(image_size=size, resize="crop", crop_share=0.9)).placement(scaled)
+    changed = augment(data, seed=5, size=size).images[:, 0].numpy()
+    found = augment.placements(data, [before] * count, seed=5, size=size)
+    assert all(np.array_equal(image, place.mask(ids)) for image, place in zip(changed, found, strict=True))
+    corners, counts = np.unique([(place.top, place.left) for place in found], axis=0, return_counts=True)
+    assert corners.tolist() == [[top, left] for top in range(3) for left in range(4)]
+    assert np.abs(counts - count / 12).max() < 4 * np.sqrt(count / 12)
+    part = slice(7, 8)
+    alone = augment(make_batch(data.images[part], data.epochs[part], samples[part]), seed=5, size=size)
+    assert np.array_equal(alone.images[0, 0], changed[7])
+
+
+def test_images_are_scaled_to_the_larger_size_for_training_alone() -> None:
+    images = Preprocess(image_size=(5, 6), resize="crop", crop_share=0.9, interpolation="bicubic")
+    larger = replace(images, image_size=(7, 9), resize="squash", crop_share=1.0)
+    assert Augment(crop_from=(7, 9)).training_preprocess(images) == larger
+    with pytest.raises(ConfigError, match=r"crop_from=\(7, 5\) is smaller than image_size=\(5, 6\)"):
+        Augment(crop_from=(7, 5)).training_preprocess(images)
+    with pytest.raises(ConfigError, match=r"crop_from=.* and crop_area=.* both cut boxes out of images; choose one"):
+        Augment(crop_from=(7, 9), crop_area=(0.5, 1.0))

@@ -98,8 +98,9 @@ def test_no_two_uses_share_a_draw() -> None:
     used = {Slot.MOVE: 3, Slot.ERASE: 5, Slot.CROP: 40, Slot.JITTER: jitter.DRAWS, Slot.MIX: mixing.DRAWS}
     numbers = [first + draw for first, draws in used.items() for draw in range(draws)]
     assert len(set(numbers)) == len(numbers) and max(numbers) < Slot.RANDAUGMENT
-    assert Slot.RANDAUGMENT + 1000 * randaugment.DRAWS < Slot.TENSORFLOW_CROP == max(Slot)
-    assert {*used, Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP} == set(Slot)
+    assert Slot.RANDAUGMENT + 1000 * randaugment.DRAWS < Slot.TENSORFLOW_CROP
+    assert Slot.TENSORFLOW_CROP + 4 * 100 < Slot.WINDOW == max(Slot)
+    assert {*used, Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP, Slot.WINDOW} == set(Slot)
 
 
 def moment(alpha: float, power: int) -> float:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 from vitrail.data.augmentation import jitter, mixing, operations, randaugment
@@ -91,6 +91,9 @@ class Augment:
     crop_rule: CropRule | None = None
     """Rule that draws the box of a random crop: torchvision (the default), or tensorflow as in the papers' code, which
     makes smaller boxes and scales them bilinearly without antialiasing."""
+    crop_from: tuple[int, int] | None = None
+    """Height and width in pixels to which whole training images are scaled, before a random box of the network's image
+    size is cut out of each (BiT, 1912.11370). By default no such box is cut."""
     flip: bool = True
     """Mirror half of the images left to right."""
     shift: int = 0
@@ -133,6 +136,11 @@ class Augment:
                 problems.append(f"{name}={alpha} is not 0 (none) or more")
         if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
             problems.append(f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first")
+        if self.crop_from is not None and self.settings.crop_area is not None:
+            problems.append(
+                f"crop_from={self.crop_from} and crop_area={self.settings.crop_area} both cut boxes out of images; "
+                "choose one"
+            )
         if len(self.colour_jitter) != 4 or not (
             all(0 <= strength <= 1 for strength in self.colour_jitter) and self.colour_jitter[3] <= 0.5
         ):
@@ -151,8 +159,10 @@ class Augment:
         chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
         return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
 
-    def __call__(self, batch: Batch, *, seed: int, classes: int = 0) -> Batch:
+    def __call__(self, batch: Batch, *, seed: int, classes: int = 0, size: tuple[int, int] | None = None) -> Batch:
         """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
+
+        `size` is the height and width of the network's images, to which `crop_from` cuts them.
 
         `batch.epochs`, `batch.samples` and `batch.views` are on the CPU and key the random numbers. The images are
         uint8, on any device. If the batch has labels but no targets, `classes` sets the number of columns of the new
@@ -165,6 +175,8 @@ class Augment:
             key = np.from_dlpack(batch.epochs), np.from_dlpack(batch.samples), np.from_dlpack(batch.views)
             return keyed_uniform(seed, *key, draws=draws, first=first)
 
+        if self.crop_from is not None and size is not None:
+            images = operations.window(images, self._corners(draw(Slot.WINDOW, 2), size), size)
         if self.flip or self.shift:
             images = self._move(images, draw(Slot.MOVE, 3))
         if any(self.colour_jitter):
@@ -192,12 +204,19 @@ class Augment:
         return functools.partial(CROPS[chosen.crop_rule], seed, area=chosen.crop_area)
 
     def training_preprocess(self, preprocess: Preprocess) -> Preprocess:
-        """Return the preprocessing of training images.
+        """Return the preprocessing of training images, which differs from that of other images in two cases.
 
-        It differs from that of other images if `crop_rule` is "tensorflow": boxes are then scaled by bilinear
-        interpolation without antialiasing, as vision_transformer and big_vision do. Raise `ConfigError` if
-        `preprocess.scaled_decode` forbids that.
+        With `crop_from`, whole images are scaled to that size. If `crop_rule` is "tensorflow", boxes are scaled by
+        bilinear interpolation without antialiasing, as vision_transformer and big_vision do. Raise `ConfigError` if
+        `preprocess.scaled_decode` forbids that, or if `crop_from` is smaller than the network's images.
         """
+        if self.crop_from is not None:
+            if any(big < small for big, small in zip(self.crop_from, preprocess.image_size, strict=True)):
+                raise ConfigError(
+                    f"crop_from={self.crop_from} is smaller than image_size={preprocess.image_size}, which is cut out "
+                    "of it; choose larger sides"
+                )
+            return replace(preprocess, image_size=self.crop_from, resize="squash", crop_share=1.0)
         if self.settings.crop_area is None or self.settings.crop_rule == "torchvision":
             return preprocess
         if preprocess.scaled_decode:
@@ -207,12 +226,20 @@ class Augment:
             )
         return replace(preprocess, interpolation="bilinear", antialias=False)
 
-    def placements(self, batch: Batch, placements: Sequence[Placement], *, seed: int) -> list[Placement]:
-        """Return the placements of the images after mirroring and shifting, from the placements before.
+    def placements(
+        self, batch: Batch, placements: Sequence[Placement], *, seed: int, size: tuple[int, int] | None = None
+    ) -> list[Placement]:
+        """Return the placements of the images after cutting to `size`, mirroring and shifting, from those before.
 
         Geometric operations of RandAugment are not included.
         """
         key = (batch.epochs.numpy(), batch.samples.numpy(), batch.views.numpy())
+        if self.crop_from is not None and size is not None:
+            corners = self._corners(keyed_uniform(seed, *key, draws=2, first=Slot.WINDOW), size)
+            placements = [
+                replace(placement, top=placement.top + top, left=placement.left + left, size=size)
+                for placement, (top, left) in zip(placements, corners.tolist(), strict=True)
+            ]
         moved = []
         for placement, draws in zip(placements, keyed_uniform(seed, *key, draws=3, first=Slot.MOVE), strict=True):
             reach = 2 * self.shift + 1
@@ -220,6 +247,11 @@ class Augment:
             turned = placement.flipped() if self.flip and draws[0] < 0.5 else placement
             moved.append(turned.shifted(down, right))
         return moved
+
+    def _corners(self, draws: Float32[np.ndarray, "b 2"], size: tuple[int, int]) -> Int64[np.ndarray, "b 2"]:
+        """Return the top and the left of the box that is cut out of each image, from all positions alike."""
+        assert self.crop_from is not None
+        return (draws * (np.subtract(self.crop_from, size) + 1)).astype(np.int64)
 
     def _move(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 3"]) -> UInt8[Tensor, "b c h w"]:
         b, _, height, width = images.shape

@@ -22,6 +22,7 @@ class Slot(IntEnum):
     RANDAUGMENT = 64
     """RandAugment needs more draws if it has more layers, so that about a million are reserved for it."""
     TENSORFLOW_CROP = 1 << 20
+    WINDOW = (1 << 20) + 1024
 
 
 def keyed_uniform(

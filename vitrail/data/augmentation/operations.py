@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Float64, Int16, Shaped, UInt8
+from jaxtyping import Bool, Float32, Float64, Int16, Int64, Shaped, UInt8
 from torch import Tensor
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "sharpness",
     "smoothed_sum",
     "transform",
+    "window",
 ]
 
 GREY = 128
@@ -41,6 +42,16 @@ def on_device(array: Shaped[np.ndarray, "*shape"], device: torch.device) -> Tens
     copy."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def window(
+    images: Images, corners: Int64[np.ndarray, "n 2"], size: tuple[int, int]
+) -> UInt8[Tensor, "n c height width"]:
+    """Return a window of each image, `size` high and wide. `corners` has the top and the left of each window."""
+    rows = on_device(corners[:, :1] + np.arange(size[0]), images.device)
+    columns = on_device(corners[:, 1:] + np.arange(size[1]), images.device)
+    image = torch.arange(len(images), device=images.device)[:, None, None]
+    return images.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def by_table(images: Images, tables: UInt8[Tensor, "n channels 256"]) -> Images:
