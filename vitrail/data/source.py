@@ -25,6 +25,7 @@ __all__ = [
     "Widened",
     "class_indices",
     "fingerprint",
+    "origin_of",
     "stamp_of",
     "target_kind",
 ]
@@ -91,6 +92,9 @@ class Subset:
     def stamp(self, index: int) -> str | None:
         return stamp_of(self.source, int(self.indices[index]))
 
+    def origin(self, index: int) -> str | None:
+        return origin_of(self.source, int(self.indices[index]))
+
     @property
     def target_kind(self) -> TargetKind:
         return target_kind(self.source)
@@ -121,6 +125,9 @@ class Widened:
 
     def stamp(self, index: int) -> str | None:
         return stamp_of(self.source, index)
+
+    def origin(self, index: int) -> str | None:
+        return origin_of(self.source, index)
 
     def _target(self, target: Target) -> Target:
         return _moved(target, self._places, len(self.classes), self.target_kind)
@@ -221,6 +228,20 @@ def stamp_of(source: Source, index: int) -> str | None:
         return identity
     own = getattr(source, "stamp", None)
     return None if own is None else own(index)
+
+
+def origin_of(source: Source, index: int) -> str | None:
+    """Return a text of the place that the image of a sample is read from, or None if the source does not know it.
+
+    The text begins with a word for the kind of place and a blank. Two samples with the same text have the same image.
+    Files are an exception: their text is the inode, and two disks can have the same inodes. The image is not decoded.
+    A source whose stamp does not tell its samples apart has a method `origin(index)`.
+    """
+    own = getattr(source, "origin", None)
+    if own is not None:
+        return own(index)
+    stamp = stamp_of(source, index) if getattr(source, "identity", None) is None else None
+    return None if stamp is None else f"stamp {stamp}"
 
 
 def fingerprint(*sources: Source | None) -> str:

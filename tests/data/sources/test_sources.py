@@ -367,7 +367,8 @@ def test_more_is_mixed_in_by_its_share(tree: Trees) -> None:
     assert (sample.key, sample.target) == (mixed.validation.key(0), mixed.validation.target(0))
     assert stamp_of(mixed.validation, 0) == stamp_of(splits.validation, 0) is not None
     assert mix_in(splits, ()) is splits
-    assert mix_in(splits, (f"0.25:{root}",)).validation is splits.validation, "no class is new"
+    known = tree(*many("rose", count=7), *many("daisy", count=2), name="known")
+    assert mix_in(splits, (f"0.25:{known}",)).validation is splits.validation, "no class is new"
 
 
 @pytest.mark.parametrize(
@@ -451,7 +452,7 @@ def test_numbers_are_cut_taken_and_mixed(tree: Trees) -> None:
         check_classes(splits)
     with pytest.raises(DataError, match=r"per_class=3: data .* has no classes"):
         open_data(str(root), validation_share=0.0, numbers=("age",), per_class=3)
-    mixed = mix_in(splits, (f"0.5:{root}",))
+    mixed = mix_in(replace(splits, validation=None), (f"0.5:{root}",))
     assert mixed.target_kind == "numbers" and mixed.train.target(30) == (0.0, 0.0) and len(mixed.train) == 130
     with pytest.raises(DataError, match=r"mix 0\.5:bundled|has no columns of numbers"):
         mix_in(splits, ("0.5:bundled",))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+from vitrail.data.overlap import shared_images
 from vitrail.data.selection import CutMethod, take, take_per_class
 from vitrail.data.source import Mixture, Source, TargetKind, Widened, target_kind
 from vitrail.data.sources import fashion_mnist
@@ -21,8 +23,9 @@ from vitrail.data.sources.tables.table import SUFFIXES as TABLES
 from vitrail.data.sources.tables.table import open_table, tables_in
 from vitrail.data.splits import SPLITS, Splits, check_classes, with_validation
 from vitrail.errors import ConfigError, DataError, nearest, plural
+from vitrail.page import printable
 
-__all__ = ["NAMES", "OpenedData", "mix_in", "open_data", "open_mixed", "open_whole"]
+__all__ = ["NAMES", "MixedData", "OpenedData", "mix_in", "open_data", "open_mixed", "open_whole"]
 
 KINDS: dict[TargetKind, str] = {
     "class": "one class per image",
@@ -74,6 +77,16 @@ def open_data(
     )
 
 
+class MixedData(NamedTuple):
+    """Opened data that is added to the training split."""
+
+    text: str
+    """The text that the user gave, such as "0.3:more/images"."""
+    fraction: float
+    """Fraction of the training samples that come from this data."""
+    source: Source
+
+
 @dataclass(frozen=True)
 class OpenedData:
     """Opened data, from which splits can be made repeatedly without opening the files again."""
@@ -81,8 +94,8 @@ class OpenedData:
     spec: str
     whole: Splits
     """All samples, before a validation split is made and an amount is selected."""
-    mixed: tuple[tuple[float, Source], ...] = ()
-    """Additional training data. Each source has the fraction of the training samples that come from it."""
+    mixed: tuple[MixedData, ...] = ()
+    """Additional training data."""
 
     def splits(
         self,
@@ -138,13 +151,14 @@ def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
 
     The fraction is the fraction of training samples that come from that data. Classes with the same name are merged.
     New classes follow the classes of `splits`, in all splits. If the targets of `splits` are numbers, the additional
-    data needs columns with the same names. Raises `DataError`.
+    data needs columns with the same names. The additional data must not contain images of the validation or test split.
+    Raises `DataError`.
     """
     return _mixture(splits, open_mixed(splits, more)) if more else splits
 
 
-def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[tuple[float, Source], ...]:
-    """Return the sources that `mix_in` adds to the splits, with their fractions. Raises `DataError`."""
+def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[MixedData, ...]:
+    """Return the data that `mix_in` adds to the splits. Raises `DataError`."""
     numbers = splits.classes if splits.target_kind == "numbers" else ()
     opened = []
     for text in more:
@@ -154,13 +168,13 @@ def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[tuple[float, Sour
                 f"mix {text!r} must be a fraction between 0 and 1, a colon and a data set, such as 0.3:more/images"
             )
         further = open_data(spec, validation_share=0.0, numbers=numbers, unlabelled=splits.target_kind == "none")
-        opened.append((float(fraction), further.train))
-    if sum(fraction for fraction, _ in opened) >= 1:
+        opened.append(MixedData(text, float(fraction), further.train))
+    if sum(mixed.fraction for mixed in opened) >= 1:
         raise DataError(
             f"mix {', '.join(more)}: the fractions add up to 1 or more, which leaves nothing for the data itself; keep "
             "their sum below 1"
         )
-    kinds = [splits.target_kind, *(target_kind(source) for _, source in opened)]
+    kinds = [splits.target_kind, *(target_kind(mixed.source) for mixed in opened)]
     if len(set(kinds)) > 1 and kinds[0] != "none":
         held = ", ".join(KINDS[kind] for kind in kinds)
         raise DataError(
@@ -170,10 +184,19 @@ def open_mixed(splits: Splits, more: tuple[str, ...]) -> tuple[tuple[float, Sour
     return tuple(opened)
 
 
-def _mixture(splits: Splits, mixed: tuple[tuple[float, Source], ...]) -> Splits:
-    """Return the splits with additional training data. New classes follow the classes of the splits."""
-    weights = [fraction for fraction, _ in mixed]
-    train = Mixture([splits.train, *(source for _, source in mixed)], [1 - sum(weights), *weights])
+def _mixture(splits: Splits, mixed: tuple[MixedData, ...]) -> Splits:
+    """Return the splits with additional training data. New classes follow the classes of the splits. Raise `DataError`
+    if the additional data contains held-out images."""
+    for more in mixed:
+        for split, held_out in (("validation", splits.validation), ("test", splits.test)):
+            if held_out is not None and (shared := shared_images(more.source, held_out)):
+                raise DataError(
+                    f"mix {more.text!r} contains {plural(len(shared), 'image')} of the {split} split of "
+                    f"{splits.title}, such as {printable(held_out.key(shared[0]))}; training must not see held-out "
+                    "images: remove them from the mixed data, or mix other data"
+                )
+    weights = [more.fraction for more in mixed]
+    train = Mixture([splits.train, *(more.source for more in mixed)], [1 - sum(weights), *weights])
 
     def widened(source: Source | None) -> Source | None:
         return source if source is None or source.classes == train.classes else Widened(source, train.classes)

@@ -73,6 +73,10 @@ class FileSource:
             return str(error.strerror)
         return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
+    def origin(self, index: int) -> str:
+        """Return the file's inode, which is the same under all names of the file."""
+        return f"file {self.inodes[index]}"
+
 
 def refuse_shared(train: FileSource, other: FileSource, split: str) -> None:
     """Raise `DataError` if the training split and another split contain the same file, even under different names."""

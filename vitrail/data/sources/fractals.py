@@ -132,6 +132,11 @@ class FractalSource:
     def target(self, index: int) -> int:
         return self._place(index)[0]
 
+    def origin(self, index: int) -> str:
+        """Return the numbers that determine the picture."""
+        number, sample = self._place(index)
+        return f"fractal {self.seed} {self.size} {number} {sample}"
+
     def _place(self, index: int) -> tuple[int, int]:
         """Return the class of a sample and its number within the class."""
         if not 0 <= index < len(self):

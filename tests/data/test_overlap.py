@@ -1,0 +1,90 @@
+"""Images that training data shares with held-out images."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data import overlap
+from vitrail.data.overlap import shared_images
+from vitrail.data.packing.pack import pack
+from vitrail.data.selection import cut_slice
+from vitrail.data.source import Mixture, Source, Subset, Widened, origin_of
+from vitrail.data.sources import mix_in, open_data
+from vitrail.data.sources.fractals import FractalSource
+from vitrail.errors import DataError
+
+Sources = Callable[..., Source]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """40 different images of two classes."""
+    for number in range(40):
+        folder = tmp_path / "photos" / ("oak" if number % 2 else "elm")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (5 + number % 3, 4), (number, 3 * number, 7)).save(folder / f"{number:02}.png")
+    return tmp_path / "photos"
+
+
+def test_a_mixture_with_held_out_images_is_refused(photos: Path) -> None:
+    splits = open_data(str(photos), validation_share=0.25)
+    key = splits.validation.key(0)
+    message = (
+        rf"mix '0\.3:{photos}' contains 10 images of the validation split of data '{photos}', such as {key}; training "
+        "must not see held-out images: remove them from the mixed data, or mix other data"
+    )
+    with pytest.raises(DataError, match=message):
+        mix_in(splits, (f"0.3:{photos}",))
+    assert len(mix_in(open_data(str(photos), validation_share=0.0), (f"0.3:{photos}",)).train) == 80
+
+
+@pytest.mark.parametrize("how", ["copy", "symlink", "hard link"])
+def test_files_are_found_under_other_folders_and_links_under_any_name(photos: Path, tmp_path: Path, how: str) -> None:
+    splits = open_data(str(photos), validation_share=0.25)
+    original = photos / splits.validation.key(3)
+    (tmp_path / "more" / "fir").mkdir(parents=True)
+    (tmp_path / "more" / "yew").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "more" / "yew" / original.name)
+    target = tmp_path / "more" / "fir" / (original.name if how == "copy" else "other.png")
+    if how == "copy":
+        shutil.copy(original, target)
+    else:
+        target.symlink_to(original) if how == "symlink" else target.hardlink_to(original)
+    with pytest.raises(DataError, match=r"contains 1 image of the validation split of .*, such as "):
+        mix_in(splits, (f"0.3:{tmp_path / 'more'}",))
+
+
+def test_shards_and_subsets_know_where_their_images_are(photos: Path, tmp_path: Path) -> None:
+    pack(open_data(str(photos), validation_share=0.0), tmp_path / "shards")
+    whole = open_data(str(tmp_path / "shards"), validation_share=0.0).train
+    rest, held_out = cut_slice(whole, 35, 40)
+    assert shared_images(whole, held_out) == [0, 1, 2, 3, 4] and shared_images(rest, held_out) == []
+    nested = Widened(Subset(whole, range(34, 37)), (*whole.classes, "fir"))
+    assert shared_images(nested, Subset(whole, [36, 1, 35])) == [0, 2]
+    assert shared_images(Subset(whole, []), held_out) == []
+
+
+def test_fractals_of_the_same_numbers_are_the_same() -> None:
+    drawn = FractalSource(3, 10, seed=4, size=16)
+    held_out = drawn.held_out(0.5)
+    assert shared_images(drawn, held_out) == [] and origin_of(held_out, 0) == "fractal 4 16 0 10"
+    assert shared_images(FractalSource(3, 12, seed=4, size=16), held_out) == [0, 1, 2, 3, 4, 5]
+    assert shared_images(FractalSource(3, 12, seed=5, size=16), held_out) == []
+
+
+def test_arrays_are_compared_by_their_pixels_and_only_so_many(
+    memory_source: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [np.full((3, 2, 1), value, np.uint8) for value in range(30)]
+    train, held_out = memory_source(images, labels=[0] * 30), memory_source(images[:3] + images[:27], labels=[0] * 30)
+    assert shared_images(train, held_out) == [0, 1, 2]
+    assert shared_images(memory_source([b""] * 3, labels=[0] * 3), memory_source([b""] * 3, labels=[0] * 3)) == []
+    monkeypatch.setattr(overlap, "MOST_READ", 2)
+    assert shared_images(train, train) == [0, 29]
+    assert origin_of(train, 0) is None and origin_of(Mixture([train], [1.0]), 0) is None

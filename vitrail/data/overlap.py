@@ -1,0 +1,62 @@
+"""Search for images that training data shares with held-out images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from vitrail.data.source import Source, origin_of, stamp_of
+from vitrail.errors import DataError
+
+__all__ = ["shared_images"]
+
+MOST_READ = 1000
+"""Largest number of pairs of images with the same file name that are read and compared."""
+
+
+def shared_images(train: Source, held_out: Source) -> list[int]:
+    """Return the indices of held-out images that the training data contains as well.
+
+    Two samples are the same image if they are read from the same place, whatever their names are. Copies are found if
+    they have the same file name and the same bytes. Of more than 1,000 pairs with the same file name, 1,000 at even
+    distances are compared.
+    """
+    if not len(train) or not len(held_out):
+        return []
+    origins = {origin: index for index in range(len(held_out)) if (origin := origin_of(held_out, index)) is not None}
+    kind = (origin_of(train, 0) or "").partition(" ")[0]
+    same = set()
+    if any(origin.startswith(f"{kind} ") for origin in origins):
+        for index in range(len(train)):
+            other = origins.get(origin_of(train, index) or "")
+            if other is None:
+                continue
+            # files on two disks can have the same inode, but not the same times as well
+            if kind != "file" or stamp_of(train, index) == stamp_of(held_out, other):
+                same.add(other)
+    if kind != "fractal":
+        pairs = [(one, other) for one, other in _with_same_name(train, held_out) if other not in same]
+        chosen = np.unique(np.linspace(0, len(pairs) - 1, min(MOST_READ, len(pairs))).astype(np.int64))
+        same |= {pairs[place][1] for place in chosen.tolist() if _equal(train, held_out, *pairs[place])}
+    return sorted(same)
+
+
+def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]]:
+    """Yield the indices of a training image and of a held-out image whose file names are equal, without folders."""
+    names: dict[str, list[int]] = {}
+    for index in range(len(held_out)):
+        names.setdefault(held_out.key(index).rpartition("/")[2], []).append(index)
+    for index in range(len(train)):
+        for other in names.get(train.key(index).rpartition("/")[2], ()):
+            yield index, other
+
+
+def _equal(train: Source, held_out: Source, one: int, other: int) -> bool:
+    try:
+        mine, theirs = train[one].image, held_out[other].image
+    except DataError:  # training skips the image and reports it
+        return False
+    if isinstance(mine, bytes) and isinstance(theirs, bytes):
+        return mine == theirs != b""  # an empty file is a broken image, and not a copy
+    return isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs)
