@@ -177,7 +177,7 @@ def test_the_papers_protocol(
     [
         ([], "--data is missing; usage: vitrail finetune MODEL --data SPEC"),
         (["--data", "nowhere"], "nowhere"),
-        (["--data", "{badges}", "--variant", "ViT-B/16"], "the architecture is the model's"),
+        (["--data", "{badges}", "--variant", "ViT-B/16"], "the model fixes the architecture"),
         (["--data", "{badges}", "--init", "other"], "is what fine-tuning starts from; leave --init out"),
         (["--data", "{badges}", "--image-size", "33", "32"], "is not a multiple of patch_size"),
         (["--data", "{badges}", "--train-blocks", "7"], "--train-blocks: 7"),

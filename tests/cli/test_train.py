@@ -75,8 +75,8 @@ SIZES = ("--width", "--depth", "--heads", "--mlp-width")
         (["--init", "{model}", "--train-blocks", "3"], "--train-blocks: 3 is more than the 2 blocks of the model"),
         (["--init", "{model}", "--lora-rank", "2", "--lora-on", "fc1"], "query"),
         (["--init={model}/nowhere"], "does not exist"),
-        (["--train-blocks", "0"], "--train-blocks: 0 keeps weights as they are: it needs init"),
-        (["--init", "{model}", "--channels", "3"], "takes; choose 1: the images are converted"),
+        (["--train-blocks", "0"], "--train-blocks: 0 leaves weights untrained, so it needs a model to start from"),
+        (["--init", "{model}", "--channels", "3"], "which takes 1; choose --channels 1, and the images are converted"),
     ],
 )  # fmt: skip
 def test_mistakes_in_starting_from_a_model_are_named(
@@ -127,9 +127,9 @@ def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -
         (["--warmup", "2"], "--warmup: 2.0 is not in [0, 1)"),
         (["--device", "abacus"], "--device: 'abacus' cannot be used here"),
         (["--run", "{folder}"], "exists; choose another --run"),
-        (["--run", "{folder}", "--overwrite"], "is not a run's folder"),
+        (["--run", "{folder}", "--overwrite"], "is not the folder of a run"),
         (["--keep", "best", "--validation-share", "0"], "--keep: 'best' needs a validation split"),
-        (["--resume", "{folder}/none"], "is not a run's folder: it has no run.json"),
+        (["--resume", "{folder}/none"], "is not the folder of a run: it has no run.json"),
         (["--resume", "{folder}/none", "--steps", "9"], "--steps: a run that --resume continues keeps its settings"),
     ],
 )  # fmt: skip

@@ -181,9 +181,9 @@ def test_a_number_that_no_image_has_is_named() -> None:
 
 
 def test_settings_of_another_task_are_named() -> None:
-    with pytest.raises(ConfigError, match="delta is a setting of the task regression, and the task of this run is cla"):
+    with pytest.raises(ConfigError, match="delta is a setting of the task regression, but the task of this run is cla"):
         TrainConfig().override(delta=1.0)
-    with pytest.raises(ConfigError, match=r"^numbers=\('age',\) are the targets of a regression, and the task is clas"):
+    with pytest.raises(ConfigError, match=r"^numbers=\('age',\) are targets of a regression, but the task is clas"):
         TrainConfig().override(numbers=("age",))
-    with pytest.raises(ConfigError, match=r"^cutmix=1.0 pastes a part of another image"):
+    with pytest.raises(ConfigError, match=r"^cutmix=1.0 cannot be used for regression"):
         TrainConfig().override(task="regression", numbers=("age",), cutmix=1.0)

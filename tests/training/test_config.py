@@ -47,22 +47,25 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"init": "m", "train_blocks": -1}, "train_blocks=-1 is less than 0"),
     ({"init": "m", "lora_rank": 0}, "lora_rank=0 is less than 1"),
     ({"init": "m", "lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0.0 is not above 0"),
-    ({"init": "m", "lora_alpha": 2.0}, "lora_alpha=2.0 needs lora_rank"),
-    ({"init": "m", "lora_on": ("up",)}, "lora_on=('up',) needs lora_rank"),
-    ({"init": "m", "lora_rank": 2, "train_blocks": 1}, "train_blocks=1 and lora_rank=2 exclude each other"),
-    ({"train_blocks": 0}, "train_blocks=0 keeps weights as they are: it needs init, a model to start from"),
-    ({"lora_rank": 4}, "lora_rank=4 keeps weights as they are: it needs init, a model to start from"),
+    ({"init": "m", "lora_alpha": 2.0}, "lora_alpha=2.0 needs lora_rank; give both"),
+    ({"init": "m", "lora_on": ("up",)}, "lora_on=('up',) needs lora_rank; give both"),
+    (
+        {"init": "m", "lora_rank": 2, "train_blocks": 1},
+        "train_blocks=1 and lora_rank=2 exclude each other; give one of them",
+    ),
+    ({"train_blocks": 0}, "train_blocks=0 leaves weights untrained, so it needs a model to start from; give init=..."),
+    ({"lora_rank": 4}, "lora_rank=4 leaves weights untrained, so it needs a model to start from; give init=..."),
     (
         {"init": "m", "variant": "ViT-S/16"},
-        "variant='ViT-S/16' cannot be given with init='m': the architecture is the "
-        "model's; only dropout, stochastic_depth, patch_dropout can",
+        "variant='ViT-S/16' cannot be given with init='m', because the "
+        "model fixes the architecture; only dropout, stochastic_depth, patch_dropout can",
     ),
     (
         {"init": "m", "depth": 3, "dropout": 0.1},
-        "depth=3 cannot be given with init='m': the architecture is the "
-        "model's; only dropout, stochastic_depth, patch_dropout can",
+        "depth=3 cannot be given with init='m', because the "
+        "model fixes the architecture; only dropout, stochastic_depth, patch_dropout can",
     ),
-    ({"seed": 2**32}, "seed=4294967296 is not below 2**32"),
+    ({"seed": 2**32}, "seed=4294967296 is too large; choose one below 2**32"),
     ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),
     ({"max_skipped": -0.1}, "max_skipped=-0.1 is not in [0, 1]"),
     ({"accumulation": 9, "batch_size": 8}, "accumulation=9 is more than batch_size=8"),

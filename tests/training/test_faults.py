@@ -127,8 +127,10 @@ def test_the_step_that_went_bad_is_named_and_never_saved(
     with pytest.raises(NonFiniteLoss) as caught:
         train(config, display=Poison(after, monkeypatch))
     message = str(caught.value)
-    assert message.startswith(f"loss is nan at step {after + 1}: the run diverged; ")
-    expected = f"the last good checkpoint is {run}/checkpoints/step-{kept[0]}." if kept else "before the first check"
+    assert message.startswith(f"loss is nan at step {after + 1}: the run diverged, and ")
+    expected = (
+        f"the last good checkpoint is {run}/checkpoints/step-{kept[0]}." if kept else "there is no checkpoint yet."
+    )
     assert expected in message and "--learning-rate" in message
     assert Checkpoints(run / "checkpoints").steps() == kept
     last = read_journal(run / "journal.jsonl")[-1]
@@ -163,8 +165,8 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
         if bad:
             break
     assert 1 < step < 100
-    assert str(caught.value).startswith(f"{bad[0]} is {figures[bad[0]].item()} at step {step}: the run diverged; ")
-    assert "it came before the first checkpoint" in str(caught.value)
+    assert str(caught.value).startswith(f"{bad[0]} is {figures[bad[0]].item()} at step {step}: the run diverged, and ")
+    assert "there is no checkpoint yet" in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not (tmp_path / "run" / "model").exists()
 

@@ -151,7 +151,7 @@ def test_objects_that_the_run_did_not_have_are_refused(
 ) -> None:
     with pytest.raises(Stopped):
         train(tiny(), display=stop_at(4))
-    with pytest.raises(RunError, match=r"was started without data=\.\.\.; leave them out"):
+    with pytest.raises(RunError, match=r"was started without data=\.\.\.; resume it without data="):
         resume(Path(tiny().run.folder or ""), data=Stripes())
 
 

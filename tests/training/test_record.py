@@ -118,11 +118,11 @@ def test_what_cannot_be_read_is_named(fields: dict[str, Any], message: str, tmp_
     assert str(caught.value).startswith(f"{tmp_path / 'run.json'} {message}")
 
 
-@pytest.mark.parametrize(("text", "message"), [("[1, 2]", "it holds list and not an object"), ("{", "is damaged: ")])
+@pytest.mark.parametrize(("text", "message"), [("[1, 2]", "it holds list, not an object"), ("{", "is damaged: ")])
 def test_a_file_that_is_no_record_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(RunError, match=message):
         read_record(tmp_path)
     (tmp_path / "run.json").unlink()
-    with pytest.raises(RunError, match=r"is not a run's folder: it has no run\.json"):
+    with pytest.raises(RunError, match=r"is not the folder of a run: it has no run\.json"):
         read_record(tmp_path)

@@ -262,7 +262,9 @@ def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -
     train(tiny(steps=2))
     for name in ("notes.txt", "model/notes.txt", "examples/mine.jpg"):
         (folder / name).touch()
-        with pytest.raises(RunError, match=rf"also holds files that are not the run's \({name}\), so it is not over"):
+        with pytest.raises(
+            RunError, match=rf"also holds files that a run does not write \({name}\), so it is not over"
+        ):
             train(tiny(steps=3, overwrite=True))
         (folder / name).unlink()
     result = train(tiny(steps=3, overwrite=True))
@@ -272,7 +274,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(tiny: Tiny, tmp_path: Path) -
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "thesis.tex").touch()
-    with pytest.raises(RunError, match=r"is not a run's folder \(it has no run\.json\), so it is not overwritten"):
+    with pytest.raises(RunError, match=r"is not the folder of a run \(it has no run\.json\), so it is not overwritten"):
         train(tiny(overwrite=True))
     assert (folder / "thesis.tex").exists()
 
@@ -301,7 +303,7 @@ def test_folders_name_themselves(tiny: Tiny, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("fields", [{"validation_share": 0.0}, {"evaluations": 0}], ids=str)
 def test_the_best_cannot_be_kept_unmeasured(fields: dict[str, Any], tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^keep='best' needs a validation split and evaluations .* keep='last'$"):
+    with pytest.raises(ConfigError, match=r"^keep='best' needs a validation split and evaluations, .* keep='last'$"):
         train(tiny(**fields))
     assert not (tmp_path / "run").exists()
     result = train(tiny(keep="last", steps=2, **fields))

@@ -86,7 +86,7 @@ def test_the_same_classes_keep_the_head(
     train(from_model(model, colour_folder), display=notes)
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun.keys() == before.keys() and all(torch.equal(begun[name], before[name]) for name in before)
-    assert f"the head of model '{model}' is kept: its outputs are the same" in notes.notes
+    assert f"the head of model '{model}' is kept, because its outputs are the same" in notes.notes
 
 
 def test_as_many_classes_of_other_names_are_other_classes(
@@ -151,9 +151,7 @@ def test_a_loaded_model_is_not_changed(initial: Initial, from_model: FromModel, 
 
 
 def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Callable[..., TrainConfig]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^initial: a model to start from is given, and config\.start\.init does not name"
-    ):
+    with pytest.raises(ConfigError, match=r"^initial: a model was passed, but config\.start\.init does not say"):
         train(tiny(), initial=load(initial(), device="cpu"))
 
 
@@ -166,12 +164,13 @@ def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_mod
 
 
 MISTAKES = [
-    ({"channels": 1}, "channels=1 is not the 3 that model '{model}' takes; choose 3: the images are converted"),
+    ({"channels": 1}, "channels=1 does not fit model '{model}', which takes 3; choose channels=3, and the images "
+     "are converted"),
     ({"image_size": (20, 28)}, "image_size=(20, 28) is not a multiple of patch_size=(7, 7); the nearest that is: "
      "(21, 28)"),
     ({"train_blocks": 4}, "train_blocks=4 is more than the 3 blocks of the model"),
-    ({"patience": 2, "evaluations": 0, "keep": "last"}, "patience=2 needs a validation split and evaluations to choose "
-     "by; validation_share=0.2 and evaluations=0 leave none. Leave it out"),
+    ({"patience": 2, "evaluations": 0, "keep": "last"}, "patience=2 needs a validation split and evaluations, and "
+     "this run has none: validation_share=0.2 and evaluations=0. Change one of these, or leave patience out"),
 ]  # fmt: skip
 
 

@@ -358,5 +358,5 @@ def test_a_folder_that_is_no_run(
     tmp_path: Path, run: Callable[..., tuple[Path, Bundle]], measured: ClassificationReport, source: Source
 ) -> None:
     _, bundle = run()
-    with pytest.raises(RunError, match="is not a run's folder"):
+    with pytest.raises(RunError, match="is not the folder of a run"):
         write_report(tmp_path, bundle, source, "test", measured)

@@ -1,6 +1,6 @@
 """The config of a run. Recipes return it, the command line overrides it, `run.json` records it.
 
-Each section is a frozen dataclass that checks itself and lies beside the code that uses it.
+Each section is a frozen dataclass that checks itself and is defined beside the code that uses it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ __all__ = ["RunConfig", "TrainConfig"]
 Keep = Literal["best", "last"]
 
 WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "patch_dropout")
-"""Fields of a network's config that fit any weights, so that a run from a model can override them."""
+"""Fields of a network's config that do not change its weights. A run that starts from a model can override only
+these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The length of a run, the machine it uses, its measurements and its folder.
+    """The length of a run, its machine settings, its evaluations and its folder.
 
-    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    Raises `ConfigError` if fields have invalid values. The message names all of them.
     """
 
     epochs: float = 10.0
@@ -94,14 +95,14 @@ class RunConfig:
             *one_of(self, precision=TrainingPrecision, compile=Compile, keep=Keep),
         ]  # fmt: skip
         if self.seed >= 2**32:
-            problems.append(f"seed={self.seed} is not below 2**32")
+            problems.append(f"seed={self.seed} is too large; choose one below 2**32")
         if self.accumulation > self.batch_size:
             problems.append(f"accumulation={self.accumulation} is more than batch_size={self.batch_size}")
         raise_problems(problems)
 
     @property
     def readers(self) -> Readers:
-        """The threads and processes that read and decode images."""
+        """The worker threads and processes that read and decode images."""
         return Readers(self.threads, self.processes)
 
     def total_steps(self, images: int) -> int:
@@ -111,7 +112,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A whole run, in sections. Raises `ConfigError` if sections contradict each other."""
+    """The whole config of a run. Raises `ConfigError` if its sections contradict each other."""
 
     data: DataConfig = field(default_factory=DataConfig)
     task: Task = field(default_factory=Classification)
@@ -126,10 +127,10 @@ class TrainConfig:
         raise_problems(self._contradictions())
 
     def override(self, **values: Any) -> TrainConfig:
-        """Return a copy with some settings replaced, by their bare names: `override(width=96, seed=1)`.
+        """Return a copy with some settings replaced. Settings go by their bare names: `override(width=96, seed=1)`.
 
-        The names are those of all sections' fields, of the fields of the network's config, and `task`, the name of
-        another task. Raises `ConfigError` with all problems, and for an unknown name with the nearest ones.
+        A name can be that of a field of any section or of the network's config. `task` takes the name of another task.
+        Raises `ConfigError` with all problems; for an unknown name it suggests similar names.
         """
         base = self
         if (task := values.pop("task", self.task.name)) != self.task.name:
@@ -151,7 +152,7 @@ class TrainConfig:
         return dataclasses.replace(base, **sections)
 
     def settings(self) -> dict[str, str]:
-        """Return the bare names of all settings that `override` takes, with the name of the section of each."""
+        """Return a dictionary from the bare name of each setting that `override` takes to the name of its section."""
         found: dict[str, str] = {}
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)
@@ -160,13 +161,13 @@ class TrainConfig:
         return found
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the config as plain JSON values, the task with its name."""
+        """Return the config as plain JSON values. The task's values include its name."""
         plain = dataclasses.asdict(self)
         return plain | {"task": {"name": self.task.name, **plain["task"]}}
 
     @classmethod
     def from_plain(cls, values: Any) -> TrainConfig:
-        """Return the config that `to_plain` wrote. Raises `ConfigError`, naming the first field that does not fit."""
+        """Return the config that `to_plain` wrote. Raises `ConfigError` with the first field that does not fit."""
         if isinstance(values, dict) and isinstance(values.get("task"), dict):
             settings = {name: value for name, value in values["task"].items() if name != "name"}
             task = from_plain(type(_task_named(values["task"].get("name"))), settings)
@@ -178,18 +179,18 @@ class TrainConfig:
             for name, value in {"variant": self.model.variant, **self.model.overrides}.items():
                 if value is not None and name not in WITHOUT_WEIGHTS:
                     yield (
-                        f"{name}={value!r} cannot be given with init={self.start.init!r}: the architecture is the "
-                        f"model's; only {', '.join(WITHOUT_WEIGHTS)} can"
+                        f"{name}={value!r} cannot be given with init={self.start.init!r}, because the model "
+                        f"fixes the architecture; only {', '.join(WITHOUT_WEIGHTS)} can"
                     )
         if self.data.numbers and "numbers" not in self.task.targets:
             yield (
-                f"numbers={self.data.numbers} are the targets of a regression, and the task is {self.task.name}; "
+                f"numbers={self.data.numbers} are targets of a regression, but the task is {self.task.name}; "
                 "choose task='regression'"
             )
         if self.augment.cutmix and "numbers" in self.task.targets:
             yield (
-                f"cutmix={self.augment.cutmix} pastes a part of another image, and no rule says how that changes a "
-                "number; choose mixup, which blends images and numbers alike"
+                f"cutmix={self.augment.cutmix} cannot be used for regression, because no rule says how a pasted "
+                "part of another image changes a number; choose mixup, which blends images and numbers alike"
             )
         try:
             self.augment.training_preprocess(self.images)
@@ -199,7 +200,7 @@ class TrainConfig:
     def _unknown(self, name: str, known: dict[str, str]) -> str:
         for task in TASKS.values():
             if name in bare_names(task):
-                return f"{name} is a setting of the task {task.name}, and the task of this run is {self.task.name}"
+                return f"{name} is a setting of the task {task.name}, but the task of this run is {self.task.name}"
         return f"unknown field {name!r}; {nearest(name, known)}"
 
 
@@ -211,7 +212,7 @@ def _task_named(name: Any) -> Task:
 
 
 def _replaced(section: Any, values: dict[str, Any]) -> Any:
-    """Return a copy of a section with the fields of these bare names replaced."""
+    """Return a copy of a section with new values for the fields of these bare names."""
     if isinstance(section, ModelConfig):
         return section.override(**values)
     fields = bare_names(type(section))

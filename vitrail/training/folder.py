@@ -1,4 +1,4 @@
-"""The folder of a run: its place, and when it may be replaced."""
+"""The folder of a run: its path, and the rules for replacing an existing one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ENTRIES = (
     "run.json", "journal.jsonl", "report.html", "checkpoints", "checkpoints/*", "model", "model/model.*", "examples",
     "examples/*.png", "*.vitrail-partial", "*.vitrail-replaced",
 )  # fmt: skip
-"""Everything that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""
+"""All files that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""
 
 
 def new_folder(config: TrainConfig) -> Path:
-    """Make the run's folder, and return it. Raises `RunError` if it belongs to another run."""
+    """Make the run's folder, and return its path. Raises `RunError` if the folder exists and may not be replaced."""
     folder = place_of(config)
     check_place(folder, config)
     if folder.exists():
@@ -33,7 +33,7 @@ def new_folder(config: TrainConfig) -> Path:
 
 
 def check_place(folder: Path, config: TrainConfig) -> None:
-    """Raise `RunError` if the run cannot have this folder."""
+    """Raise `RunError` if the folder exists and the run may not replace it."""
     if not folder.exists():
         return
     if not config.run.overwrite:
@@ -42,17 +42,22 @@ def check_place(folder: Path, config: TrainConfig) -> None:
             "or replace it with --overwrite"
         )
     if not (folder / "run.json").is_file():
-        raise RunError(f"{str(folder)!r} is not a run's folder (it has no run.json), so it is not overwritten")
+        raise RunError(
+            f"{str(folder)!r} is not the folder of a run (it has no run.json), so it is not overwritten; choose "
+            "another --run"
+        )
     entries = (entry.relative_to(folder).as_posix() for entry in folder.rglob("*"))
     if foreign := sorted(name for name in entries if not any(fnmatch.fnmatchcase(name, one) for one in ENTRIES)):
         raise RunError(
-            f"run folder {str(folder)!r} also holds files that are not the run's ({', '.join(foreign[:3])}), so it is "
-            "not overwritten; move them elsewhere, or choose another --run"
+            f"run folder {str(folder)!r} also holds files that a run does not write ({', '.join(foreign[:3])}), "
+            "so it is not overwritten; move them elsewhere, or choose another --run"
         )
 
 
 def place_of(config: TrainConfig) -> Path:
-    """Return the folder that `--run` names, or the first of runs/NAME, runs/NAME-2 and so on that does not exist."""
+    """Return the folder that `--run` names. By default return the first of runs/NAME, runs/NAME-2, ... that does not
+    exist.
+    """
     if config.run.folder is not None:
         return Path(config.run.folder)
     name = re.sub(r"[^\w.-]+", "-", config.run.name or Path(config.data.spec).resolve().name).strip("-.") or "run"

@@ -1,4 +1,4 @@
-"""Checks of the user's own data and network, before a run starts."""
+"""Checks of the user's own data and network before a run starts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ EXAMPLES = 8
 
 
 def named_splits(data: Any) -> Splits:
-    """Return the user's data as splits with a title for messages.
+    """Return the user's data as splits, with a title for messages.
 
-    Raises `ConfigError`, which names the broken rule, for an object that breaks the contract of `Source`.
+    Raises `ConfigError` with the broken rule if an object breaks the contract of `Source`.
     """
     splits = data if isinstance(data, Splits) else Splits(data, None, None)
     for source in (splits.train, splits.validation, splits.test):
@@ -36,9 +36,9 @@ def named_splits(data: Any) -> Splits:
 
 
 def check_source(source: Any) -> None:
-    """Raise `ConfigError`, which names the broken rule, for an object that breaks the contract of `Source`.
+    """Raise `ConfigError` with the broken rule if an object breaks the contract of `Source`.
 
-    Up to 8 samples are read, spread evenly. `vitrail.testing.check_source` checks the whole contract.
+    Up to 8 samples, spread evenly over the source, are read. `vitrail.testing.check_source` checks the whole contract.
     """
     if not isinstance(source, Source):
         lacking = [name for name in ("classes", "__len__", "__getitem__", "key", "target") if not hasattr(source, name)]
@@ -70,7 +70,7 @@ def check_source(source: Any) -> None:
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Raise `ConfigError` for settings that need a network of this package."""
+    """Raise `ConfigError` for settings that work only with a network of this package."""
     start = config.start
     for name, value, used in (
         ("init", start.init, start.init is not None),
@@ -87,7 +87,7 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
-    """Raise `ConfigError`, which names the broken rule, for a network that a task cannot train.
+    """Raise `ConfigError` with the broken rule if the run's task cannot train this network.
 
     The network is called once, in evaluation mode, with two images of zeros.
     """
@@ -110,7 +110,10 @@ def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
         raise _broken(network, f"a network returns floats of (b, {outputs}), one for each output; it returned {found}")
     config: Any = getattr(network, "config", None)
     if has_known_architecture(network) and config.image_size != images.image_size:
-        raise ConfigError(f"image_size={images.image_size} is not that of the network, {config.image_size}")
+        raise ConfigError(
+            f"image_size={images.image_size} differs from the network's image_size, {config.image_size}; make the "
+            "two equal"
+        )
 
 
 def _broken(thing: Any, rule: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that stays the same from step to step."""
+"""The plan of a run: all settings that stay the same from step to step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a run, and its end."""
+    """The settings of a run's steps, and the conditions that end it."""
 
     steps: int
     schedule: Schedule
@@ -29,15 +29,16 @@ class Plan:
     precision: TrainingPrecision
     device: torch.device
     classes: int = 0
-    """Number of classes of the data: the number of columns of the targets that mixup and CutMix make."""
+    """Number of classes in the data, which is the number of columns of the targets that mixup and CutMix make."""
     patience: int | None = None
-    """Number of evaluations in a row without a better result that end the run."""
+    """Number of consecutive evaluations without a better result after which the run ends."""
     most_skipped: int = 0
-    """Number of training samples that may fail to decode."""
+    """Maximum number of training samples that may fail to decode."""
 
     def is_over(self, state: TrainState) -> bool:
         """Return True after the last step, or if patience is exhausted.
 
-        This follows from the state, so a run that ended early also ends if it is resumed from its last checkpoint.
+        The answer depends on the training state alone. A run that ended early therefore also ends when it is resumed
+        from its last checkpoint.
         """
         return state.step >= self.steps or (self.patience is not None and state.best.waited >= self.patience)

@@ -1,4 +1,4 @@
-"""`run.json`: the record of a run that resuming and reports read, in all formats that there have been."""
+"""The record of a run, `run.json`, in all formats that there have been. Resuming and reports read it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vitrail.training.start import Origin
 __all__ = ["FORMAT", "Record", "read_record"]
 
 FORMAT = 2
-"""Format 1 has no "format" field. Its config is flat, its task is always classification, and its model section lists
-every field that could be overridden, with null for those that were not."""
+"""Version of the format. Format 1 has no "format" field, a flat config, and classification as its only task. Its model
+section lists every field that could be overridden, with null for fields that were not."""
 
 
 class Record(NamedTuple):
@@ -32,23 +32,23 @@ class Record(NamedTuple):
     origin: Origin | None
     """The model that the run started from, if any."""
     objects: tuple[str, ...] = ()
-    """The Python objects that the run was started with: "data", "network", both or none."""
+    """Names of the Python objects that the run was started with: "data", "network", both or none."""
 
 
 def read_record(folder: Path) -> Record:
-    """Read the `run.json` of a run's folder.
+    """Read `run.json` from the folder of a run.
 
-    Raises `RunError` if the folder is not a run's, if `run.json` is damaged, or if it has a newer format.
+    Raises `RunError` if the folder has no `run.json`, or if that file is damaged or has a newer format.
     """
     path = folder / "run.json"
     if not path.is_file():
-        raise RunError(f"{str(folder)!r} is not a run's folder: it has no run.json")
+        raise RunError(f"{str(folder)!r} is not the folder of a run: it has no run.json")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunError(f"{path} is damaged: {error}") from error
     if not isinstance(values, dict):
-        raise RunError(f"{path} is damaged: it holds {type(values).__name__} and not an object of named fields")
+        raise RunError(f"{path} is damaged: it holds {type(values).__name__}, not an object of named fields")
     number = values.get("format", 1)
     if not isinstance(number, int) or number < 1:
         raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
@@ -79,7 +79,7 @@ def _part(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _field(path: Path, values: dict[str, Any], name: str) -> Any:
-    """Return the field whose path ends in this name. Raises `RunError` if it is missing."""
+    """Return the field that the last part of a dotted name names. Raises `RunError` if it is missing."""
     if (last := name.rpartition(".")[2]) not in values:
         raise RunError(f"{path} is damaged: the field {name!r} is missing")
     return values[last]
@@ -100,14 +100,14 @@ def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sections(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of format 1 in the sections of format 2."""
+    """Return the flat config of format 1, divided into the sections of format 2."""
     rest = dict(flat)
     sections: dict[str, Any] = {name: rest.pop(name) for name in ("start", "images", "augment") if name in rest}
     if "model" in rest:
         overrides = {name: value for name, value in rest.pop("model").items() if value is not None}
         sections["model"] = {"variant": overrides.pop("variant", None), "overrides": overrides}
         if str(sections["model"]["variant"]).startswith("BiT"):
-            overrides.pop("position_std", None)  # recipes set it for every variant, and a ResNet ignored it
+            overrides.pop("position_std", None)  # recipes set it for every variant, and ResNets ignored it
     if "optimization" in rest:
         sections["optimizer"] = _renamed(rest.pop("optimization"), OptimizerConfig)
     for name, cls in (("data", DataConfig), ("run", RunConfig), ("task", Classification)):
@@ -120,6 +120,6 @@ def _sections(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(values: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
-    """Return the values of bare names by the names of the fields."""
+    """Return the values under the names of the fields of `cls`, instead of the bare names."""
     names = bare_names(cls)
     return {names.get(name, name): value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""A run from its config to its model: `train` starts one, `resume` continues one, `finished` reads one."""
+"""Train a model as a config describes: `train` starts a run, `resume` continues it, `finished` reads its result."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ class RunResult:
     """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
     Other tasks have other metrics, such as `test_r2`."""
     summary: dict[str, float]
-    """Steps, seconds, images per second, fraction of the time spent waiting for data, bytes of memory at the peak."""
+    """Optimiser steps, seconds, images per second, fraction of the time spent waiting for data, and peak memory in
+    bytes."""
     examples: tuple[Example, ...]
-    """A few held-out images, as files, with the model's predictions."""
+    """A few held-out images, saved as files, with the model's predictions."""
     task: Task
-    """The task that was learned."""
+    """The task that the model was trained for."""
 
     def texts(self, split: str) -> list[str]:
-        """Return the metrics of a split with their names, such as "accuracy 89.30%"."""
+        """Return the metrics of a split as texts with their names, such as "accuracy 89.30%"."""
         start = f"{split}_"
         values = {name.removeprefix(start): value for name, value in self.metrics.items() if name.startswith(start)}
         return self.task.texts(values)
@@ -89,27 +90,33 @@ def train(
 ) -> RunResult:
     """Train a model as `config` describes, and save the run in a new folder.
 
-    `data` is used instead of the data set that the config names, and cut into splits as that would be. `network` is
-    trained instead of the one that the config describes; of a class that this package does not know, only the weights
-    are saved, and predictions are made with the returned object. Both objects are needed again to resume. `OpenedData`
-    is the data that the config names, which is open already; it is not needed again.
+    `data` replaces the data set that the config names. It is split in the same way. `OpenedData` is the config's own
+    data set, opened earlier; `resume` does not need it.
 
-    `initial` is the model that `config.start.init` names, if it is loaded already; it is not changed. `probes` are
-    measured during the run. Without `measure_test` the test split is not measured: for runs that choose the settings of
-    another run. `started` is the time at which the user started the command (perf_counter).
+    `network` replaces the network that the config describes. If this package does not know the network's class, the run
+    saves only its weights, and the returned bundle predicts with the object that was passed. `resume` needs `network`,
+    and any `data` that is not `OpenedData`, again.
 
-    Raises `UserError` for settings, data and objects that cannot work, `Stopped` on request, `NonFiniteLoss`,
-    `SaveError`.
+    `initial` is the model that `config.start.init` names, if the caller has already loaded it. Training does not change
+    `initial`. `probes` are measured during the run. `measure_test=False` leaves the test split unmeasured, for runs
+    that choose the settings of another run. `started` is the time (`time.perf_counter()`) at which the user started the
+    command.
+
+    Raises `UserError` for settings, data and objects that cannot work, `Stopped` if the user stops the run,
+    `NonFiniteLoss` if it diverges, and `SaveError` if a file cannot be written.
     """
     started = time.perf_counter() if started is None else started
     if initial is not None and config.start.init is None:
-        raise ConfigError("initial: a model to start from is given, and config.start.init does not name its origin")
+        raise ConfigError(
+            "initial: a model was passed, but config.start.init does not say where it comes from; set init to its "
+            "path or name"
+        )
     model = initial or open_initial(config.start)
     setup = prepare(config, model=model, objects=OwnObjects(data, network), measure_test=measure_test)
     check_probes((*setup.probes, *probes), setup.splits)
     torch.manual_seed(config.run.seed)
     trained, setup, notes = make_network(setup, model)
-    del model, initial  # their weights were copied
+    del model, initial  # the new network has copies of their weights
     folder = new_folder(setup.config)
     try:
         with saving("the run", folder):
@@ -130,11 +137,11 @@ def resume(
     display: Display | None = None,
     started: float | None = None,
 ) -> RunResult:
-    """Continue a run that was stopped or killed, from its newest complete checkpoint. Raises as `train` does.
+    """Continue a run that was stopped or killed, from its newest complete checkpoint.
 
-    In float32 on the CPU the result is bit by bit the same as if the run had never stopped. `data` and `network` are
-    the objects that were passed to `train`, if any. The model that the run started from is needed only if the run was
-    killed before its first checkpoint.
+    In float32 on the CPU, the result equals bit by bit that of a run without a stop. `data` and `network` are the
+    objects that were passed to `train`, if any. A run that was killed before its first checkpoint starts again, so it
+    needs the model that it started from. Raises the same errors as `train`.
     """
     started = time.perf_counter() if started is None else started
     record = read_record(folder)
@@ -146,8 +153,9 @@ def resume(
     setup = prepare(record.config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
     if record.fingerprint != setup.fingerprint:
         raise RunError(
-            f"the data of run {folder} has changed since it began ({record.images:,} training images then, "
-            f"{len(setup.splits.train):,} now, or other names); a resumed run needs the same data"
+            f"the data of run {folder} has changed since the run began: it had {record.images:,} training "
+            f"images and now has {len(setup.splits.train):,}, or names have changed; to resume the run, restore "
+            "its data"
         )
     check_probes((*setup.probes, *probes), setup.splits)
     recover_folder(folder / "model")
@@ -157,7 +165,10 @@ def resume(
 
 
 def finished(folder: Path) -> RunResult | None:
-    """Return the result of a complete run from its folder, or None for an incomplete one. Raises `BundleError`."""
+    """Return the result of a complete run from its folder. For an incomplete run, return None.
+
+    Raises `BundleError` if the model cannot be read.
+    """
     for event in read_journal(folder / "journal.jsonl"):
         if event["event"] == "finished":
             summary = {name: value for name, value in event.items() if isinstance(value, int | float)}
@@ -168,14 +179,16 @@ def finished(folder: Path) -> RunResult | None:
 
 
 def _check_objects(folder: Path, record: Record, objects: OwnObjects) -> None:
-    """Raise `RunError` unless the objects are those that the run was started with, by their names."""
+    """Raise `RunError` unless the run was started with objects of the same names."""
     if missing := [name for name in record.objects if name not in objects.names]:
         raise RunError(
             f"run {folder} was started with {_arguments(record.objects)} in Python; pass the same "
             f"{' and '.join(missing)} to vitrail.resume"
         )
     if further := [name for name in objects.names if name not in record.objects]:
-        raise RunError(f"run {folder} was started without {_arguments(further)}; leave them out")
+        raise RunError(
+            f"run {folder} was started without {_arguments(further)}; resume it without {_arguments(further)}"
+        )
 
 
 def _arguments(names: Sequence[str]) -> str:
@@ -183,7 +196,7 @@ def _arguments(names: Sequence[str]) -> str:
 
 
 class _Run:
-    """One run: from a network, or the newest checkpoint, to the finished model."""
+    """One run, from a network or the newest checkpoint to the finished model."""
 
     def __init__(self, setup: Setup, folder: Path, display: Display, started: float) -> None:
         self.setup = setup
@@ -228,10 +241,10 @@ class _Run:
                 raise RunError(f"run {self.folder} is complete: it {did} of its {self.setup.steps:,} steps")
 
     def _restore(self, state: TrainState) -> list[str]:
-        """Load the newest checkpoint, and return notes for the user. Without a checkpoint the run starts again."""
+        """Load the newest checkpoint, and return notes for the user. Without a checkpoint, the run starts again."""
         if self.checkpoints.steps():
             return self.checkpoints.restore(state)
-        return ["the run ended before its first checkpoint: starting from the beginning"]
+        return ["the run ended before its first checkpoint, so it starts from the beginning"]
 
     def _examiner(self, state: TrainState, probes: Sequence[Probe]) -> Examiner:
         setup, config = self.setup, self.setup.config
@@ -256,10 +269,10 @@ class _Run:
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
 
     def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
-        """Measure the weights that are kept on the held-out splits, and write the model."""
+        """Write the model with the weights that the config keeps, after measuring it on the held-out splits."""
         setup, folder, journal = self.setup, self.folder, self.journal
         if state.average is not None:
-            state.average.swap()  # for good, because no step follows
+            state.average.swap()  # no swap back, because no step follows
         bundle = make_bundle(setup, state.objective)
         if setup.config.start.lora_rank is not None:
             bundle = without_adapters(bundle)
@@ -325,7 +338,9 @@ def _summary(setup: Setup, network: nn.Module) -> str:
 
 def _advice(error: NonFiniteLoss, checkpoints: Checkpoints) -> str:
     """Return the message of a run that diverged."""
-    kept = "it came before the first checkpoint"
+    kept = "there is no checkpoint yet"
     if steps := checkpoints.steps():
         kept = f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
-    return f"{error}: the run diverged; {kept}. Try a lower --learning-rate, a longer --warmup, or --precision float32"
+    return (
+        f"{error}: the run diverged, and {kept}. Try a lower --learning-rate, a longer --warmup, or --precision float32"
+    )

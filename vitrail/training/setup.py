@@ -1,6 +1,6 @@
-"""From a config to everything that a run needs on this machine: open data, a network, the state and the plan.
+"""Preparation of a run from its config: the open data, the network, the training state and the plan.
 
-All of it is made before anything is written, so that settings that cannot work leave nothing behind.
+All of this happens before any file is written, so a run whose settings cannot work leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["OwnObjects", "Setup", "make_bundle", "make_network", "make_plan", "m
 class OwnObjects:
     """Data and a network that the user passes as Python objects, instead of naming them in the config.
 
-    `OpenedData` is the data that the config names, which is open already.
+    `OpenedData` does not count as the user's own object: it is the config's data set, opened earlier.
     """
 
     data: Source | Splits | OpenedData | None = None
@@ -52,18 +52,18 @@ class OwnObjects:
 
     @property
     def names(self) -> list[str]:
-        """The names of the objects that are there, as run.json has them."""
+        """Names of the objects that were passed, as `run.json` records them."""
         own = {"data": None if isinstance(self.data, OpenedData) else self.data, "network": self.network}
         return [name for name, value in own.items() if value is not None]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A config that was checked on this machine, with its open data."""
+    """A config that has been checked on this machine, with its open data."""
 
     config: TrainConfig
-    """The checked config, with "auto" replaced by this machine's precision. A run that is resumed elsewhere keeps the
-    precision."""
+    """The checked config. This machine's precision replaces "auto", and a run that is resumed on another machine keeps
+    that precision."""
     device: torch.device
     compile: Compiled
     splits: Splits
@@ -86,8 +86,8 @@ def prepare(
 ) -> Setup:
     """Check a config and open its data. Raises `UserError` for settings and data that cannot work.
 
-    `model` is the model to start from. `origin` describes it if the weights will come from a checkpoint. Without
-    `measure_test` the run has no test split.
+    `model` is the model to start from. `origin` describes that model if the weights will come from a checkpoint.
+    Without `measure_test` the run has no test split.
     """
     device = pick_device(config.run.device)
     config = config.override(precision=resolve_precision(config.run.precision, device))
@@ -95,7 +95,7 @@ def prepare(
     if objects.network is not None:
         check_settings(config)
         config = replace(config, model=ModelConfig())
-    else:  # the shape of the network is checked before the data is opened, and no number of outputs can be wrong
+    else:  # check the network's settings before opening the data, whose number of classes changes none of these checks
         network_config = _network_config(config, model, origin, num_classes=2)
         compiled = resolve_compile(config.run.compile, device, network_config)
         if config.run.precision == "float8":
@@ -133,7 +133,8 @@ def prepare(
 def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[str, ...]]:
     """Return the network on its device, the setup with the network's origin, and notes for the user.
 
-    The weights are those of `model`, or random. With an origin and no `model` they wait for a checkpoint.
+    The weights are those of `model`. Without a `model` they are random; if the setup has an origin, a checkpoint
+    replaces them later.
     """
     config, task, splits = setup.config, setup.config.task, setup.splits
     notes: tuple[str, ...] = ()
@@ -196,7 +197,7 @@ def make_plan(setup: Setup) -> Plan:
 
 
 def make_bundle(setup: Setup, objective: Objective) -> Bundle:
-    """Return the model as it would be saved now."""
+    """Return the model as it would be saved now. `objective` holds the network in training."""
     config, splits = setup.config, setup.splits
     provenance: dict[str, Any] = {
         "data": config.data.spec,
@@ -215,7 +216,7 @@ def make_bundle(setup: Setup, objective: Objective) -> Bundle:
 
 
 def record_of(setup: Setup) -> dict[str, Any]:
-    """Return the content of `run.json`: enough to do the run again, and to know what it was done on."""
+    """Return the content of `run.json`: the config, the data and the machine, which are enough to repeat the run."""
     splits = {"train": setup.splits.train, "validation": setup.splits.validation, "test": setup.splits.test}
     return {
         "format": FORMAT,
@@ -243,25 +244,27 @@ def _network_config(config: TrainConfig, model: Bundle | None, origin: Origin | 
 
 
 def _probes(config: TrainConfig, steps: int) -> tuple[Probe, ...]:
-    """Return the evaluations of features that the config asks for."""
+    """Return the probes that the config asks for."""
     run = config.run
     if not run.probe:
         return ()
     every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
-    evaluators = evaluators_of(run.probe, {"fewshot": {"allow_fewer": True}})  # small classes have few images
+    evaluators = evaluators_of(
+        run.probe, {"fewshot": {"allow_fewer": True}}
+    )  # allow_fewer: small classes have few images
     return (Probe(run.probe, every, Together(evaluators)),)
 
 
 def _check_choosing(config: TrainConfig, splits: Splits) -> None:
-    """Raise `ConfigError` if the best weights are wanted and nothing can choose them."""
+    """Raise `ConfigError` if the run has to choose the best weights but never evaluates any."""
     run = config.run
     if splits.validation is not None and run.evaluations:
         return
     reason = (
-        "needs a validation split and evaluations to choose by; "
-        f"validation_share={config.data.validation_share} and evaluations={run.evaluations} leave none."
+        "needs a validation split and evaluations, and this run has none: "
+        f"validation_share={config.data.validation_share} and evaluations={run.evaluations}."
     )
     if run.keep == "best":
-        raise ConfigError(f"keep='best' {reason} Choose keep='last'")
+        raise ConfigError(f"keep='best' {reason} Change one of these, or choose keep='last'")
     if run.patience is not None:
-        raise ConfigError(f"patience={run.patience} {reason} Leave it out")
+        raise ConfigError(f"patience={run.patience} {reason} Change one of these, or leave patience out")

@@ -1,4 +1,4 @@
-"""Starting from a model: its weights in a new network with a head for the run's data."""
+"""Starting a run from a model: its weights go into a new network with a head for the run's data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["Origin", "StartConfig", "fitted", "network_from", "open_again", "ope
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """The model that a run starts from, and which of its weights are trained.
+    """The model that a run starts from, and the choice of weights to train.
 
-    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    Raises `ConfigError` if fields have invalid values. The message names all of them.
     """
 
     init: str | None = None
@@ -49,21 +49,26 @@ class StartConfig:
         problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]
         for name in ("train_blocks", "lora_rank") if self.init is None else ():
             if (value := getattr(self, name)) is not None:
-                problems.append(f"{name}={value} keeps weights as they are: it needs init, a model to start from")
+                problems.append(
+                    f"{name}={value} leaves weights untrained, so it needs a model to start from; give init=..."
+                )
         if self.new_head and self.init is None:
-            problems.append("new_head=True replaces the head of a model: it needs init, a model to start from")
+            problems.append("new_head=True replaces a model's head, so it needs a model to start from; give init=...")
         if self.lora_rank is None and self.lora_alpha is not None:
-            problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank")
+            problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank; give both")
         if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
-            problems.append(f"lora_on={self.lora_on} needs lora_rank")
+            problems.append(f"lora_on={self.lora_on} needs lora_rank; give both")
         if self.lora_rank is not None and self.train_blocks is not None:
-            problems.append(f"train_blocks={self.train_blocks} and lora_rank={self.lora_rank} exclude each other")
+            problems.append(
+                f"train_blocks={self.train_blocks} and lora_rank={self.lora_rank} exclude each other; give one of them"
+            )
         raise_problems(problems)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The model that a run started from, as `run.json` describes it. It suffices to resume from a checkpoint."""
+    """The model that a run started from, as `run.json` records it. A run can resume from a checkpoint with this
+    alone."""
 
     sha256: str
     """A hash of the model's weights, which does not depend on the file format."""
@@ -80,25 +85,29 @@ class Origin:
 
     @classmethod
     def from_plain(cls, values: Any) -> Origin | None:
-        """Return what `to_plain` wrote. Raises `ConfigError`, `KeyError` or `TypeError` for other values."""
+        """Return the origin that `to_plain` wrote. Raises `ConfigError`, `KeyError` or `TypeError` for other values."""
         if values is None:
             return None
         return cls(str(values["sha256"]), from_plain(ARCHITECTURES[values["architecture"]][0], values["network"]))
 
 
 def open_initial(start: StartConfig) -> Bundle | None:
-    """Return the model that a run starts from, on the CPU. Raises `BundleError`."""
+    """Return the model that a run starts from, on the CPU, if there is one. Raises `BundleError` if it cannot be
+    loaded.
+    """
     return None if start.init is None else load(start.init, device="cpu")
 
 
 def open_again(start: StartConfig, run: str, sha256: str) -> Bundle:
-    """Return the model for a run without a checkpoint. Raises `RunError` if it is gone or its weights have changed."""
+    """Load the model again for a run without a checkpoint. Raises `RunError` if it is missing or its weights have
+    changed.
+    """
     begins = f"run {run} ended before its first checkpoint, so it starts from model {start.init!r} again"
     try:
         bundle = open_initial(start)
     except BundleError as error:
         raise RunError(f"{begins}, which cannot be loaded: {error}") from None
-    assert bundle is not None, "a run without a model has no hash of one"
+    assert bundle is not None, "a run without an initial model has no hash of one"
     if weights_sha256(bundle.network) != sha256:
         raise RunError(f"{begins}, whose weights have changed since the run started")
     return bundle
@@ -107,14 +116,15 @@ def open_again(start: StartConfig, run: str, sha256: str) -> Bundle:
 def fitted(
     model: AnyConfig, init: str | None, images: Preprocess, overrides: Mapping[str, Any], num_classes: int
 ) -> AnyConfig:
-    """Return the config of a model's network with a new head for this many classes, for the run's images.
+    """Return the config of a model's network, changed to the run's images and to a new head for `num_classes` classes.
 
-    Raises `ConfigError` for images that it cannot take, and for overrides that a network of its kind does not have.
+    Raises `ConfigError` for images with a wrong number of channels, and for overrides that the model's architecture
+    does not have.
     """
     if images.channels != model.channels:
         raise ConfigError(
-            f"channels={images.channels} is not the {model.channels} that model {init!r} takes; "
-            f"choose {model.channels}: the images are converted"
+            f"channels={images.channels} does not fit model {init!r}, which takes {model.channels}; choose "
+            f"channels={model.channels}, and the images are converted"
         )
     known = {item.name for item in fields(model)}
     for name, value in overrides.items():
@@ -132,18 +142,19 @@ def network_from(
     task: Task,
     names: tuple[str, ...],
 ) -> tuple[AnyNetwork, bool, tuple[str, ...]]:
-    """Return a network with a copy of the model's weights, True if it has the model's head, and notes for the user.
+    """Return a network for the run, True if it keeps the model's head, and notes for the user.
 
-    The head and the hidden layer before it are kept if the outputs have the same names in the same order, unless
-    `start.new_head` is true. Otherwise the network gets a new head of zeros and no hidden layer (paper, section 3.2).
-    Classes that have only numbers never match, because class "3" of one data set is not class "3" of another.
+    The network has a copy of the model's weights. The head and the hidden layer before it are kept if the outputs have
+    the same names in the same order, unless `start.new_head` is true. Otherwise the network gets a new head of zeros
+    and no hidden layer (paper, section 3.2). Classes that have only numbers never match, because class "3" of one data
+    set is not class "3" of another.
     """
     resized = adapted(bundle, image_size=images.image_size)
     same = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
     numbered = task.output != "numbers" and names == tuple(map(str, range(len(names))))
     kept = same and not numbered and not start.new_head
     if kept:
-        headed, note = resized, f"the head of model {start.init!r} is kept: its outputs are the same"
+        headed, note = resized, f"the head of model {start.init!r} is kept, because its outputs are the same"
     else:
         headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=names)
         note = f"the new head has {plural(len(names), task.output_noun)}; its weights start at zero"

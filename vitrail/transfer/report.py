@@ -74,7 +74,7 @@ def write_report(
     largest errors are read from `source`. `next_commands` are shown at the end of the page. Any run can have a report;
     sections for which the run has no data, such as its evaluations, are omitted.
 
-    Raise `RunError` if `folder` is not a run's folder, and `SaveError` if the file cannot be written.
+    Raise `RunError` if `folder` is not the folder of a run, and `SaveError` if the file cannot be written.
     """
     config = read_record(folder).config
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))

@@ -121,7 +121,7 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
     finished = read_journal(run / "journal.jsonl")[-1]
     assert (finished["event"], finished["step"], finished["steps"]) == ("finished", 12, 12.0)
     assert result.summary["steps"] == 12 and result.bundle.provenance["step"] == 4
-    said = "ended early, after step 12 of 24: 2 evaluations in a row were no better than that of step 4"
+    said = "ended early, after step 12 of 24: step 4 is still the best after 2 more evaluations"
     assert said in notes
     with pytest.raises(RunError) as caught:
         resume(run)

@@ -16,26 +16,29 @@ class Display:
     """Receives the events of a run. This class shows nothing; subclasses override the events that they show."""
 
     def begin(self, step: int, steps: int, task: Task) -> None:
-        """The loop of a run of this task starts after `step`."""
+        """Called when the training loop starts after `step` of `steps`."""
 
     def say(self, text: str) -> None:
-        """A message for the user."""
+        """Show a message to the user."""
 
     def note(self, text: str) -> None:
-        """A message that needs attention."""
+        """Show a message that needs the user's attention."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """The means since the last call: loss, the objective's metrics, images_per_second."""
+        """Receive the means since the last call: the loss, the objective's metrics and images_per_second."""
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
-        """The metrics of an evaluation on the validation split."""
+        """Receive the metrics of an evaluation on the validation split."""
 
     def end(self) -> None:
-        """The loop has ended, for whatever reason."""
+        """Called when the training loop ends, even if it ends with an error."""
 
 
 class ConsoleDisplay(Display):
-    """Shows step, loss, metrics, images/s and time left. If it is not a terminal, a line about every ten seconds."""
+    """Shows the step, loss, metrics, images per second and time left.
+
+    On a terminal it shows a progress bar. Elsewhere it prints a line about every ten seconds.
+    """
 
     LINE_SECONDS = 10.0
 

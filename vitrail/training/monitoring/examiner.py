@@ -1,4 +1,4 @@
-"""Evaluation of a run's weights between steps: on the validation split, which chooses the best ones, and by probes."""
+"""Evaluation between steps: on the validation split, to choose the best weights, and by probes."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ __all__ = ["Examiner", "Probe", "check_probes"]
 
 @dataclass(frozen=True)
 class Probe:
-    """An evaluation of the model during the run, whose metrics are written into the journal."""
+    """An evaluation of the model during the run. The journal records its metrics."""
 
     name: str
     every: int
-    """Number of steps between two evaluations. The last step has one as well."""
+    """Number of steps between two evaluations. Another evaluation follows the last step."""
     evaluator: Evaluator
-    """Measures the model as it would be saved now: with averaged weights and merged adapters. It learns from the
-    training split and is measured on the validation split. It may draw PyTorch's random numbers: their state is
-    restored afterwards."""
+    """Measures the model as it would be saved now, with averaged weights and merged adapters. It learns from the
+    training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
 
 
 def check_probes(probes: Sequence[Probe], splits: Splits) -> None:
     """Raise `ConfigError` if there are probes and the data has no validation split to measure them on."""
     if probes and splits.validation is None:
         names = ", ".join(probe.name for probe in probes)
-        raise ConfigError(f"{names} cannot be measured during the run: the data has no validation split")
+        raise ConfigError(
+            f"{names} cannot be measured during the run, because the data has no validation split; leave --probe "
+            "out, or set --validation-share above 0"
+        )
 
 
 class Examiner:
-    """Evaluates the weights that would be saved now. The run is not changed."""
+    """Evaluates the weights that would be saved now, without changing the run."""
 
     def __init__(
         self,
@@ -62,8 +64,9 @@ class Examiner:
         best_in: Path | None,
         probes: Sequence[Probe] = (),
     ) -> None:
-        """`model` returns the model with the weights of this moment. `best_in` is the folder in which the best model is
-        saved, or None."""
+        """`model` returns the model with its current weights. The best model is saved in the folder `best_in`, if there
+        is one.
+        """
         self.task = task
         self.state = state
         self.model = model
@@ -77,9 +80,9 @@ class Examiner:
         self.probes = tuple(probes)
 
     def evaluate(self) -> None:
-        """Measure the weights on the validation split, if there is one, and save them if they are the best so far.
+        """Measure the weights on the validation split, if there is one. Save them if they are the best so far.
 
-        If weights are averaged, those without averaging are measured as well. Raises `NonFiniteLoss`.
+        If weights are averaged, the weights in training are measured as well. Raises `NonFiniteLoss`.
         """
         state, validation = self.state, self.splits.validation
         if validation is None:
@@ -103,7 +106,8 @@ class Examiner:
         self.display.evaluated(state.step, result, best)
 
     def due(self, *, over: bool) -> list[Probe]:
-        """Return the probes that are due after this step; all of them after the last step."""
+        """Return the probes that are due after this step. After the last step of the run (`over`), all probes are
+        due."""
         return [probe for probe in self.probes if over or self.state.step % probe.every == 0]
 
     def probe(self, due: Sequence[Probe]) -> None:
@@ -112,7 +116,7 @@ class Examiner:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             outputs = Outputs(self.current(), readers=self.readers)
             for probe in due:
-                assert self.splits.validation is not None, "checked when the run was set up"
+                assert self.splits.validation is not None, "`check_probes` requires a validation split"
                 metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
                 values = {"name": probe.name, "weights": self.state.measured, **metrics}
                 self.journal.write("probe", step=self.state.step, **values)

@@ -1,4 +1,4 @@
-"""A few held-out images as files, to try the new model on."""
+"""A few held-out images, saved as files for trying the new model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Example", "write_examples"]
 
 
 PUNCTUATION = re.compile(r"\W+")
-"""Characters of class names that are replaced in file names. Letters of any language stay."""
+"""Characters of class names that file names replace by a hyphen. Letters of all alphabets are kept."""
 
 LONGEST = 60
 """Maximum number of characters of the labels in a file name."""
@@ -28,7 +28,7 @@ class Example:
 
     path: Path
     labels: tuple[str, ...]
-    """Its class, all its classes, or its numbers with their names."""
+    """The class of the image, all its classes, or its numbers with their names."""
     prediction: AnyPrediction
 
     @property
@@ -42,10 +42,10 @@ class Example:
 
 
 def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[Example, ...]:
-    """Write about `count` images, spread evenly over `source`, as PNG files with their labels in the name.
+    """Write about `count` images as PNG files with their labels in the name. Return them with the model's predictions.
 
-    Return them with the model's predictions. Images without labels and broken ones are skipped. A model
-    without a head has no examples. Raises `SaveError`.
+    The images are spread evenly over `source`. Images without labels and broken images are skipped. A model without a
+    head gets no examples. Raises `SaveError`.
     """
     if not bundle.classes:
         return ()

@@ -25,14 +25,14 @@ class Journal:
         data = (line + "\n").encode("utf-8", "backslashreplace")
         with saving("the journal", self.path), self.path.open("ab+") as file:
             if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
-                data = b"\n" + data  # the previous line is incomplete, and it stays as it is
+                data = b"\n" + data  # the previous line is incomplete; it stays in the file
             file.write(data)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a run. Steps that a resumed run repeated replace those from before it stopped.
+    """Return the events of a run. If a resumed run repeated steps, only the repeated ones are returned.
 
-    An incomplete line, as a power failure leaves it, is skipped. A run without a journal has no events.
+    Incomplete lines, as a power failure leaves them, are skipped. A run without a journal has no events.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Losses and metrics of steps, which stay on the device until they are read."""
+"""Losses and metrics of training steps. They stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Meter", "check_finite"]
 
 
 def check_finite(result: dict[str, float], metric: str, step: int) -> None:
-    """Raise `NonFiniteLoss` if an evaluation has this metric and it is not finite: the last step broke the weights."""
+    """Raise `NonFiniteLoss` if this metric of an evaluation is not finite, because the last step broke the weights."""
     if not math.isfinite(value := result.get(metric, 0.0)):
         raise NonFiniteLoss(f"the evaluation's {metric.replace('_', ' ')} is {value} at step {step}")
 
 
 class Meter:
-    """Collects a dictionary of scalars per step. `read` waits for the device once, however many steps there were."""
+    """Collects a dictionary of scalars per step. `read` waits for the device once, for any number of steps."""
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
@@ -27,14 +27,14 @@ class Meter:
         self._first_step = 0
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
-        """Add the metrics of a step."""
+        """Add the loss and metrics of a step."""
         if not self._rows:
             self._first_step = step
             self._names = tuple(values)
         self._rows.append(torch.stack([value.detach().float() for value in values.values()]))
 
     def read(self) -> dict[str, float]:
-        """Return the means since the last reading, and start again.
+        """Return the means over the steps since the last call, and start again.
 
         Raises `NonFiniteLoss` with the first step whose loss or metric is not finite.
         """

@@ -27,7 +27,7 @@ __all__ = ["Intervals", "Monitor", "Sinks"]
 
 @dataclass(frozen=True)
 class Sinks:
-    """The files and the display that a run reports to."""
+    """The files and the display that receive a run's reports."""
 
     journal: Journal
     checkpoints: Checkpoints
@@ -36,7 +36,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Numbers of steps between reports, evaluations and checkpoints. All three also happen after the last step."""
+    """Numbers of steps between reports, evaluations and checkpoints. Each of them also happens after the last step."""
 
     journal: int
     evaluate: int | None
@@ -45,16 +45,16 @@ class Intervals:
 
 @dataclass
 class Clock:
-    """The time of a run, in seconds."""
+    """Time spent in the parts of a run, in seconds."""
 
     started: float
     to_first_step: float = 0.0
     training: float = 0.0
-    """Time in steps, including the time spent waiting for data."""
+    """Time spent in training steps, including the time spent waiting for data."""
     waiting: float = 0.0
     """Time spent waiting for data."""
     paused: float = 0.0
-    """Time spent in evaluation and in writing since the last report."""
+    """Time since the last report that was spent in evaluation and in saving."""
     images: int = 0
     mark: float = field(default_factory=time.perf_counter)
     marked_images: int = 0
@@ -71,7 +71,7 @@ class Clock:
 
 
 class Monitor:
-    """Called by the loop after each step. It waits for the device only when something is due."""
+    """Receives every step of the loop, and runs what is due. It waits for the device only when something is due."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Monitor:
         stop: StopRequest,
         started: float,
     ) -> None:
-        """`started` is the time at which the user started the command (perf_counter)."""
+        """`started` is the time (`time.perf_counter()`) at which the user started the command."""
         self.state = state
         self.plan = plan
         self.sinks = sinks
@@ -102,8 +102,10 @@ class Monitor:
         self.clock.waiting += time.perf_counter() - begin
 
     def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
-        """Run the reports, evaluations and checkpoints that are due after a step. Raises `Stopped` if the user asked to
-        stop, `DataError` for too many broken images, `NonFiniteLoss` and `SaveError`.
+        """Run the reports, evaluations and checkpoints that are due after a step.
+
+        Raises `Stopped` if the user asked to stop, `DataError` for too many broken images, `NonFiniteLoss` and
+        `SaveError`.
         """
         step = self.state.step
         self.clock.images += len(batch)
@@ -127,7 +129,7 @@ class Monitor:
             self._say_early()
         stopping = self.stop.requested and not over
         if self._due(self.intervals.checkpoint) or over or stopping:
-            self.report()  # raises if the loss is not finite, so that no such state is saved
+            self.report()  # raises if the loss is not finite, so that no broken state is saved
             with self._pause():
                 path = self.sinks.checkpoints.save(self.state)
                 self.sinks.journal.write("checkpoint", step=step, path=path.name)
@@ -143,7 +145,7 @@ class Monitor:
             return
         clock, now = self.clock, time.perf_counter()
         seconds = now - clock.mark - clock.paused
-        metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # that of the head
+        metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the head's
         metrics["images_per_second"] = (clock.images - clock.marked_images) / seconds
         clock.training += seconds
         clock.mark, clock.paused, clock.marked_images = now, 0.0, clock.images
@@ -170,16 +172,17 @@ class Monitor:
                 self.sinks.display.note(f"skipped {item.key}: {item.reason}")
         if len(skipped) > most:
             raise DataError(
-                f"{len(skipped)} training images cannot be decoded, more than the {most} that --max-skipped allows; "
-                f"the last: {batch.skipped[-1].key} {batch.skipped[-1].reason}. See vitrail data check"
+                f"{len(skipped)} training images cannot be decoded, more than the {most} that --max-skipped "
+                f"allows; the last one is {batch.skipped[-1].key}: {batch.skipped[-1].reason}. Find them with "
+                "vitrail data check"
             )
 
     def _say_early(self) -> None:
         step, best = self.state.step, self.state.best
         self.sinks.journal.write("ended early", step=step, patience=self.plan.patience, best=best.step)
         self.sinks.display.note(
-            f"ended early, after step {step:,} of {self.plan.steps:,}: {best.waited} evaluations in a row were no "
-            f"better than that of step {best.step:,}"
+            f"ended early, after step {step:,} of {self.plan.steps:,}: step {best.step:,} is still the best "
+            f"after {best.waited} more evaluations"
         )
 
     @contextmanager

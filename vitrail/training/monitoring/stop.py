@@ -1,4 +1,4 @@
-"""Stopping on request: the first Ctrl-C or SIGTERM saves the state, the second one ends the process."""
+"""Stopping on request. The first Ctrl-C or SIGTERM saves the state, the second one ends the process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """Inside the `with` block, SIGINT and SIGTERM set `requested`, which is checked between steps.
+    """Records SIGINT and SIGTERM in `requested` inside a `with` block. The loop checks `requested` between steps.
 
     The first signal also restores the usual handlers, so that a second one ends the process at once. Python handles
-    signals in its main thread only; in other threads nothing changes.
+    signals in its main thread only. In other threads this class changes nothing.
     """
 
     def __init__(self) -> None:
