@@ -76,7 +76,7 @@ def test_a_broken_image_fails_alone(
         (["{folder}", "{image}"], "is not a model: it has no model.json"),
         (["{model}", "{image}", "--top", "many"], "--top: 'many' is not a whole number"),
         (["{model}", "{image}", "--device", "tpu"], "--device: 'tpu' cannot be used here"),
-        (["{model}", "{image}", "--top", "0"], "--top: 0 is out of range: this model has 10 classes"),
+        (["{model}", "{image}", "--top", "0"], "--top: 0 is out of range, because this model has 10 classes"),
     ],
 )
 def test_mistakes_are_named(

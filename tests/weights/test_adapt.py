@@ -72,7 +72,7 @@ def test_class_names_come_with_their_number(vit: Callable[..., Bundle]) -> None:
     renamed = adapted(bundle, classes=["a", "b", "c"])
     assert renamed.classes == ("a", "b", "c") and renamed.network is bundle.network
     assert renamed.metrics == bundle.metrics
-    with pytest.raises(BundleError, match="num_classes=3 and 2 class names do not agree"):
+    with pytest.raises(BundleError, match="num_classes=3 does not fit the 2 class names; give only one"):
         adapted(bundle, num_classes=3, classes=["a", "b"])
 
 

@@ -297,7 +297,7 @@ def test_a_ranking_of_few_classes_makes_no_list_of_all() -> None:
 
 @pytest.mark.parametrize("top", [0, 4, -1])
 def test_a_ranking_out_of_range(bundle: Bundle, top: int) -> None:
-    with pytest.raises(ConfigError, match=f"^top={top} is out of range: this model has 3 classes$"):
+    with pytest.raises(ConfigError, match=f"^top={top} is out of range, because this model has 3 classes$"):
         bundle.predict(images(1), top=top)
 
 
@@ -321,7 +321,7 @@ def test_numbers_have_no_probabilities_and_no_ranking(make_bundle: Make) -> None
     bundle = make_bundle(output="numbers")
     with pytest.raises(ConfigError, match="this model predicts numbers, which have no probabilities; use predict"):
         bundle.probabilities([np.zeros((3, 12, 10), np.uint8)])
-    with pytest.raises(ConfigError, match="top=2 ranks classes, and this model predicts numbers; leave it out"):
+    with pytest.raises(ConfigError, match="top=2 ranks classes, but this model predicts numbers; leave top out"):
         bundle.predict(images(1), top=2)
 
 

@@ -1,1 +1,1 @@
-"""A model on disk."""
+"""Loading, saving and conversion of models."""

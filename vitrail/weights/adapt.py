@@ -20,15 +20,17 @@ def adapted(
     classes: Sequence[str] | None = None,
     drop_head_hidden: bool = False,
 ) -> Bundle:
-    """Return the bundle with the requested changes, each of which is added to its notes. Without a change, return the
-    same bundle.
+    """Return the bundle with the requested changes, and add a note for each change.
 
-    The given bundle stays as it is and shares all unchanged tensors with the result. Raise `BundleError` if the number
-    of class names is not `num_classes`, or if patches do not divide the image size.
+    Without a change, return the same bundle. The given bundle is not modified; the result shares all unchanged tensors
+    with it. Raise `BundleError` if the number of class names is not `num_classes`, or if patches do not divide the
+    image size.
     """
     if classes is not None:
         if num_classes is not None and num_classes != len(classes):
-            raise BundleError(f"num_classes={num_classes} and {len(classes)} class names do not agree")
+            raise BundleError(
+                f"num_classes={num_classes} does not fit the {len(classes)} class names; give only one of the two"
+            )
         num_classes = len(classes)
     notes = list(bundle.notes)
     network, preprocess = bundle.network, bundle.preprocess
@@ -53,14 +55,12 @@ def adapted(
         names = tuple(classes)
     if (network, names) == (bundle.network, bundle.classes):
         return bundle
-    metrics = (
-        bundle.metrics if network is bundle.network else {}
-    )  # metrics of the old network do not hold for the new one
+    metrics = bundle.metrics if network is bundle.network else {}  # the metrics were measured with the old network
     return replace(bundle, network=network, classes=names, preprocess=preprocess, metrics=metrics, notes=tuple(notes))
 
 
 def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwork:
-    """Return the same weights in a network for another image size, with learned positions resized to its grid.
+    """Return a network for another image size with the same weights. Learned positions are resized to its grid.
 
     Raise `BundleError` if patches do not divide the size.
     """

@@ -1,4 +1,4 @@
-"""A model with everything that is needed to use it: the network, its classes, its preprocessing and its origin."""
+"""A model with everything that its use needs: the network, its classes, its preprocessing and its origin."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ __all__ = [
 
 @dataclass
 class Bundle:
-    """A network with everything that is needed to use it: `vitrail.load` makes one, `save` writes it."""
+    """A network with everything that its use needs. `vitrail.load` returns a bundle, and `save` writes one."""
 
     network: AnyNetwork
     classes: tuple[str, ...]
-    """Names of the network's outputs, in their order: classes, or the numbers of a regression."""
+    """Names of the network's outputs, in their order: names of classes, or names of the numbers of a regression."""
     preprocess: Preprocess
     output: OutputKind = "softmax"
     """Meaning of the network's outputs."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics measured with these weights, by name: `test_accuracy`."""
+    """Metrics measured with these weights, by their names, such as `test_accuracy`."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Origin of the weights: data, recipe, seed, versions. Plain JSON values."""
+    """Origin of the weights: data, recipe, seed and versions, as plain JSON values."""
     notes: tuple[str, ...] = ()
-    """Remarks of loading: assumptions, replaced parts, resized positions. Not saved."""
+    """Notes from loading: assumptions, replaced layers, resized positions. They are not saved."""
 
     def __post_init__(self) -> None:
         config = self.network.config
@@ -103,15 +103,15 @@ class Bundle:
         precision: Precision = "float32",
         undecodable: Literal["raise", "return"] = "raise",
     ) -> list[AnyPrediction] | list[AnyPrediction | UndecodableImage]:
-        """Return one prediction per image, in their order: a `Prediction` of classes, or a `NumberPrediction` if the
-        model's output is "numbers".
+        """Return one prediction per image, in the order of the images.
 
-        A prediction ranks the `top` likeliest classes, by default all. Matrix products run in `precision`; "auto" is
-        bf16 on processors with units for it, which is faster and changes probabilities slightly (docs/performance.md).
+        A prediction is a `Prediction` of classes, or a `NumberPrediction` if the model's output is "numbers". It ranks
+        the `top` likeliest classes, by default all. Matrix products are computed in `precision`. "auto" is bf16 on
+        processors with matrix units for bf16; it is faster and changes probabilities slightly (docs/performance.md).
 
-        An image that cannot be decoded raises `UndecodableImage`; with `undecodable="return"` the exception takes the
-        place of the prediction, and the other images are predicted. A path that does not exist raises `DataError`.
-        Raises `ConfigError` for a model without a head, and for a `top` that is out of range.
+        An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"` the list has the
+        exception in place of that image's prediction. Raises `DataError` for a path that does not exist, and
+        `ConfigError` for a model without a head or a `top` that is out of range.
         """
         if not self.classes:
             raise ConfigError("this model has no head, so it cannot predict; use embed")
@@ -129,7 +129,7 @@ class Bundle:
         return results
 
     def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
-        """Return the head's input for each image, in float32 on the CPU. Raise as `predict` does."""
+        """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         predictor = Predictor(self.network)
         parts = [torch.empty(0, self.network.config.embed_width)]
         for batch in _batches(images, batch_size):
@@ -152,10 +152,10 @@ class Bundle:
         return self._probabilities(Predictor(self.network, precision), pixels)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the folder that `vitrail.load` reads, completely or not at all.
+        """Write a folder that `vitrail.load` reads. If writing fails, `path` stays as it was.
 
-        With `overwrite` an earlier model at `path` is replaced. Raises `DestinationError` if `path` is a file, a folder
-        with other files, or a model and `overwrite` is False; `SaveError` if it cannot be written.
+        `overwrite` allows replacing an earlier model at `path`. Raises `DestinationError` if `path` is a file, a folder
+        with other files, or a model and `overwrite` is False. Raises `SaveError` if the folder cannot be written.
         """
         check_model_folder(path := Path(path), overwrite=overwrite)
         write_bundle(self, path)
@@ -166,9 +166,9 @@ class Bundle:
         if top is None:
             return len(self.classes)
         if self.output == "numbers":
-            raise ConfigError(f"top={top} ranks classes, and this model predicts numbers; leave it out")
+            raise ConfigError(f"top={top} ranks classes, but this model predicts numbers; leave top out")
         if not 1 <= top <= len(self.classes):
-            raise ConfigError(f"top={top} is out of range: this model has {len(self.classes)} classes")
+            raise ConfigError(f"top={top} is out of range, because this model has {len(self.classes)} classes")
         return top
 
     def _predictions(self, predictor: Predictor, pixels: Sequence[np.ndarray], count: int) -> Sequence[AnyPrediction]:
@@ -195,10 +195,10 @@ class Bundle:
 
 
 def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
-    """Return the model in a folder that `Bundle.save` wrote, or in the folder of a run.
+    """Return the model in a folder that `Bundle.save` or a run wrote.
 
-    Raises `BundleError` for a folder of another kind, a newer format, a missing or altered file, and weights that do
-    not fit the architecture.
+    Raises `BundleError` for any other folder, a newer format, a missing or altered file, and weights that do not fit
+    the architecture.
     """
     saved, network = read_model(path)
     return Bundle(
@@ -213,7 +213,7 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
 
 
 def write_bundle(bundle: Bundle, path: Path) -> None:
-    """Write the folder of a bundle over its own earlier version; other files in it stay. Raise `SaveError`."""
+    """Write the folder of a bundle over an earlier version of it. Other files in the folder stay. Raise `SaveError`."""
     saved = SavedModel(
         config=bundle.network.config,
         classes=bundle.classes,
@@ -226,7 +226,7 @@ def write_bundle(bundle: Bundle, path: Path) -> None:
 
 
 def weights_sha256(network: nn.Module) -> str:
-    """Return a hash of all weights and their names, which does not depend on the file or layout they came from."""
+    """Return a hash of all weights and their names. It is the same for every file format and layout."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

@@ -1,4 +1,4 @@
-"""Models on the hub: the files that a model needs are downloaded to the client's cache, and found there offline."""
+"""Models on the Hugging Face hub. A model's files are downloaded to the hub client's cache, and found there offline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ __all__ = ["download", "looks_like_hub_name"]
 PREFIXES = ("hf:", "hf-hub:")
 DESCRIPTIONS = ("config.json", "preprocessor_config.json")
 PREFERRED = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files of weights, in order of preference. A repository may hold the same weights in several formats."""
+"""Names of weights files, in order of preference. A repository may hold the same weights in several formats."""
 
 
 def looks_like_hub_name(path: str | Path) -> bool:
-    """Return True for "org/name" and "org/name@revision", unless this path exists.
+    """Return True if `path` has the form "org/name" or "org/name@revision" and does not exist on disk.
 
-    The prefix "hf:" or "hf-hub:" marks a name even if "org/name" exists as a path or ends with the suffix of a file.
+    A name with the prefix "hf:" or "hf-hub:" is always a hub name, even if "org/name" exists on disk or ends with a
+    file suffix.
     """
     text = str(path)
     if os.path.lexists(text):
@@ -36,10 +37,11 @@ def looks_like_hub_name(path: str | Path) -> bool:
 
 
 def download(name: str) -> Path:
-    """Return the folder in the cache with the model of this name, and download what is not there yet.
+    """Download the model of this name to the cache, and return its folder there. Files in the cache are not downloaded
+    again.
 
-    Only needed files are downloaded: our own `model.json` and weights, or another library's descriptions and one set of
-    weights, preferably safetensors. Without a network, the files of an earlier call are used.
+    Only the needed files are downloaded: our own `model.json` and weights, or another library's JSON descriptions and
+    one set of weights, preferably safetensors. Without a network connection, the files of an earlier call are used.
 
     Raise `BundleError` if the repository or revision does not exist, access is refused, there are no weights, or the
     hub cannot be reached and the cache is incomplete. Raise `SaveError` if the cache cannot be written.
@@ -71,8 +73,11 @@ def _parsed(name: str) -> Repository:
 
 
 def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
-    """Return the names of the JSON description files in a repository, and the name of the weights file or of the index
-    of sharded weights."""
+    """Return the names of the files to download from a repository.
+
+    The first value lists the JSON description files. The second value is the weights file, or the index of sharded
+    weights.
+    """
     names = sorted(name for name in names if "/" not in name)
     if DESCRIPTION in names and WEIGHTS in names:
         return [DESCRIPTION], WEIGHTS
@@ -95,7 +100,7 @@ def _choose(model: Repository, names: Iterable[str]) -> tuple[list[str], str]:
 
 
 def _shards(path: Path) -> list[str]:
-    """Return the weights files that an index names. For a file that is not an index, return an empty list."""
+    """Return the weights files that an index names, or an empty list if `path` is not an index."""
     if not path.name.endswith(".index.json"):
         return []
     try:
@@ -109,7 +114,7 @@ def _shards(path: Path) -> list[str]:
 
 
 def _cached(model: Repository, why: str) -> Path:
-    """Return the folder of an earlier download. Raise `BundleError` unless it holds all files of the model."""
+    """Return the folder of an earlier download. Raise `BundleError` if any file of the model is missing from it."""
     folder = cached_folder(model, why)
     try:
         _, weights = _choose(model, (file.name for file in folder.iterdir() if file.is_file()))

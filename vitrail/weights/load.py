@@ -1,4 +1,4 @@
-"""Loading of any model on disk or on the hub, whose layout is recognised, and conversion to other layouts."""
+"""Loading of models from disk or the hub in any known layout, and conversion between layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["LAYOUTS", "convert", "load", "open_checkpoint"]
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
 }
-"""Layouts of other libraries, in the order in which a file is tried."""
+"""Layouts of other libraries, in the order in which `load` tries them."""
 
 
 def load(
@@ -42,11 +42,12 @@ def load(
     classes: Sequence[str] | None = None,
     drop_head_hidden: bool = False,
 ) -> Bundle:
-    """Load a model: a folder that `Bundle.save` wrote, a run's folder, another library's file or folder, or a hub name.
+    """Load a model from a folder that `Bundle.save` wrote, a run's folder, another library's file or folder, or the
+    hub.
 
-    - `layout` (a name in `LAYOUTS`) is recognised by default. `heads` and `image_size` are needed if the file does not
-      contain them.
-    - If `image_size` has another grid than the file, positions are resized.
+    - `layout` is a name in `LAYOUTS`. By default the layout is recognised from the names of the tensors.
+    - `heads` and `image_size` are needed if the file does not contain them. If `image_size` gives another grid than the
+      file's, positions are resized.
     - If `num_classes` or the length of `classes` differs from the file's, a new head of zeros replaces the old head.
       `drop_head_hidden` removes the hidden layer before the head.
 
@@ -70,11 +71,12 @@ def load(
 def convert(
     source: str | Path, destination: str | Path, to: str, *, overwrite: bool = False, **options: Any
 ) -> tuple[str, ...]:
-    """Write a model in another layout, and return notes on assumptions and on options that the file does not store.
+    """Write a model in another layout. Return notes on assumptions, and on options that the written file does not
+    store.
 
-    The destination is a new path or an empty folder; with `overwrite` it may be an earlier output. `options` are those
-    of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the layout has no place for
-    what the model computes.
+    The destination is a new path or an empty folder. With `overwrite` it may also be an earlier output. `options` are
+    the options of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the layout cannot
+    store an option that changes what the model computes.
     """
     destination = Path(destination)
     if to != "vitrail" and to not in LAYOUTS:
@@ -98,7 +100,7 @@ def _check_destination(path: Path, to: str, *, overwrite: bool) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return True if `convert` wrote a folder, as its `config.json` says."""
+    """Return True if the `config.json` of a folder says that `convert` wrote it."""
     return _json(folder / "config.json").get("producer") == PRODUCER
 
 

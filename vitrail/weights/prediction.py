@@ -1,4 +1,4 @@
-"""Images that a model accepts, and the predictions that it returns for them."""
+"""The types of images that a model accepts, and the predictions that it returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ImageLike = str | Path | bytes | np.ndarray | Image.Image
 
 OutputKind = Literal["softmax", "sigmoid", "numbers"]
 """Meaning of a network's outputs. "softmax": logits of classes that exclude each other. "sigmoid": one yes-or-no logit
-per class. "numbers": the numbers themselves, in the units of the data."""
+per class. "numbers": numbers in the units of the training data."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Prediction:
     probability: float
     """Probability of the likeliest class, in [0, 1]."""
     ranking: tuple[tuple[str, float], ...]
-    """Classes with their probabilities, the likeliest first: all of them, or the `top` that were asked for."""
+    """The `top` likeliest classes with their probabilities, the likeliest first. By default all classes."""
 
 
 @dataclass(frozen=True)
 class NumberPrediction:
-    """The numbers that a model predicts for one image, in the units of the data it was trained on."""
+    """The numbers that a model predicts for one image, in the units of the training data."""
 
     names: tuple[str, ...]
     values: tuple[float, ...]
 
     def __getitem__(self, name: str) -> float:
-        """Return the number of this name. Raise `KeyError` for a name that the model does not have."""
+        """Return the number with this name. Raise `KeyError` if the model has no number of this name."""
         if name not in self.names:
             raise KeyError(name)
         return self.values[self.names.index(name)]
@@ -53,7 +53,7 @@ AnyPrediction = Prediction | NumberPrediction
 
 
 def read_image(path: str | Path) -> bytes:
-    """Return the bytes of an image file. Raise `DataError` if there is no such file."""
+    """Return the bytes of an image file. Raise `DataError` if the file cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -61,7 +61,7 @@ def read_image(path: str | Path) -> bytes:
 
 
 def rank(probabilities: Float[Tensor, "b classes"], classes: tuple[str, ...], count: int) -> list[Prediction]:
-    """Return the `count` likeliest classes of each row. Of equally likely classes the first comes first."""
+    """Return the `count` likeliest classes of each row. Equally likely classes keep the order of `classes`."""
     predictions = []
     for row in probabilities:
         values, order = _largest(row, count)
@@ -71,11 +71,11 @@ def rank(probabilities: Float[Tensor, "b classes"], classes: tuple[str, ...], co
 
 
 def _largest(row: Float[Tensor, " n"], count: int) -> tuple[list[float], list[int]]:
-    """Return the largest values in falling order, and their indices; equal values keep the order of their indices."""
+    """Return the largest values, largest first, and their indices. Equal values keep the order of their indices."""
     if count == len(row):
         values, order = row.sort(descending=True, stable=True)
         return values.tolist(), order.tolist()
-    # `topk` returns equal values in any order, so it only gives the threshold. NaN is not below any threshold.
+    # `topk` returns equal values in any order, so it only gives the threshold. Comparisons with NaN are false.
     candidates = (~(row < row.topk(count).values[-1])).nonzero()[:, 0]
     values, order = row[candidates].sort(descending=True, stable=True)
     return values[:count].tolist(), candidates[order[:count]].tolist()

@@ -1,15 +1,15 @@
 """The folder of a saved model: `model.safetensors` with the weights, and `model.json` with everything else.
 
 `model.json` holds the architecture, the class names, the preprocessing, the meaning of the outputs, the origin of the
-weights and the metrics measured with them, and the size and SHA-256 of the weights. Reading runs no code from a file.
+weights, the metrics measured with them, and the size and SHA-256 of the weights file. No code from a file is run.
 
-Format versions. A field that a file does not have takes its default, so a field can be added without a new format. A
-field at the top that this version does not know is ignored, and a note names it. An unknown field inside `config` or
-`preprocess` is refused, because it could change what the model computes. The format rises when an older version would
-misread a new file, and a version refuses formats above its own.
+A field that is missing in a file takes its default, so a new field does not need a new format. An unknown field at the
+top level is ignored, and a note names it. An unknown field inside `config` or `preprocess` is refused, because it could
+change what the model computes. The format number rises when older versions of Vitrail would misread a new file. A
+version refuses formats above its own.
 
-1. The first format. The meaning of the outputs is called "scores".
-2. The meaning of the outputs is called "output", and can be "numbers".
+1. The first format. The meaning of the outputs is called "scores". 2. The meaning of the outputs is called "output",
+and can be "numbers".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REQUIRED: dict[str, type] = {
     "format": int, "architecture": str, "config": dict, "classes": list, "preprocess": dict, "weights": dict,
 }  # fmt: skip
 OPTIONAL: dict[str, type] = {"output": str, "metrics": dict, "provenance": dict}
-"""Fields of `model.json` at the top, with their types in JSON."""
+"""Optional fields at the top level of `model.json`, with their JSON types."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,22 @@ class SavedModel:
     metrics: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """Remarks of the reader, which are not saved."""
+    """Notes from reading the file. They are not saved."""
 
 
 def is_bundle(path: Path) -> bool:
-    """Return True if the folder holds a saved model, or is the folder of a run that holds a saved model."""
+    """Return True if the folder is a saved model, or the folder of a run with a saved model."""
     return (path / DESCRIPTION).is_file() or (path / "model" / DESCRIPTION).is_file()
 
 
 def check_model_folder(path: Path, *, overwrite: bool) -> None:
-    """Raise `DestinationError` unless a model may be saved at `path`: see `vitrail.files.check_new_folder`."""
+    """Raise `DestinationError` unless a model may be saved at `path`, by the rules of
+    `vitrail.files.check_new_folder`."""
     check_new_folder(path, NAMES, overwrite=overwrite)
 
 
 def write_model(saved: SavedModel, network: AnyNetwork, path: Path) -> None:
-    """Write the folder over its own earlier version; other files in it stay. Raise `SaveError`."""
+    """Write the folder over an earlier version of it. Other files in the folder stay. Raise `SaveError`."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     with replacing_folder("the model", path, NAMES) as partial:
         try:
@@ -94,15 +95,15 @@ def write_model(saved: SavedModel, network: AnyNetwork, path: Path) -> None:
 def read_model(path: str | Path) -> tuple[SavedModel, AnyNetwork]:
     """Read a model from its folder or from the folder of a run, with its network on the CPU.
 
-    Raise `BundleError` for a folder of another kind, a newer format, a missing or altered file, and weights that do not
-    fit the architecture.
+    Raise `BundleError` for any other folder, a newer format, a missing or altered file, and weights that do not fit the
+    architecture.
     """
     folder = Path(path)
     if not (folder / DESCRIPTION).exists() and (folder / "model" / DESCRIPTION).exists():
         folder = folder / "model"
     description = _read_description(folder)
     saved = _saved_model(description, folder / DESCRIPTION)
-    with torch.device("meta"):  # the weights come from the file, so drawing some would waste time
+    with torch.device("meta"):  # no random weights are drawn, because the file has the weights
         network = build(saved.config)
     _fill(network, _read_weights(folder, description["weights"]), folder)
     return saved, network.eval()
@@ -167,7 +168,7 @@ def _saved_model(description: dict[str, Any], path: Path) -> SavedModel:
 
 
 def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of `model.safetensors` if its size and hash are those recorded."""
+    """Return the tensors of `model.safetensors`. Raise `BundleError` unless its size and hash are the recorded ones."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise BundleError(f"{folder} is incomplete: {WEIGHTS} is missing")
@@ -182,8 +183,9 @@ def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _fill(network: AnyNetwork, weights: dict[str, Tensor], folder: Path) -> None:
-    """Put the weights into a network on the meta device. If tensors do not fit, raise `BundleError` with the names of
-    all such tensors."""
+    """Put the weights into a network on the meta device. Raise `BundleError` with the names of all tensors that do not
+    fit.
+    """
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     problems = [f"missing: {name} {expected[name]}" for name in expected if name not in found]

@@ -1,8 +1,8 @@
-"""Reading and writing of files of named tensors: npz, safetensors, PyTorch, and the index of several files.
+"""Reading and writing of files with named tensors: npz, safetensors, PyTorch, and the index of sharded weights.
 
-Opening a file reads the shapes of all tensors. Their values are read one at a time, and no code from a file ever runs.
-safetensors and PyTorch files are mapped, so a tensor takes memory when it is used. A file is written completely or not
-at all, so a model can replace the file that it is mapped from.
+Opening a file reads the shapes of all tensors. Values are read one tensor at a time, and no code from a file ever runs.
+safetensors and PyTorch files are memory-mapped, so a tensor takes memory only when it is used. If writing fails, the
+old file stays as it was, so a model can replace the file that its weights are mapped from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRAPPERS = ("state_dict", "model", "model_state", "teacher", "network")
 
 
 class TensorFile:
-    """Tensors by name. `shapes` holds the shape of each; `read` returns one, or a row of it, in float32."""
+    """Named tensors of a file. `shapes` holds all shapes; `read` returns one tensor, or one row of it, in float32."""
 
     def __init__(
         self, path: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int | None], Tensor]
@@ -48,7 +48,7 @@ class TensorFile:
         return name in self.shapes
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """Return one tensor, or its `row` along the first axis. Raise `BundleError` if the file is damaged."""
+        """Return a tensor, or only its `row` along the first axis. Raise `BundleError` if the file is damaged."""
         try:
             tensor = self._read(name, row)
         except BundleError:
@@ -65,9 +65,10 @@ class TensorFile:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Open an npz, a safetensors file, a PyTorch file, or the index of several files (`*.index.json`).
+    """Open an npz, safetensors or PyTorch file, or the index of sharded weights (`*.index.json`).
 
-    Raise `BundleError` for a file that does not exist, is empty, cut short or damaged, or holds anything but tensors.
+    Raise `BundleError` for a file that does not exist, is empty, truncated or damaged, or holds objects other than
+    tensors.
     """
     if not path.is_file():
         raise BundleError(f"weights {str(path)!r} do not exist: there is no such file")
@@ -80,7 +81,7 @@ def open_tensors(path: Path) -> TensorFile:
         file = OPENERS[kind](path)
     except BundleError:
         raise
-    except Exception as error:  # parsers raise any exception on bytes of another format
+    except Exception as error:  # parsers can raise any exception for bytes of another format
         raise BundleError(
             f"{path} is damaged, cut short or of another format than its suffix: {_line(error)}"
         ) from None
@@ -90,7 +91,7 @@ def open_tensors(path: Path) -> TensorFile:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str, ...]) -> None:
-    """Write a file in the format of its suffix, completely or not at all.
+    """Write a file in the format of its suffix. If writing fails, an older file stays as it was.
 
     Raise `BundleError` for a suffix that is not one of `suffixes`, and `SaveError` if the file cannot be written.
     """
@@ -137,12 +138,12 @@ def _open_npz(path: Path) -> TensorFile:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(np.asarray(array, dtype=np.float32, order="C"))
 
-    # numpy has no bfloat16: files that jax wrote hold two bytes per value, of the kind V2.
+    # numpy has no bfloat16. In files that jax wrote, such values have the type V2 (two bytes each).
     return TensorFile(path, {n: s for n, s in shapes.items() if kinds[n].kind == "f" or kinds[n] == "V2"}, read)
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape, True for column-major order, and the type."""
+    """Return the shape of an array, True if it is in column-major order, and its type."""
     version = np.lib.format.read_magic(file)
     return (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
 
@@ -174,7 +175,7 @@ def _open_torch(path: Path) -> TensorFile:
         except RuntimeError:  # the format of PyTorch before 1.6 cannot be mapped
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # PyTorch's own message advises to load the file unsafely, so only the name of the object is taken from it.
+        # PyTorch's own message advises unsafe loading, so only the name of the object is taken from it.
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         objects = f"the Python object {found[1]}" if found else "other data than tensors"
         raise BundleError(
@@ -187,7 +188,7 @@ def _open_torch(path: Path) -> TensorFile:
 
 
 def _open_index(path: Path) -> TensorFile:
-    """Open the files of weights that an index names. The index maps each tensor to the file that holds it."""
+    """Open the weights files that an index names. The index maps each tensor to the file that holds it."""
     weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     for shard in set(weight_map.values()):
         if Path(shard).name != shard:
@@ -229,7 +230,7 @@ def _without_common_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the tensor in a storage of its own, because `torch.save` writes the whole storage of a view."""
+    """Return a copy of the tensor if it is a view, because `torch.save` writes the whole storage of a view."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

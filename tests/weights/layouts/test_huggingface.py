@@ -229,7 +229,7 @@ def test_a_pooler_is_left_out_where_there_is_a_classifier(tmp_path: Path) -> Non
     tensors |= {"vit.pooler.dense.weight": torch.randn(64, 64), "vit.pooler.dense.bias": torch.randn(64)}
     bundle = load(make_folder(tmp_path / "vit", tensors, *REFERENCES["hf_vit"]), device="cpu")
     torch.testing.assert_close(bundle.network(images), logits, atol=1e-4, rtol=0)
-    assert "the pooler was skipped: the library does not use it in a model with a classifier" in bundle.notes
+    assert "the pooler was skipped, because the library does not use it in a model with a classifier" in bundle.notes
 
 
 def test_parts_for_masked_patches_are_left_out(tmp_path: Path) -> None:
@@ -304,7 +304,8 @@ def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
     bundle = load(reference_folder(tmp_path / "vit", "hf_vit", image_size=[35, 48]), device="cpu")
     assert bundle.network.config.image_size == (32, 48)
     assert (
-        "patches do not divide the image size (35, 48): it became (32, 48), the part that patches cover" in bundle.notes
+        "image_size=(35, 48) is not a multiple of the patch size, so the model uses (32, 48), the part that "
+        "patches cover" in bundle.notes
     )
 
 
@@ -319,14 +320,18 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected", "note"),
     [
-        ({"size": [1]}, None, r"size=\[1\] is not pixels, height and width, or a shortest_edge"),
-        ({"size": {"longest_edge": 32}}, None, r"size=\{'longest_edge': 32\} is not pixels"),
+        ({"size": [1]}, None, r"size=\[1\] is not a number of pixels, a height and width, or a short"),
+        ({"size": {"longest_edge": 32}}, None, r"size=\{'longest_edge': 32\} is not a number of pixels"),
         ({"image_mean": "grey"}, None, "image_mean='grey' is not a number for each channel"),
         ({"image_mean": [0.1, 0.2]}, None, r"mean=\(0.1, 0.2\) needs 1 number, or one for each of 3 channels"),
         ({"rescale_factor": 0}, None, "rescale_factor=0 is not a number above 0"),
         ({"resample": 0}, {"interpolation": "nearest"}, ""),
         ({"resample": 3}, {"interpolation": "bicubic"}, ""),
-        ({"resample": 1}, {"interpolation": "bicubic"}, "has resample=1, which does not exist here: bicubic is used"),
+        (
+            {"resample": 1},
+            {"interpolation": "bicubic"},
+            "has resample=1, which does not exist here, so bicubic is used",
+        ),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"mean": (0.1, 0.2, 0.3)}, ""),
         ({"image_mean": 0.25, "image_std": 2}, {"mean": (0.25,), "std": (2.0,)}, ""),
         ({"do_normalize": False}, {"mean": (0.0,), "std": (1.0,)}, ""),
@@ -337,16 +342,16 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         ({"size": 32, "crop_size": 24}, {"resize": "crop", "crop_share": 0.75}, "makes images of (24, 24)"),
         ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
         ({"crop_size": 224, "do_center_crop": False}, {}, ""),
-        ({"do_resize": False}, {}, "does not resize images: here they are squashed"),
+        ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),
         (
             {"size": {"shortest_edge": 40}},
             {"resize": "crop"},
-            "scales the short side to 40 without cropping: here the centre is cropped",
+            "scales the short side to 40 without cropping, but here the centre is cropped",
         ),
         (
             {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 48}},
             {"resize": "crop", "crop_share": 0.8},
-            "crops a rectangle from images scaled by their short side: here they are scaled to cover it",
+            "crops a rectangle from images scaled by their short side, but here they are scaled to cover the rectangle",
         ),
         (
             {"size": {"height": 40, "width": 60}, "crop_size": {"height": 32, "width": 48}},
@@ -357,12 +362,12 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         (
             {"size": {"height": 64, "width": 64}, "crop_size": {"height": 32, "width": 48}},
             {"resize": "crop", "crop_share": 0.5},
-            "squashes images to (64, 64) and crops (32, 48): here they keep their proportions",
+            "squashes images to (64, 64) and crops (32, 48), but here they keep their proportions",
         ),
         (
             {"size": {"shortest_edge": 16}, "crop_size": {"height": 32, "width": 32}},
             {"resize": "crop"},
-            "crops (32, 32) from images of (16, 16), with a black border: here there is no border",
+            "crops (32, 32) from images of (16, 16), with a black border, but here there is no border",
         ),
     ],
 )

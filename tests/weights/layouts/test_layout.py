@@ -177,7 +177,7 @@ def test_heads_of_published_sizes() -> None:
         assert heads_of(*variant[:3], Hints(), PATH) == variant.heads
     assert heads_of(1536, 40, 4096, Hints(), PATH) == 24  # DINOv2's giant
     assert heads_of(768, 12, 3072, Hints(heads=6), PATH) == 6
-    with pytest.raises(BundleError, match=r"\(width 768, depth 11, MLP 3072\) is not that of a published model: give"):
+    with pytest.raises(BundleError, match=r"no published model has its shape \(width 768, depth 11, MLP 3072\): give"):
         heads_of(768, 11, 3072, Hints(), PATH)
 
 

@@ -71,7 +71,7 @@ def test_the_size_of_the_file_goes_before_the_one_that_is_asked_for(folder: Call
 def test_odd_crop_shares(stated: dict[str, Any], share: float, noted: bool, folder: Callable[..., Path]) -> None:
     bundle = load(folder(pretrained_cfg={"input_size": [3, 32, 48], **stated}), device="cpu")
     assert bundle.preprocess.crop_share == share
-    assert ("crop_pct=1.1 is not in (0, 1]: 1 is used" in bundle.notes) == noted
+    assert ("crop_pct=1.1 is not in (0, 1], so 1 is used" in bundle.notes) == noted
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_square_tells_which_tokens_have_positions(
     bundle = load(path, device="cpu", heads=4)
     config = bundle.network.config
     assert isinstance(config, ViTConfig) and (config.grid, config.positions_cover) == (grid, cover)
-    note = f"positions are assumed to be those of {grid[0]} x {grid[1]} patches alone"
+    note = f"positions are assumed to cover only the {grid[0]} x {grid[1]} patches"
     assert (note in bundle.notes) == (cover == "patches")
 
 

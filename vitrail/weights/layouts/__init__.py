@@ -1,1 +1,1 @@
-"""The six file layouts that models are read from and written to, and what each of them can carry."""
+"""The file layouts of other libraries that models are read from and written to, and the options that each can store."""

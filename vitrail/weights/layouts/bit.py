@@ -28,7 +28,10 @@ CARRIED: Table = {
 
 
 class Bit:
-    """The layout of either file. Both number units as `unit01`; the npz names the parts of a unit by letters."""
+    """The layout of Big Transfer's npz (`npz=True`) or of its state dict.
+
+    Both layouts number residual units as `unit01`. The npz names the convolutions of a unit by the letters a, b and c.
+    """
 
     folder_files: tuple[str, ...] = ()
 
@@ -44,7 +47,7 @@ class Bit:
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
         tensors = checkpoint.tensors
         config = self._config(tensors, hints)
-        assumed = f"the file does not contain its image size: {config.image_size} is assumed"
+        assumed = f"the file does not contain its image size, so {config.image_size} is assumed"
         return Description(
             tensors=tensors,
             config=config,
@@ -63,7 +66,7 @@ class Bit:
         return tuple(lost)
 
     def pairs(self, config: ResNetConfig) -> Iterator[Pair]:
-        """Return the pairs of all tensors of a config."""
+        """Yield the pairs of tensor names of a network with this config."""
         yield self._convolution("stem", "resnet/root_block" if self.npz else "root.conv")
         for stage, depth in enumerate(config.depths):
             for unit in range(depth):

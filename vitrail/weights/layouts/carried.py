@@ -1,7 +1,7 @@
-"""Tables of the options that another library's layout carries, and the check of a model against them.
+"""Tables of the options that another library's layout can store, and the check of a model against them.
 
-A layout lists every field of a config, of its root and of the preprocessing. A field that is in no list makes writing
-fail. A new option that changes the arithmetic can therefore never be exported silently wrong.
+A layout has a rule for every field of the network's config, of its root and of the preprocessing. Writing fails for a
+field without a rule, so that no option that changes the arithmetic is lost in silence.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rule:
-    """Values of a config field that a layout can store. By default the file stores any value."""
+    """The values of a config field that a layout can store. By default the file stores any value."""
 
     only: tuple[Any, ...] | None = None
     """Values that the file can store. Any other value raises an error."""
     own: tuple[Any, ...] = ()
-    """The fixed value in the other library's code, as a tuple of length 1. A model with another value is written, and
-    the difference is reported."""
+    """The value that is fixed in the other library's code, as a tuple of length 1. A model with another value is
+    written, and the difference is reported."""
     inside: Mapping[str, Rule] | None = None
     """Rules for the fields of a nested dataclass."""
 
@@ -59,10 +59,10 @@ SHAPE: Table = {
 """Rules that all layouts share: the sizes of a Vision Transformer, and the attention that every library computes."""
 
 WITHOUT_EFFECT = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std")
-"""Fields that only training and initialisation use, so that a file need not carry them."""
+"""Fields that only training and initialisation use, so that a file need not store them."""
 
 EFFECTIVE = {"class_token": "has_class_token", "positions_at": "positions_place"}
-"""Fields whose default depends on other fields, and the properties with their effective values."""
+"""Fields whose default depends on other fields, with the properties that hold their effective values."""
 
 LAYOUTS_OF = {"ViT": "google, big-vision, timm, huggingface or torchvision", "BiT": "bit, bit-torch or timm"}
 TITLES = {"ViT": "a Vision Transformer", "BiT": "a BiT ResNet"}
@@ -79,7 +79,7 @@ def nested(table: Table) -> Rule:
 
 
 def other_architecture(layout: str, architecture: str) -> BundleError:
-    """Return the error for a network of an architecture that the layout has no names for."""
+    """Return the error for a network whose architecture the layout cannot store."""
     title = TITLES.get(architecture, f"a network of the architecture {architecture}")
     return BundleError(
         f"{title} cannot be written as {layout}: choose {LAYOUTS_OF.get(architecture, 'vitrail, our own layout')}"
@@ -87,9 +87,10 @@ def other_architecture(layout: str, architecture: str) -> BundleError:
 
 
 def carried(layout: str, options: Any, table: Table) -> list[str]:
-    """Return the options that a file of the layout does not carry because the library's code has its own values.
+    """Return the options that the other library's code will compute with its own values, because the file cannot store
+    ours.
 
-    Raise `BundleError` that names every option that the layout cannot carry, and every field that is not in the table.
+    Raise `BundleError` with all options that the layout cannot store, and all fields that are not in the table.
     """
     problems, lost = _compared(options, table, "")
     if problems:
@@ -98,7 +99,7 @@ def carried(layout: str, options: Any, table: Table) -> list[str]:
 
 
 def output_loss(layout: str, bundle: Bundle, *, kept: tuple[str, ...], noted: tuple[str, ...] = ()) -> list[str]:
-    """Return a description of the meaning of the outputs if the file does not store it.
+    """Return a note about the meaning of the outputs if the file does not store it.
 
     Raise `BundleError` if the meaning is in neither `kept` nor `noted`.
     """
@@ -108,7 +109,7 @@ def output_loss(layout: str, bundle: Bundle, *, kept: tuple[str, ...], noted: tu
 
 
 def bare_loss(layout: str, bundle: Bundle) -> list[str]:
-    """Return what is not carried by a file that holds tensors and nothing else."""
+    """Return the properties of a model that a file with tensors alone does not store."""
     config = bundle.network.config
     lost = ["class names", "preprocessing"]
     lost += output_loss(layout, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
@@ -118,7 +119,7 @@ def bare_loss(layout: str, bundle: Bundle) -> list[str]:
 
 
 def _compared(options: Any, table: Table, within: str) -> tuple[list[str], list[str]]:
-    """Return the problems, and the options that are not carried."""
+    """Return the options that the layout cannot store, and the options that the library's code computes differently."""
     problems, lost = [], []
     for item in fields(options):
         name = f"{within}{item.name}"

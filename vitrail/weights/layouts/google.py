@@ -88,7 +88,7 @@ class Google:
         if others := len(checkpoint.tensors.shapes) - len(_image_network(checkpoint.tensors).shapes):
             notes.append(f"{others} tensors do not belong to the image network and were skipped")
         if config.positions == "sincos-2d" and hints.image_size is None:
-            notes.append(f"the file does not contain its image size: {config.image_size} is assumed")
+            notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
         fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.875} if self.big_vision else {"resize": "squash"}
         return Description(
             tensors=tensors,

@@ -1,8 +1,8 @@
 """Folders of Hugging Face's transformers: ViT, DINOv2, and DINOv2 with registers.
 
 A folder has `config.json`, weights and `preprocessor_config.json`. Files on the hub have the tensor names of the first
-releases. Newer releases changed some names, and models without a head have no prefix. Reading converts all names to the
-hub's names without prefix; writing uses the hub's names.
+releases. Newer releases of the library changed some names, and models without a head have no prefix. When a file is
+read, all names are converted to the hub's names without a prefix. When a file is written, it gets the hub's names.
 """
 
 from __future__ import annotations
@@ -63,13 +63,15 @@ HUB_NAMES = {
     r"\.attention\.o_proj\.": ".attention.output.dense.",
     r"\.mlp\.down_proj\.": ".mlp.weights_out.",
 }
-"""Patterns of names in newer releases, with the hub's names. In newer releases ViT's MLP has the names of DINOv2's MLP,
-so `_hub_name` needs to know the family."""
+"""Patterns of tensor names in newer releases, with the hub's names. `_hub_name` needs the model family, because newer
+releases use one name for the MLPs of ViT and DINOv2."""
 
 
 class HuggingFace:
-    """The layout of Hugging Face's transformers for networks with a class token. A network with LayerScale is written
-    as DINOv2, with or without registers. Any other network is written as ViT."""
+    """The layout of Hugging Face's transformers for networks with a class token.
+
+    A network with LayerScale is written as DINOv2, with or without registers. Any other network is written as ViT.
+    """
 
     name = "huggingface"
     folder_files: tuple[str, ...] = ("model.safetensors", "config.json", "preprocessor_config.json")
@@ -133,9 +135,10 @@ class HuggingFace:
 
 
 def pairs(config: ViTConfig, *, gate_apart: bool = False) -> Iterator[Pair]:
-    """Return the pairs of all tensors of a config, by the hub's names without prefix.
+    """Yield the pairs of tensor names of a network with this config. Names in the file are the hub's names without a
+    prefix.
 
-    With `gate_apart` SwiGLU's gate is a tensor of its own, as in newer releases.
+    With `gate_apart` the gate of SwiGLU is a separate tensor, as in newer releases.
     """
     yield patch_pair(PATCHES, config.patch_size, config.channels)
     yield Pair("patches.projection.bias", (f"{PATCHES}.bias",))
@@ -180,7 +183,7 @@ def _both(ours: str, *theirs: str, bias: bool = True) -> Iterator[Pair]:
 
 
 def _family(tensors: TensorFile, settings: Settings) -> Family:
-    """Return the model family that the config names. Without a name in the config, the names of the tensors decide."""
+    """Return the model family that the config names. If it names none, the names of the tensors decide."""
     model_type = settings.get("model_type", str, None)
     if model_type is not None:
         if model_type not in FAMILIES:
@@ -199,7 +202,7 @@ def _family(tensors: TensorFile, settings: Settings) -> Family:
 
 
 def _hub_name(name: str, family: Family) -> str:
-    """Return a tensor's name in files on the hub, without prefix."""
+    """Return the name that a tensor has in files on the hub, without a prefix."""
     name = name.removeprefix(family.prefix)
     for new, old in HUB_NAMES.items():
         name = re.sub(new, old, name)
@@ -209,14 +212,14 @@ def _hub_name(name: str, family: Family) -> str:
 
 
 def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
-    """Return the tensors that classification does not use, and notes about the important ones."""
+    """Return the names of tensors that classification does not use, and notes about the important ones."""
     ignored = [name for name in tensors.shapes if name == MASK or name.startswith(DECODER)]
     notes = []
     if any(name.startswith(DECODER) for name in ignored):
         notes.append("the decoder of masked patches was skipped")
     if "classifier.weight" in tensors and "pooler.dense.weight" in tensors:
         ignored += ["pooler.dense.weight", "pooler.dense.bias"]
-        notes.append("the pooler was skipped: the library does not use it in a model with a classifier")
+        notes.append("the pooler was skipped, because the library does not use it in a model with a classifier")
     return tuple(ignored), notes
 
 
@@ -224,7 +227,7 @@ def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _check_carried(config: ViTConfig, family: Family) -> list[str]:
-    """Return the options that the file does not store. Raise `BundleError` if the loss of an option would change
+    """Return the options that the file does not store. Raise `BundleError` if a lost option would change
     predictions."""
     dinov2_pool = only("cls+gap", "cls") if config.num_classes else only("cls")
     table: Table = {
@@ -246,7 +249,7 @@ def _check_carried(config: ViTConfig, family: Family) -> list[str]:
 
 
 def _check_dinov2(config: ViTConfig) -> None:
-    """Raise `BundleError` if the config has a value that DINOv2's code in the library cannot produce."""
+    """Raise `BundleError` if the library's DINOv2 code cannot compute a network with this config."""
     for name, (down, across) in (("patch_size", config.patch_size), ("image_size", config.image_size)):
         if down != across:
             raise BundleError(f"Hugging Face's DINOv2 takes square patches and images: {name}={(down, across)}")
@@ -263,9 +266,10 @@ def _check_dinov2(config: ViTConfig) -> None:
 def _conformed(
     state: dict[str, Tensor], config: ViTConfig, family: Family
 ) -> tuple[dict[str, Tensor], ViTConfig, tuple[str, ...]]:
-    """Return weights and config of the same function in the library's form, and what that changes.
+    """Return equivalent weights and config in the library's form, and notes on the changes.
 
-    Positions cover the class token and the patches. DINOv2's head reads the class token and the mean of the patches.
+    In this form positions cover the class token and the patches, and DINOv2's head reads the class token and the mean
+    of the patches.
     """
     lost: tuple[str, ...] = ()
     positions, cls = state["positions.embedding"], state["prefix.cls"]
@@ -283,7 +287,7 @@ def _conformed(
 
 
 def _lost(config: ViTConfig, family: Family) -> Iterator[str]:
-    """Yield what differs in the library's code without changing predictions for images of the model's size."""
+    """Yield the differences of the library's code that do not change predictions for images of the model's size."""
     if config.grid[0] != config.grid[1]:
         yield f"images of other sizes than {config.image_size} (its code resizes positions of square grids only)"
     if not family.is_dinov2 and not config.num_classes and not config.head_hidden:

@@ -1,4 +1,4 @@
-"""Conversion between our config and `config.json` of Hugging Face's transformers with the shapes of its tensors."""
+"""Conversion between our network config and the `config.json` of Hugging Face's transformers."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu-tanh", "
 OUTPUTS: dict[str, OutputKind] = {
     "single_label_classification": "softmax", "multi_label_classification": "sigmoid", "regression": "numbers",
 }  # fmt: skip
-"""The library's `problem_type`, and the meaning of the outputs."""
+"""Meaning of the outputs for each `problem_type` of the library."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family of the library: names of the model, and values that the library's model class fixes."""
+    """A model family of the library: its names, and the values that are fixed in its code."""
 
     model_type: str
     class_name: str
     norm_eps: float
     position_resize: PositionResize
     why: str
-    """Properties of the networks that are written as this model, for messages."""
+    """Properties of the networks that are written as this family, for messages."""
 
     @property
     def prefix(self) -> str:
@@ -72,7 +72,7 @@ FAMILIES = {family.model_type: family for family in (VIT, DINOV2, DINOV2_REGISTE
 
 @dataclass(frozen=True)
 class Settings:
-    """Content of `config.json`. The type of a field is checked when it is read."""
+    """Content of `config.json`. The type of each field is checked when the field is read."""
 
     weights: Path
     content: Mapping[str, Any]
@@ -148,8 +148,10 @@ def _mlp(tensors: TensorFile, settings: Settings, family: Family) -> tuple[Activ
 def _image_size(
     tensors: TensorFile, settings: Settings, patch: tuple[int, int], hints: Hints, notes: list[str]
 ) -> tuple[int, int]:
-    """Return the image size of the position embedding. It is the size in the config, else the hinted size, else a
-    square."""
+    """Return the image size that the position embedding was made for.
+
+    The size in the config comes first, then the hinted size, then the square with this number of patches.
+    """
     places = _shape(tensors, POSITIONS, 3)[1] - 1
     size = settings.image_size()
     if size is None:
@@ -163,7 +165,10 @@ def _image_size(
         )
     whole = grid[0] * patch[0], grid[1] * patch[1]
     if whole != size:
-        notes.append(f"patches do not divide the image size {size}: it became {whole}, the part that patches cover")
+        notes.append(
+            f"image_size={size} is not a multiple of the patch size, so the model uses {whole}, the part that "
+            "patches cover"
+        )
     return whole
 
 
@@ -186,7 +191,7 @@ def classes_of(settings: Settings, num_classes: int, notes: list[str]) -> tuple[
 
 
 def config_json(config: ViTConfig, family: Family, bundle: Bundle) -> dict[str, Any]:
-    """Return the content of `config.json`, with all fields that the library's `from_pretrained` needs."""
+    """Return the content of `config.json`, with all fields that `from_pretrained` needs."""
     act = "gelu_pytorch_tanh" if config.activation == "gelu-tanh" else "gelu"
     content: dict[str, Any] = {
         "architectures": [family.class_name + ("ForImageClassification" if config.num_classes else "Model")],
@@ -226,7 +231,7 @@ def _one_or_two(size: tuple[int, int]) -> int | list[int]:
 
 
 def mlp_ratio(config: ViTConfig) -> int | None:
-    """Return the whole number `mlp_ratio` with which the library makes this MLP, or None if there is none."""
+    """Return the whole number `mlp_ratio` that gives the library this MLP width, or None if there is none."""
     for ratio in range(1, 2 * config.mlp_width // config.width + 2):
         hidden = ratio * config.width
         if config.activation == "swiglu":

@@ -1,8 +1,8 @@
 """Conversion between our preprocessing and `preprocessor_config.json` of Hugging Face's transformers.
 
-Two differences remain, which no field describes. If an odd number of pixels is cropped, the library rounds the start of
-the window down, and we round it to the even pixel. The library's faster code resizes tensors, which differs from Pillow
-by one level.
+Two differences remain, because no field describes them. If the number of pixels to crop is odd, the library rounds the
+start of the crop down, while we round it to an even pixel. The library's fast processors resize tensors, which differs
+from Pillow by one level.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitrail.weights.layouts.carried import KEPT, Table
 __all__ = ["PREPROCESS", "ReadPreprocess", "preprocess_of", "preprocessor_config"]
 
 RESAMPLE: dict[int, Interpolation] = {0: "nearest", 2: "bilinear", 3: "bicubic", 4: "area"}
-"""Numbers of Pillow's filters."""
+"""Our names of the interpolation filters by their numbers in Pillow."""
 
 HALF: dict[str, Any] = {"image_mean": [0.5], "image_std": [0.5]}
 IMAGENET: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -29,7 +29,7 @@ CUT: dict[str, Any] = {"size": {"shortest_edge": 256}, "crop_size": 224}
 PREPROCESS: Table = dict.fromkeys(
     (
         "image_size", "channels", "interpolation", "mean", "std",
-        # `preprocessor_config` says what is lost of these:
+        # `preprocessor_config` reports these losses itself:
         "resize", "crop_share", "pad_value", "antialias", "scaled_decode",
     ),
     KEPT,
@@ -38,17 +38,17 @@ PREPROCESS: Table = dict.fromkeys(
 
 @dataclass(frozen=True)
 class ReadPreprocess:
-    """Preprocessing for the network's image size, read from a file."""
+    """Preprocessing that was read from a file, for the network's image size."""
 
     preprocess: Preprocess
     size: tuple[int, int] | None
-    """Height and width of the images that the file describes, or None."""
+    """Height and width of the images that the file describes, if it says so."""
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Geometry:
-    """Resizing and cropping."""
+    """The resizing and cropping that a file describes."""
 
     resize: Resize
     crop_share: float = 1.0
@@ -57,7 +57,8 @@ class _Geometry:
 
 
 def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool) -> ReadPreprocess:
-    """Return the preprocessing in `content` for the network's image size, with a note for each part that differs here.
+    """Return the preprocessing in `content` for the network's image size, with notes on all differences from the
+    library.
 
     Missing fields take the defaults of the model family. Raise `BundleError` for an invalid field.
     """
@@ -81,7 +82,8 @@ def preprocess_of(content: Mapping[str, Any], config: ViTConfig, *, dinov2: bool
     interpolation = RESAMPLE.get(filled["resample"]) if isinstance(filled["resample"], int) else None
     if interpolation is None:
         notes.append(
-            f"preprocessor_config.json has resample={filled['resample']!r}, which does not exist here: bicubic is used"
+            f"preprocessor_config.json has resample={filled['resample']!r}, which does not exist here, so "
+            "bicubic is used"
         )
     mean, std = _tones(filled)
     preprocess = Preprocess(
@@ -100,15 +102,19 @@ def _geometry(content: Mapping[str, Any]) -> _Geometry:
     size, crop = content.get("size"), content.get("crop_size")
     made = _sides(crop, "crop_size") if crop is not None and content.get("do_center_crop", True) else None
     if not content.get("do_resize", True):
-        return _Geometry("squash", size=made, note="does not resize images: here they are squashed to the image size")
-    if isinstance(size, int) and made is not None:  # older files write the short side like this
+        return _Geometry(
+            "squash", size=made, note="does not resize images, but here they are squashed to the image size"
+        )
+    if isinstance(size, int) and made is not None:  # older files give the short side as one number
         size = {"shortest_edge": size}
     if isinstance(size, dict) and set(size) == {"shortest_edge"}:
         edge = _whole(size["shortest_edge"], "size")
         if made is None:
-            note = f"scales the short side to {edge} without cropping: here the centre is cropped"
+            note = f"scales the short side to {edge} without cropping, but here the centre is cropped"
             return _Geometry("crop", size=(edge, edge), note=note)
-        note = "crops a rectangle from images scaled by their short side: here they are scaled to cover it"
+        note = (
+            "crops a rectangle from images scaled by their short side, but here they are scaled to cover the rectangle"
+        )
         return _crop(made, (edge, edge), note if made[0] != made[1] else "")
     scaled = None if size is None else _sides(size, "size")
     if made is None or made == scaled or scaled is None:
@@ -116,13 +122,13 @@ def _geometry(content: Mapping[str, Any]) -> _Geometry:
     share = made[0] / scaled[0]
     if share <= 1 and all(scaled_side(part, share) == whole for part, whole in zip(made, scaled, strict=True)):
         return _Geometry("squash", share, made)
-    return _crop(made, scaled, f"squashes images to {scaled} and crops {made}: here they keep their proportions")
+    return _crop(made, scaled, f"squashes images to {scaled} and crops {made}, but here they keep their proportions")
 
 
 def _crop(made: tuple[int, int], scaled: tuple[int, int], note: str) -> _Geometry:
     share = min(part / whole for part, whole in zip(made, scaled, strict=True))
     if share > 1:
-        note = f"crops {made} from images of {scaled}, with a black border: here there is no border"
+        note = f"crops {made} from images of {scaled}, with a black border, but here there is no border"
     return _Geometry("crop", min(share, 1.0), made, note)
 
 
@@ -136,13 +142,14 @@ def _sides(value: Any, name: str) -> tuple[int, int]:
 def _whole(value: Any, name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise BundleError(
-            f"preprocessor_config.json: {name}={value!r} is not pixels, height and width, or a shortest_edge"
+            f"preprocessor_config.json: {name}={value!r} is not a number of pixels, a height and width, or a "
+            "shortest_edge"
         )
     return value
 
 
 def _tones(content: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation for pixels in [0, 1], converted from the file's units."""
+    """Return the mean and standard deviation of pixels in [0, 1], converted from the file's units."""
     mean, std = (_numbers(content[name], name) for name in ("image_mean", "image_std"))
     if not content.get("do_normalize", True):
         mean, std = (0.0,), (1.0,)
@@ -163,7 +170,7 @@ def _numbers(value: Any, name: str) -> tuple[float, ...]:
 
 
 def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the content of the file, and what it does not carry."""
+    """Return the content of `preprocessor_config.json`, and a list of the settings that it does not store."""
     height, width = preprocess.image_size
     size: dict[str, int] = {"height": height, "width": width}
     content: dict[str, Any] = {

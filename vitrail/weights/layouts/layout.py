@@ -1,7 +1,7 @@
-"""The contract of a layout, and the parts that all layouts share.
+"""The contract of a layout, and the functions that all layouts share.
 
-A layout is a list of pairs for each config: the name of one of our tensors, and the names of the library's tensors with
-the same numbers. The same list serves reading and writing. Each module of a library offers a `Layout`.
+A layout is described by pairs of tensor names: the name of one of our tensors, and the names of the library's tensors
+with the same numbers. The same pairs serve reading and writing. The module of each library offers a `Layout`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pair:
-    """One of our tensors, and the library's tensor or tensors with the same numbers."""
+    """The name of one of our tensors, and the names of the library's tensors with the same numbers."""
 
     ours: str
     theirs: tuple[str, ...]
-    """Names in the file. Several tensors are joined along our first axis, as queries, keys and values are."""
+    """Names in the file. Several tensors are joined along the first axis of ours, as queries, keys and values are."""
     to_ours: Callable[[Tensor], Tensor] = _same
-    """Conversion of each of their tensors to ours, or to its part of ours."""
+    """Conversion of each of the library's tensors to ours, or to its part of ours."""
     to_theirs: Callable[[Tensor], Tensor] = _same
-    """Conversion back to their tensor."""
+    """Conversion of our tensor, or of a part of it, to the library's tensor."""
 
     def read(self, parts: Sequence[Tensor]) -> Tensor:
         made = [self.to_ours(part) for part in parts]
@@ -70,13 +70,13 @@ class Pair:
 
 
 PRODUCER = "vitrail"
-"""Value of "producer" in every `config.json` that Vitrail writes. A later export with `overwrite` may replace only such
-folders."""
+"""Value of "producer" in every `config.json` that Vitrail writes. Writing recognises earlier exports by this value;
+with `overwrite` it may replace them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """Facts about a model that its file does not contain, given by the caller."""
+    """Facts about a model that its file does not contain. The caller gives them."""
 
     heads: int | None = None
     image_size: tuple[int, int] | None = None
@@ -84,60 +84,60 @@ class Hints:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file of weights with the JSON files that lie beside it."""
+    """A file of weights with the JSON files in its folder."""
 
     tensors: TensorFile
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Content of `config.json`; empty without the file."""
+    """Content of `config.json`, or empty if there is no such file."""
     preprocessor: Mapping[str, Any] = field(default_factory=dict)
-    """Content of `preprocessor_config.json`; empty without the file."""
+    """Content of `preprocessor_config.json`, or empty if there is no such file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A checkpoint in our terms: config, preprocessing, classes, and the pairs of tensors."""
+    """The model in a checkpoint, described in our terms: config, preprocessing, classes and pairs of tensor names."""
 
     tensors: TensorFile
-    """Tensors of the file, by the names that the pairs use."""
+    """Tensors of the file, under the names that the pairs use."""
     config: AnyConfig
     preprocess: Preprocess
     pairs: tuple[Pair, ...]
     classes: tuple[str, ...] | None = None
-    """Names of the outputs. None if the file has no names; numbers are used then."""
+    """Names of the outputs. If the file has no names, this is None, and the outputs are numbered."""
     output: OutputKind = "softmax"
     """Meaning of the outputs."""
     ignored: tuple[str, ...] = ()
     """Tensors of the file that our network does not have, such as a mask token."""
     notes: tuple[str, ...] = ()
-    """Assumptions, and tensors that were skipped."""
+    """Notes about assumptions and skipped tensors."""
 
 
 @runtime_checkable
 class Layout(Protocol):
-    """A library's names, shapes and defaults."""
+    """The tensor names, shapes and defaults of a library."""
 
     name: str
     folder_files: tuple[str, ...]
-    """Files of the folder that this layout writes; empty if it writes a single file."""
+    """Names of the files in a folder that this layout writes. Empty if it writes a single file."""
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Return True if the tensors' names and the config are those of this layout."""
+        """Return True if the tensor names and the config belong to this layout."""
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
-        """Return the description of a file. If a hint is missing, raise `BundleError` with the name of the hint."""
+        """Return the description of a file. Raise `BundleError` with the name of a missing hint if one is needed."""
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        """Write the file or folder that the library would have written. Return what the file does not carry."""
+        """Write a file or folder that the library can read. Return the options that it does not store."""
 
 
 def assemble(description: Description) -> AnyNetwork:
-    """Return the network with the file's weights.
+    """Return a network with the file's weights.
 
     All names and shapes are checked before any tensor is read. If a tensor is missing, unexpected or of another shape,
     raise `BundleError` with a list of all such tensors.
     """
     tensors = description.tensors
-    with torch.device("meta"):  # the weights come from the file, so drawing some would waste time
+    with torch.device("meta"):  # no random weights are drawn, because the file has the weights
         network = build(description.config)
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     problems, known = [], set(description.ignored)
@@ -159,7 +159,7 @@ def assemble(description: Description) -> AnyNetwork:
 
 
 def theirs_of(state: Mapping[str, Tensor], pairs: Iterable[Pair]) -> dict[str, Tensor]:
-    """Return the library's tensors, converted from ours."""
+    """Return our tensors converted to the library's tensors, under its names."""
     state = dict(state)
     theirs: dict[str, Tensor] = {}
     for pair in pairs:
@@ -169,7 +169,7 @@ def theirs_of(state: Mapping[str, Tensor], pairs: Iterable[Pair]) -> dict[str, T
 
 
 def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
-    """Return the pair of the patch projection, which PyTorch libraries store as a convolution."""
+    """Return the pair for the patch projection, which PyTorch libraries store as a convolution."""
     return Pair(
         "patches.projection.weight",
         (f"{theirs}.weight",),
@@ -181,9 +181,9 @@ def patch_pair(theirs: str, patch_size: tuple[int, int], channels: int) -> Pair:
 def moved_positions(
     state: Mapping[str, Tensor], config: ViTConfig, covered: Covered
 ) -> tuple[dict[str, Tensor], ViTConfig]:
-    """Return weights and config of the same function with learned positions for other tokens before the patches.
+    """Return equivalent weights and config in which learned positions cover other tokens (`covered`).
 
-    The position that a token loses is added to the token itself. The position that a token gains is zero.
+    A token that loses its position gets the position added to its own vector. A token that gains a position gets zeros.
     """
     state, moved = dict(state), replace(config, positions_cover=covered)
     have, want = config.covered, moved.covered
@@ -215,10 +215,10 @@ def depth_of(tensors: TensorFile, prefix: str) -> int:
 
 
 def file_grid(places: int, cells: tuple[int, int], hints: Hints, path: Path, stride: int = 1) -> tuple[int, int]:
-    """Return the grid of a position embedding for this number of patches.
+    """Return the grid (rows, columns) of a position embedding with `places` patches.
 
-    It is the grid of the hinted image size if that has as many patches, else a square. `cells` is the patch size, and
-    `stride` the pixels of one of its cells. Raise `BundleError` if neither fits.
+    The grid of the hinted image size is used if it has this number of patches, and a square otherwise. `cells` is the
+    patch size in steps of `stride` pixels. Raise `BundleError` if neither grid fits.
     """
     if hints.image_size is not None:
         height, width = (math.ceil(side / stride) // patch for side, patch in zip(hints.image_size, cells, strict=True))
@@ -234,27 +234,29 @@ def file_grid(places: int, cells: tuple[int, int], hints: Hints, path: Path, str
 
 
 def heads_of(width: int, depth: int, mlp_width: int, hints: Hints, path: Path) -> int:
-    """Return the number of attention heads, which no state dict contains: the hint, or the number that the published
-    model of this shape has."""
+    """Return the number of attention heads, which no state dict contains.
+
+    It is the hint, or the number of heads of the published model with this shape. Raise `BundleError` without either.
+    """
     if hints.heads is not None:
         return hints.heads
     sizes = (*VARIANTS.values(), DINOV2_GIANT)
     found = {size.heads for size in sizes if size[:3] == (width, depth, mlp_width)}
     if len(found) != 1:
         raise BundleError(
-            f"{path} does not contain the number of attention heads, and its shape (width {width}, depth {depth}, MLP "
-            f"{mlp_width}) is not that of a published model: give heads=... (vitrail convert --heads)"
+            f"{path} does not contain the number of attention heads, and no published model has its shape "
+            f"(width {width}, depth {depth}, MLP {mlp_width}): give heads=... (vitrail convert --heads)"
         )
     return found.pop()
 
 
 def default_preprocess(config: AnyConfig, **fields: Any) -> Preprocess:
-    """Return the preprocessing for a network's image size and channels, with other fields as given."""
+    """Return the preprocessing for a network's image size and channels, with the given values of other fields."""
     return Preprocess(**{"image_size": config.image_size, "channels": config.channels, **fields})
 
 
 def _shape(pair: Pair, tensors: TensorFile) -> tuple[int, ...] | None:
-    """Return the shape of our tensor without reading theirs, or None if theirs cannot be converted."""
+    """Return the shape that our tensor will have, without reading the file. Return None if it cannot be converted."""
     try:
         return tuple(pair.read([torch.empty(tensors.shapes[name], device="meta") for name in pair.theirs]).shape)
     except (RuntimeError, IndexError):
@@ -262,7 +264,7 @@ def _shape(pair: Pair, tensors: TensorFile) -> tuple[int, ...] | None:
 
 
 def _assign(network: torch.nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter by a tensor without copying it, so that a mapped file stays mapped."""
+    """Replace a parameter by a tensor without a copy, so that a memory-mapped file stays mapped."""
     module_name, _, own = name.rpartition(".")
     module = network.get_submodule(module_name)
     setattr(module, own, torch.nn.Parameter(tensor.contiguous(), requires_grad=True))

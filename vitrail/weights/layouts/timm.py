@@ -1,4 +1,4 @@
-"""Files of timm, DINO and DINOv2, whose tensors have the same names: bare files, and hub folders with config.json.
+"""Files of timm, DINO and DINOv2, which share their tensor names: single files, and hub folders with `config.json`.
 
 The layout covers Vision Transformers with all their options, hybrids (with timm's own epsilons), and BiT ResNets.
 """
@@ -67,14 +67,14 @@ VIT: Table = {
 PREPROCESS: Table = dict.fromkeys(
     (
         "image_size", "channels", "resize", "crop_share", "interpolation", "mean", "std",
-        "pad_value", "antialias", "scaled_decode",  # of these `lost_preprocess` says what is lost
+        "pad_value", "antialias", "scaled_decode",  # `lost_preprocess` reports these losses itself
     ),
     KEPT,
 )  # fmt: skip
 
 
 class Timm:
-    """The layout of timm. It is tried last, because other libraries use some of its names as well."""
+    """The layout of timm. It is tried last, because other libraries share some of its names."""
 
     name = "timm"
     folder_files: tuple[str, ...] = ("model.safetensors", "config.json")
@@ -96,7 +96,7 @@ class Timm:
         if config.architecture == "ViT" and config.has_class_token and config.positions_cover == "patches":
             notes = (
                 *notes,
-                f"positions are assumed to be those of {config.grid[0]} x {config.grid[1]} patches alone",
+                f"positions are assumed to cover only the {config.grid[0]} x {config.grid[1]} patches",
             )
         if ignored:
             notes = (*notes, "mask_token, which only pre-training uses, was skipped")
@@ -111,11 +111,11 @@ class Timm:
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
-        """Write a folder as on the hub, or a bare file if the path ends in .safetensors."""
+        """Write a hub folder, or a single file if the path ends in .safetensors."""
         config, state = bundle.network.config, bundle.network.state_dict()
         lost = carried(self.name, config, _carried(config))
         if config.architecture == "ViT" and config.registers and config.positions_cover == "class":
-            # timm has positions for all tokens before the patches or for none of them.
+            # timm has positions for all tokens before the patches, or for none of them.
             state, config = moved_positions(state, config, "patches")
         theirs = theirs_of(state, pairs(config))
         if config.architecture == "ViT" and config.root and not config.root.depths:
@@ -133,7 +133,7 @@ class Timm:
 
 
 def pairs(config: AnyConfig) -> Iterator[Pair]:
-    """Return the pairs of all tensors of a config."""
+    """Yield the pairs of tensor names of a network with this config."""
     if config.architecture == "BiT":
         yield from _bit_pairs(config)
         return
@@ -215,8 +215,11 @@ def _bit_pairs(config: ResNetConfig) -> Iterator[Pair]:
 
 
 def _plain_name(name: str) -> str:
-    """Return timm's name of a tensor. DINOv2's own code has other names for registers and the layers of SwiGLU, and may
-    group blocks into chunks. A root without stages is only its stem, which then has no name."""
+    """Return timm's name of a tensor.
+
+    DINOv2's own code has other names for registers and the layers of SwiGLU, and may group blocks into chunks. If a
+    root has no stages, the names of its stem have no prefix.
+    """
     name = re.sub(rf"^{re.escape(BACKBONE)}(conv|norm)\.", rf"{BACKBONE}stem.\1.", name)
     name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
     name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
@@ -312,7 +315,7 @@ def _grid(
 ) -> tuple[tuple[int, int], Covered]:
     """Return the grid of a position embedding, and the tokens before the patches that it covers.
 
-    In timm, the position embedding covers all tokens before the patches or none of them ("no_embed_class"). In DINOv2,
+    In timm, the position embedding covers all tokens before the patches, or none of them ("no_embed_class"). In DINOv2,
     it covers the class token only. The first image size in `sizes` with a matching number of patches is used. If no
     size matches, the grid must be the only possible square.
     """
@@ -341,13 +344,13 @@ def _only(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def _carried(config: AnyConfig) -> Table:
     if config.architecture == "BiT":
         return BIT
-    # Positions of other kinds are refused, and without positions there is nothing to resize.
+    # Other kinds of positions were refused, and without positions there is nothing to resize.
     resize = own("bicubic-antialias") if config.positions == "learned" else KEPT
     return {**VIT, "position_resize": resize}
 
 
 def _bare_loss_of_config(config: AnyConfig) -> Iterator[str]:
-    """Yield what the folder's config.json contains and bare tensors do not."""
+    """Yield the settings that the folder's `config.json` stores and a file with tensors alone does not."""
     if config.architecture == "BiT":
         return
     yield f"heads={config.heads}"

@@ -1,4 +1,4 @@
-"""Conversion between our config and preprocessing and `config.json` of timm's hub folders."""
+"""Conversion between our network config and preprocessing and the `config.json` of timm's hub folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["POOLS", "classes_of", "lost_preprocess", "preprocess_of", "size_of",
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 POOLS = {"cls": "token", "gap": "avg", "map": "map"}
-"""Our names of pooling, with timm's."""
+"""Our names of the kinds of pooling, with timm's names."""
 INTERPOLATIONS: dict[Interpolation, str] = {
     "nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic", "area": "box",
 }  # fmt: skip
@@ -26,10 +26,10 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool)
     """Return the preprocessing in `pretrained_cfg`, and notes on assumptions."""
     fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.9, "interpolation": "bicubic"}
     notes: tuple[str, ...] = ()
-    if dinov2:  # DINOv2 uses ImageNet's colours, and scales to 256 for 224
+    if dinov2:  # DINOv2 uses ImageNet's colours; for 224 pixels it scales to 256
         fields |= {"crop_share": 0.875, **(IMAGENET if config.channels == 3 else {})}
     if not stated:
-        notes = (f"the file does not contain its preprocessing: mean {fields.get('mean', (0.5,))} is assumed",)
+        notes = (f"the file does not contain its preprocessing, so mean {fields.get('mean', (0.5,))} is assumed",)
     for name, key in (("mean", "mean"), ("std", "std")):
         if len(stated.get(key, ())) in (1, config.channels):
             fields[name] = tuple(map(float, stated[key]))
@@ -37,7 +37,7 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool)
     if (named := stated.get("interpolation")) in filters:
         fields["interpolation"] = filters[named]
     elif named:
-        notes = (*notes, f"interpolation={named!r} does not exist here: {fields['interpolation']} is used")
+        notes = (*notes, f"interpolation={named!r} does not exist here, so {fields['interpolation']} is used")
     if stated.get("crop_pct"):
         fields["crop_share"] = float(stated["crop_pct"])
     if stated.get("crop_mode") in CROP_MODES.values():
@@ -45,19 +45,19 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool)
     if fields["resize"] == "pad":
         fields["pad_value"] = _mean_levels(fields.get("mean", (0.5,)))
     if not 0 < fields["crop_share"] <= 1:
-        notes = (*notes, f"crop_pct={fields['crop_share']} is not in (0, 1]: 1 is used")
+        notes = (*notes, f"crop_pct={fields['crop_share']} is not in (0, 1], so 1 is used")
         fields["crop_share"] = 1.0
     return Preprocess(image_size=config.image_size, channels=config.channels, **fields), notes
 
 
 def classes_of(config: Mapping[str, Any], count: int) -> tuple[str, ...] | None:
-    """Return the names of the outputs if the file has one for each."""
+    """Return the names of the outputs if the file has a name for each output."""
     names = config.get("label_names")
     return tuple(map(str, names)) if isinstance(names, list) and len(names) == count and count else None
 
 
 def size_of(settings: Mapping[str, Any], stated: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return height and width of the images that the network was made for, or None."""
+    """Return the height and width of the images that the network was made for, if the file contains them."""
     size = settings.get("img_size") or (stated.get("input_size") or [])[1:]
     height, width = (size, size) if isinstance(size, int) else size or (0, 0)
     return (int(height), int(width)) if height and width else None
@@ -103,7 +103,7 @@ def written_config(bundle: Bundle) -> dict[str, Any]:
 
 
 def lost_preprocess(preprocess: Preprocess) -> tuple[str, ...]:
-    """Return the preprocessing that `config.json` does not carry."""
+    """Return the preprocessing settings that timm's `config.json` does not store."""
     levels, channels = _mean_levels(preprocess.mean), preprocess.channels
     own, theirs = (values * (channels // len(values)) for values in (preprocess.pad_value, levels))
     others = preprocess.resize == "pad" and own != theirs
@@ -115,12 +115,12 @@ def lost_preprocess(preprocess: Preprocess) -> tuple[str, ...]:
 
 
 def _mean_levels(mean: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the levels with which timm pads images."""
+    """Return the pixel levels of the colour with which timm pads images."""
     return tuple(min(255, max(0, round(255 * value))) for value in mean)
 
 
 def _crop_pct(preprocess: Preprocess) -> float:
-    """Return the fraction with which timm, whose code rounds down, scales to the same size."""
+    """Return the `crop_pct` with which timm, which rounds down, scales images to the same size."""
     share = preprocess.crop_share
     same = all(math.floor(side / share) == scaled_side(side, share) for side in preprocess.image_size)
     return share if same else share * (1 - 1e-12)

@@ -1,4 +1,4 @@
-"""Files of torchvision's Vision Transformers: vit_b_16 and the other sizes."""
+"""Files of torchvision's Vision Transformers, such as vit_b_16."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
 END_TO_END = (384, 512, 518)
-"""Image sizes of the models fine-tuned end to end from SWAG (2201.08371), which scale images to this size, bicubic.
-
-The models of size 224 with a linear head on SWAG's features are scaled in the same way, but nothing in their files
-distinguishes them from other models.
-"""
+"""Image sizes of the SWAG models that were fine-tuned end to end (2201.08371). They scale images to this size, bicubic.
+The SWAG models with a linear head, of size 224, scale images in the same way, but their files look like any other."""
 
 
 class Torchvision:
-    """Networks with a class token, learned positions, exact GELU, and optionally a hidden layer before the head."""
+    """The layout of torchvision. Its networks have a class token, learned positions and exact GELU.
+
+    The hidden layer before the head is optional.
+    """
 
     name = "torchvision"
     folder_files: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Torchvision:
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
         tensors = checkpoint.tensors
-        # Files from before torchvision 0.12 call the layers of an MLP linear_1 and linear_2.
+        # Before torchvision 0.12, the layers of an MLP were called linear_1 and linear_2.
         tensors = tensors.renamed(lambda n: n.replace(".mlp.linear_1.", ".mlp.0.").replace(".mlp.linear_2.", ".mlp.3."))
         shapes = tensors.shapes
         width, channels, down, across = shapes["conv_proj.weight"]
@@ -114,7 +114,7 @@ class Torchvision:
 
 
 def pairs(config: ViTConfig) -> Iterator[Pair]:
-    """Return the pairs of all tensors of a config."""
+    """Yield the pairs of tensor names of a network with this config."""
     yield patch_pair("conv_proj", config.patch_size, config.channels)
     yield Pair("patches.projection.bias", ("conv_proj.bias",))
     yield Pair("prefix.cls", ("class_token",))
