@@ -104,7 +104,10 @@ def test_another_image_size_resizes_positions(embed: Embed, tmp_path: Path) -> N
     before = load_features(tmp_path / "out" / "test").features.copy()
     code, shown, _ = embed("--split", "test", "--overwrite", "--image-size", "21", "28")
     assert code == 0 and "the image size was changed from (14, 21) to (21, 28), and the positions were resized" in shown
-    assert "the cache has features of this data, but with other weights, preprocessing: computing them again" in shown
+    assert (
+        "the cache has features of this data, but with other weights, preprocessing, so they are computed again"
+        in shown
+    )
     assert not np.allclose(load_features(tmp_path / "out" / "test").features, before, atol=1e-3)
     code, _, errors = embed("--split", "test", "--overwrite", "--image-size", "21", "30")
     assert code == 2 and "30" in errors
@@ -151,7 +154,7 @@ def test_a_cache_that_cannot_be_written_is_skipped_with_a_note(embed: Embed, tmp
     (tmp_path / "cache").touch()
     code, printed, errors = embed()
     assert code == 0 and (tmp_path / "out").exists()
-    assert "features are computed and not kept, because the cache cannot be written: " in printed + errors
+    assert "features are computed but not kept, because the cache cannot be written: " in printed + errors
 
 
 def test_images_without_classes_are_embedded(

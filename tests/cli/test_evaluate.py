@@ -206,7 +206,7 @@ def test_folders_of_imagenets_numbers_are_measured_with_a_note(
 ) -> None:
     model = make_model(tmp_path / "model", IMAGENET)
     code, out, errors = evaluate(model, numbered, "--split", "all", "--confusion", "--json")
-    assert code == 0 and "the data's classes are numbers, which are taken as ImageNet's classes" in errors
+    assert code == 0 and "the data's classes are numbers, so they are taken as ImageNet's classes" in errors
     row = json.loads(out)["train"]
     assert row["images"] == 6 and {cell[0] for cell in row["confusion"]} == {"class 7", "class 998"}
 
@@ -240,7 +240,7 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
     ("words", "message"),
     [
         (("--by", "knnn"), "unknown evaluator 'knnn'; nearest: knn"),
-        (("--by", "accuracy"), "this model has no head, so it tells no classes apart; fine-tune it, or measure its"),
+        (("--by", "accuracy"), "this model has no head, so it cannot classify; fine-tune it, or measure its"),
         (
             ("--by", "fewshot", "--shots", "25"),
             "25 shots need 25 training images per class; these classes have fewer: blue (9), green (9), red (9)",
@@ -346,8 +346,8 @@ def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytes
     code, out, _ = evaluate("--by", "knn", "--numbers", "height", "--k", "1", "--json")
     assert code == 0 and {"knn_1_r2", "knn_1_mean_absolute_error"} <= set(json.loads(out)["test"])
     for options, message in (
-        (("--by", "accuracy"), "accuracy needs classes, and the targets of this data are numbers; use regression"),
-        (("--by", "fewshot"), "fewshot needs images with one label each, and these have numbers and no classes"),
+        (("--by", "accuracy"), "accuracy needs classes, but the targets of this data are numbers; use regression"),
+        (("--by", "fewshot"), "fewshot needs images with one label each, but these have numbers and no classes"),
         (("--confusion",), "--per-class and --confusion are for classes, and this model predicts numbers; leave them"),
     ):
         code, _, errors = evaluate(*options)

@@ -174,7 +174,7 @@ def test_samples_without_a_label_are_left_out_and_counted() -> None:
 
 def test_a_model_without_a_head_has_no_accuracy() -> None:
     source = Pictures(6)
-    with pytest.raises(ConfigError, match="this model has no head, so it tells no classes apart"):
+    with pytest.raises(ConfigError, match="this model has no head, so it cannot classify"):
         ByAccuracy()(make_outputs(make_bundle(())), source, source)
     assert ByNeighbours((1,))(make_outputs(make_bundle(())), source, source)["knn_1"] == 1  # each is its own nearest
 
@@ -232,7 +232,7 @@ def test_few_shots_learn_from_others_where_some_cannot_be_decoded(counted: Calla
     after = make_outputs(bundle)
     after.features(train)
     assert evaluator(after, train, test) == found
-    with pytest.raises(DataError, match="none of 9 images to learn from can be decoded"):
+    with pytest.raises(DataError, match="none of 9 training images can be decoded"):
         evaluator(outputs, Pictures(9, broken=tuple(range(9))), test)
     few = Pictures(9, broken=(2, 5))
     with pytest.raises(DataError, match=r"3 shots need 3 training images per class; these classes have fewer: c \(1\)"):
@@ -265,7 +265,7 @@ def test_data_without_labels_is_refused_before_anything_is_computed(
 ) -> None:
     bundle = make_bundle()
     seen = counted(bundle)
-    with pytest.raises(DataError, match=rf"none of 6 images has a label, and {name} needs to know their classes"):
+    with pytest.raises(DataError, match=rf"none of 6 images has a label, but {name} needs to know their classes"):
         measure(evaluators_of(name), make_outputs(bundle), Pictures(99), Pictures(6, labels=[None] * 6))
     assert not seen
 
@@ -283,7 +283,7 @@ def test_fewer_images_than_shots_are_named_before_anything_is_computed(
 
 
 def test_nothing_that_can_be_decoded_is_an_error() -> None:
-    with pytest.raises(DataError, match="none of 3 images can be decoded; the first: "):
+    with pytest.raises(DataError, match="none of 3 images can be decoded; the first error: "):
         ByNeighbours()(make_outputs(), Pictures(3, broken=(0, 1, 2)), Pictures(3))
 
 

@@ -275,21 +275,21 @@ def test_heads_and_targets_of_other_kinds_are_refused() -> None:
     classes, numbers = Pictures(7), Measured(7)
     bundle = number_bundle(numbers)
     with pytest.raises(
-        DataError, match="accuracy needs classes, and the targets of this data are numbers; use regress"
+        DataError, match="accuracy needs classes, but the targets of this data are numbers; use regress"
     ):
         ByAccuracy()(Outputs(bundle), numbers, numbers)
     with pytest.raises(
-        DataError, match="regression needs numbers, and the targets of this data are classes; use accur"
+        DataError, match="regression needs numbers, but the targets of this data are classes; use accur"
     ):
         ByRegression()(Outputs(bundle), classes, classes)
     named = Bundle(make_network(), classes.classes, PREPROCESS)
     with pytest.raises(
-        ConfigError, match="regression measures predicted numbers, and this model predicts classes; use"
+        ConfigError, match="regression measures predicted numbers, but this model predicts classes; use"
     ):
         ByRegression()(Outputs(named), numbers, numbers)
     other = Bundle(bundle.network, ("right", "left"), PREPROCESS, output="numbers")
     with pytest.raises(
-        DataError, match="the model predicts right, left, and the targets of this data are left, right;"
+        DataError, match="the model predicts right, left, but the targets of this data are left, right;"
     ):
         ByRegression()(Outputs(other), numbers, numbers)
 
@@ -308,6 +308,6 @@ def test_features_of_numbers_are_for_linear_and_knn() -> None:
     assert found["images"] == found["training_images"] == known.sum() == 34
     assert {"knn_3_r2", "knn_3_mean_absolute_error", "linear_root_mean_squared_error"} <= set(found)
     with pytest.raises(
-        DataError, match="fewshot needs images with one label each, and these have numbers and no class"
+        DataError, match="fewshot needs images with one label each, but these have numbers and no class"
     ):
         ByFewShot((1,))(outputs, source, source)

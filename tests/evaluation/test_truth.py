@@ -81,7 +81,7 @@ def test_restricted_to_some_outputs() -> None:
 def test_hits_of_the_likeliest_class() -> None:
     assert LABELS.hits(np.array([2, 0, 1])).tolist() == [True, False, False]
     assert SEVERAL.hits(np.array([2, 0, 1])).tolist() == [True, False, True]
-    with pytest.raises(DataError, match="accuracy needs classes, and these samples have numbers; measure the errors"):
+    with pytest.raises(DataError, match="accuracy needs classes, but these samples have numbers; measure the errors"):
         NUMBERS.hits(np.array([0, 0, 0]))
 
 
@@ -128,9 +128,9 @@ def test_truth_of_a_source_of_numbers() -> None:
     source = Targets([(1.5, NAN), None, (-2.0, 0.0)], ("age", "height"))
     assert same(truth_of(source), NUMBERS)
     check_known(source, "linear")
-    with pytest.raises(DataError, match="none of 2 images has a label, and linear needs to know their classes"):
+    with pytest.raises(DataError, match="none of 2 images has a label, but linear needs to know their classes"):
         check_known(Targets([None, None], ("a",)), "linear")
-    with pytest.raises(DataError, match="none of 1 images has a known number, and linear needs to know their"):
+    with pytest.raises(DataError, match="none of 1 images has a known number, but linear needs to know their"):
         check_known(Targets([(NAN,)], ("a",)), "linear")
 
 
@@ -149,5 +149,5 @@ def test_any_labels_survive_files(labels: list[int | None]) -> None:
     ],
 )  # fmt: skip
 def test_plain_values_that_do_not_fit_are_refused(value: Any, kind: TargetKind) -> None:
-    with pytest.raises(ValueError, match=r"does not name (classes|numbers), 3 at most"):
+    with pytest.raises(ValueError, match=r"is not a valid target for 3 (classes|numbers)"):
         target_from_plain(value, kind, 3)

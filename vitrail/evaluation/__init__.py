@@ -1,1 +1,1 @@
-"""Measuring a model: its head, or classifiers on its features, on held-out images."""
+"""Evaluation of a model on held-out images, by its own head or by simple classifiers of its features."""

@@ -19,7 +19,8 @@ __all__ = ["BY_HEAD", "EVALUATORS", "Evaluator", "Together", "evaluators_of", "m
 
 @runtime_checkable
 class Evaluator(Protocol):
-    """Measures a model on held-out images, for the command line, for training's validation and for probes of a run.
+    """Measures a model on held-out images. The command line, validation during training and a run's probes use
+    evaluators.
 
     `outputs` computes the features and predictions of the model. An evaluator of frozen features fits a simple model to
     the features of `train`. An evaluator must not change the weights of the model. It returns metrics by name. Two of
@@ -42,7 +43,7 @@ EVALUATORS: dict[str, type[ByAccuracy] | type[ByRegression] | type[ByLinear] | t
 
 
 BY_HEAD: dict[OutputKind, str] = {"softmax": "accuracy", "sigmoid": "accuracy", "numbers": "regression"}
-"""Name of the evaluator of a model's own head, for each meaning of the outputs."""
+"""Name of the evaluator that measures a model's own head, for each meaning of the outputs."""
 
 
 def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Evaluator]:
@@ -63,17 +64,18 @@ def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None =
 
 
 def measure(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-    """Return the metrics of several evaluators, which share features and predictions. Errors of an evaluator pass
-    through."""
+    """Return the metrics of several evaluators, which share features and predictions. Raise the errors of the
+    evaluators.
+    """
     metrics: dict[str, float] = {}
-    for name in sorted(evaluators, key=lambda name: name == "fewshot"):  # last: it uses the features of the others
+    for name in sorted(evaluators, key=lambda name: name == "fewshot"):  # last: it can use the others' features
         metrics |= evaluators[name](outputs, train, held_out)
     return metrics
 
 
 @dataclass(frozen=True)
 class Together:
-    """Several evaluators as one, which share features and predictions."""
+    """Several evaluators combined into one. They share features and predictions."""
 
     evaluators: Mapping[str, Evaluator]
 

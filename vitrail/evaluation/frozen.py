@@ -1,4 +1,4 @@
-"""Evaluators of the features of a frozen model: a simple model learns from the features of the training split."""
+"""Evaluators of frozen features: a simple model learns from the features of the training split."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
 __all__ = ["ByFewShot", "ByLinear", "ByNeighbours"]
 
 SHOTS = (1, 5, 10, 25)
-"""Default numbers of shots. A number is used only if every class has that many images."""
+"""Numbers of shots to try by default. A number is used only if every class has that many images."""
 
 NEIGHBOURS = (1, 5, 10, 20, 100)
-"""Default numbers of neighbours. A number is used only if there are that many training images."""
+"""Numbers of neighbours to try by default. A number is used only if there are that many training images."""
 
 
 @dataclass(frozen=True)
 class ByLinear:
-    """Logistic regression on frozen features, or ridge regression if the targets are numbers (`linear_probe`)."""
+    """A linear probe: logistic regression on frozen features, or ridge regression if targets are numbers
+    (`linear_probe`).
+    """
 
     penalties: tuple[float, ...] = ()
-    """Penalties to try. If empty, `PENALTIES` is used for classes and `RIDGE_PENALTIES` for numbers."""
+    """Penalties to try. By default `PENALTIES` for classes and `RIDGE_PENALTIES` for numbers."""
     held_out: float = 0.1
-    """Fraction of the training images on which the penalty is chosen. The final fit uses all training images."""
+    """Fraction of the training images that is held out to choose the penalty. The final fit uses all training
+    images."""
     features: Layer = "embedding"
     """Layer of the network whose outputs are the features."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics of the probe, `linear_penalty` and `training_images`.
 
-        For classes, the accuracy is called `linear`. For numbers, the metrics are `linear_r2` and so on. Errors of
-        `linear_probe` pass through.
+        For classes, the accuracy is called `linear`. For numbers, the metrics are called `linear_r2` and so on. Raise
+        the errors of `linear_probe`.
         """
         known, asked = _both_known("linear", outputs, train, held_out, self.features)
         found = linear_probe(
@@ -63,13 +66,13 @@ class ByFewShot:
     """Least squares on the frozen features of a few images per class (`few_shot`)."""
 
     shots: tuple[int, ...] = ()
-    """Numbers of images per class. If empty, the numbers among 1, 5, 10 and 25 that every class has are used."""
+    """Numbers of images per class. By default the numbers among 1, 5, 10 and 25 that every class has."""
     seeds: int = 3
     """Number of draws."""
     l2: float | Literal["loo"] = 1024.0
-    """Strength of the regularisation; "loo" chooses it for each draw by leave-one-out error."""
+    """Strength of the regularisation. "loo" chooses it for each draw by leave-one-out error."""
     allow_fewer: bool = False
-    """Accept classes with fewer images than shots, and use all of their images."""
+    """Accept classes with fewer images than shots, and use all their images."""
     features: Layer = "head-inputs"
     """Layer of the network whose outputs are the features. The default is the layer of big_vision's evaluator."""
 
@@ -77,10 +80,10 @@ class ByFewShot:
         check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `fewshot_5`, the mean accuracy over seeds with 5 shots, `fewshot_5_deviation`, and so on for each
-        number of shots.
+        """Return metrics for each number of shots, such as `fewshot_5` and `fewshot_5_deviation`.
 
-        If an image has several labels, raise `DataError`. Errors of `few_shot` pass through.
+        `fewshot_5` is the mean accuracy over seeds with 5 shots, and `fewshot_5_deviation` its standard deviation.
+        Raise `DataError` if images can have several labels, and the errors of `few_shot`.
         """
         truth = _single_labels(train)
         _single_labels(held_out)
@@ -120,10 +123,10 @@ class ByFewShot:
     def _drawn(
         self, outputs: Outputs, train: Source, truth: SingleLabels, most: int
     ) -> tuple[Float32[np.ndarray, "k d"], SingleLabels, Int64[np.ndarray, " k"]]:
-        """Return the features of the drawn images, the truth of all usable images, and the rows of the drawn images.
+        """Return the features of the drawn images, the labels of all usable images, and the rows of the drawn images.
 
-        Only the features of drawn images are computed. If a drawn image cannot be decoded, it is skipped and all images
-        are drawn again.
+        Only the features of drawn images are computed. If a drawn image cannot be decoded, that image is skipped and
+        all images are drawn again.
         """
         usable = np.flatnonzero(truth.known)
         found: dict[int, np.ndarray] = {}
@@ -142,7 +145,7 @@ class ByFewShot:
             found |= {number: some.features[places[key]] for number in new if (key := train.key(number)) in places}
             usable = np.setdiff1d(usable, [number for number in new if number not in found])
         if not found:
-            raise DataError(f"none of {len(train):,} images to learn from can be decoded")
+            raise DataError(f"none of {len(train):,} training images can be decoded")
         return np.stack([found[number] for number in wanted]), labelled, rows
 
 
@@ -151,8 +154,8 @@ class ByNeighbours:
     """Nearest neighbours in frozen features: a vote for classes, or a weighted mean for numbers (`knn`)."""
 
     k: tuple[int, ...] = ()
-    """Numbers of neighbours. If empty, the numbers among 1, 5, 10, 20 and 100 that do not exceed the number of training
-    images are used."""
+    """Numbers of neighbours. By default the numbers among 1, 5, 10, 20 and 100 that do not exceed the number of
+    training images."""
     temperature: float = 0.07
     """Temperature of the weights. A neighbour has the weight exp(cosine / temperature)."""
     features: Layer = "embedding"
@@ -161,8 +164,8 @@ class ByNeighbours:
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics for each number of neighbours, and `training_images`.
 
-        For classes, the accuracy with 20 neighbours is called `knn_20`. For numbers, the metrics are `knn_20_r2` and so
-        on. Errors of `knn` pass through.
+        For classes, the accuracy with 20 neighbours is called `knn_20`. For numbers, the metrics are called `knn_20_r2`
+        and so on. Raise the errors of `knn`.
         """
         known, asked = _both_known("knn", outputs, train, held_out, self.features)
         rows = knn(
@@ -182,7 +185,7 @@ class ByNeighbours:
 
 @dataclass(frozen=True, eq=False)
 class _Labelled:
-    """Features of the images whose truth is known."""
+    """Features of the images whose target is known."""
 
     features: Float32[np.ndarray, "n d"]
     truth: Truth
@@ -197,7 +200,7 @@ def _both_known(
 ) -> tuple[_Labelled, _Labelled]:
     """Return the features of the labelled images of `train` and `held_out`.
 
-    If one of the sources has no labelled image, raise `DataError` before any feature is computed.
+    Raise `DataError` before any feature is computed if one of the sources has no labelled image.
     """
     for source in (train, held_out):
         check_known(source, name)
@@ -209,9 +212,9 @@ def _labelled(outputs: Outputs, source: Source, layer: Layer) -> _Labelled:
     found = outputs.features(source, layer)
     skipped = len(found.skipped)
     if not len(found):
-        raise DataError(f"none of {len(source):,} images can be decoded; the first: {found.skipped[0].reason}")
+        raise DataError(f"none of {len(source):,} images can be decoded; the first error: {found.skipped[0].reason}")
     known = found.truth.known
-    if known.all():  # features that are mapped from a file are not copied
+    if known.all():  # avoid copying features that are mapped from a file
         return _Labelled(found.features, found.truth, skipped)
     return _Labelled(found.features[known], found.truth.rows(known), skipped)
 
@@ -222,11 +225,12 @@ def _single_labels(source: Source) -> SingleLabels:
     truth = truth_of(source)
     if not isinstance(truth, SingleLabels):
         theirs = {"classes": "can have several", "numbers": "have numbers and no classes"}[truth.kind]
-        raise DataError(f"fewshot needs images with one label each, and these {theirs}; use linear or knn")
+        raise DataError(f"fewshot needs images with one label each, but these {theirs}; use linear or knn")
     check_known(source, "fewshot")
     return truth
 
 
 def _named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under the name of an evaluator. The accuracy is called NAME, and any other metric NAME_METRIC."""
+    """Return metrics under the name of an evaluator. The accuracy is called NAME, and every other metric
+    NAME_METRIC."""
     return {name if metric == "accuracy" else f"{name}_{metric}": value for metric, value in metrics.items()}

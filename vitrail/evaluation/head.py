@@ -1,4 +1,4 @@
-"""Evaluators of the model's own head. These evaluators fit nothing and do not read the training split."""
+"""Evaluators of the model's own head. They fit nothing and do not read the training split."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ __all__ = ["Accuracy", "ByAccuracy", "ByRegression", "NumberErrors", "with_inter
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 accuracy and cross-entropy, computed batch by batch. Training uses this evaluator for validation.
+    """Top-1 accuracy and cross-entropy, computed batch by batch. Validation during training uses this evaluator.
 
-    Memory does not grow with the number of classes, and no batch waits for the previous one's result. `ByAccuracy`
-    measures more, with intervals.
+    Memory does not grow with the number of classes, and no batch waits for the result of the previous batch.
+    `ByAccuracy` measures more metrics, with intervals.
     """
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `accuracy` in [0, 1], `cross_entropy` in nats, and the numbers of measured `images` and `skipped`
-        images. An image is skipped if it cannot be decoded.
+        """Return `accuracy` in [0, 1], `cross_entropy` in nats, and the numbers of `images` and `skipped` images.
 
-        If images can have several labels, a prediction is correct if the likeliest class is one of the labels.
-        `cross_entropy` is then the sum of the binary cross-entropies of all classes, and `mean_average_precision` is
-        returned too.
+        An image is skipped if it cannot be decoded. If images can have several labels, a prediction is correct if the
+        likeliest class is one of the labels. `cross_entropy` is then the sum of the binary cross-entropies of all
+        classes, and `mean_average_precision` is returned too.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=outputs.bundle.device)  # cross-entropy, counted
-        found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, decoded or not, likeliest class; still on the device
+        totals = torch.zeros(2, dtype=torch.float64, device=outputs.bundle.device)  # sum of losses, their number
+        found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, valid, likeliest class; on the device
         accuracy = StreamingAccuracy()
 
         def take(batch: Batch, logits: Tensor) -> None:
@@ -74,22 +73,22 @@ class ByAccuracy:
     """Metrics of the head over all images: accuracy with intervals, calibration, and the other metrics of `report`."""
 
     bootstrap: int = 1000
-    """Resamples for each interval; 0 for no intervals."""
+    """Number of resamples for each interval. 0 measures no intervals."""
     real: str = ""
-    """Reassessed labels of ImageNet's validation images: "public" for the published ones, or a file real.json. If
-    empty, the accuracy by reassessed labels is not measured."""
+    """Reassessed labels (ReaL) of ImageNet's validation images: "public" for the published ones, or a file real.json.
+    If empty, the ReaL accuracy is not measured."""
     class_names: str = ""
-    """File of WordNet ids and names in the order of the head's outputs (`read_synsets`). It is used to match the
+    """File with WordNet ids and names in the order of the head's outputs (`read_synsets`). It is used to match the
     classes of the data to the outputs."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the metrics. The classes of `held_out` may differ from the model's (`map_classes`).
+        """Return the metrics. The classes of `held_out` are matched to the model's classes by `map_classes`.
 
         Raise `ConfigError` for a model without a head, and `DataError` for classes that the model does not have.
         """
         truth = check_known(held_out, "accuracy")
         if isinstance(truth, Numbers):
-            raise DataError("accuracy needs classes, and the targets of this data are numbers; use regression")
+            raise DataError("accuracy needs classes, but the targets of this data are numbers; use regression")
         classes = outputs.bundle.classes
         if classes and classes != tuple(held_out.classes):
             mapped = map_classes(classes, held_out.classes, mapping=self.class_names or None)
@@ -124,13 +123,16 @@ class ByAccuracy:
 
 @dataclass(frozen=True)
 class NumberErrors:
-    """R², mean absolute error and root mean squared error, computed batch by batch. Regression training uses this
-    evaluator for validation."""
+    """R², mean absolute error and root mean squared error, computed batch by batch. Validation during training uses
+    it."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs, and the counts
-        `images` and `skipped`. If no number is known, only the counts are returned."""
-        found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, decoded or not, predicted; on the device
+        """Return the metrics averaged over the outputs, and the counts `images` and `skipped`.
+
+        The metrics are `r2`, `mean_absolute_error` and `root_mean_squared_error`. If no number is known, only the
+        counts are returned.
+        """
+        found: list[tuple[Tensor, Tensor, Tensor]] = []  # samples, valid, predicted; on the device
 
         def take(batch: Batch, predicted: Tensor) -> None:
             found.append((batch.samples, batch.valid, predicted))
@@ -150,25 +152,24 @@ class ByRegression:
     """Errors of predicted numbers over all images, with intervals (`regression_report`)."""
 
     bootstrap: int = 1000
-    """Resamples for each interval; 0 for no intervals."""
+    """Number of resamples for each interval. 0 measures no intervals."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs. If there are
-        several outputs, each output also has metrics called NAME:r2 and so on.
+        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs.
 
-        Raise `ConfigError` if the model does not predict numbers, and `DataError` if the targets are not the numbers
-        that the model predicts.
+        If there are several outputs, each output also has metrics, with names such as NAME:r2. Raise `ConfigError` if
+        the model does not predict numbers, and `DataError` if it predicts other numbers than the targets.
         """
         if not isinstance(check_known(held_out, "regression"), Numbers):
-            raise DataError("regression needs numbers, and the targets of this data are classes; use accuracy")
+            raise DataError("regression needs numbers, but the targets of this data are classes; use accuracy")
         bundle = outputs.bundle
         if bundle.output != "numbers":
             raise ConfigError(
-                "regression measures predicted numbers, and this model predicts classes; use linear or knn"
+                "regression measures predicted numbers, but this model predicts classes; use linear or knn"
             )
         if bundle.classes != tuple(held_out.classes):
             raise DataError(
-                f"the model predicts {', '.join(bundle.classes)}, and the targets of this data are "
+                f"the model predicts {', '.join(bundle.classes)}, but the targets of this data are "
                 f"{', '.join(held_out.classes)}; choose the same columns in the same order"
             )
         found = regression_report(outputs.predictions(held_out), bootstrap=self.bootstrap)
@@ -187,16 +188,17 @@ def _number_metrics(prefix: str, metrics: NumberMetrics) -> dict[str, float]:
 
 
 def with_interval(name: str, metric: Metric) -> dict[str, float]:
-    """Return the value of a metric as NAME. If the metric has an interval, also return the ends as NAME_low and
-    NAME_high."""
+    """Return the value of a metric as NAME, and the ends of its interval, if it has one, as NAME_low and NAME_high."""
     if metric.low is None or metric.high is None:
         return {name: metric.value}
     return {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
 
 
 def _cross_entropies(logits: Float[Tensor, "b classes"], batch: Batch, output: OutputKind) -> Float[Tensor, " b"]:
-    """Return the cross-entropy of each sample in nats. For sigmoid outputs, it is the sum of the binary
-    cross-entropies."""
+    """Return the cross-entropy of each sample in nats.
+
+    For sigmoid outputs, it is the sum of the binary cross-entropies of all classes.
+    """
     labels = batch.labels.clamp(min=0)
     if batch.targets is None and output == "softmax":
         return F.cross_entropy(logits, labels, reduction="none")

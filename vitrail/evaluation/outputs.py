@@ -1,4 +1,4 @@
-"""Features and predictions of a model, each computed once for all evaluators."""
+"""Features and predictions of a model. Each is computed once and shared by all evaluators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Outputs"]
 
 
 class Outputs:
-    """A model, with features and predictions for every sample of a source. Both are computed at first use.
+    """A model with its features and predictions for all samples of a source, which are computed at first use.
 
     `cache` is the folder that stores features between runs. With None, features are not stored. `on_progress` is called
-    with the number of samples that are done and the number of all, `on_note` with sentences for the user, and `on_skip`
-    with each sample that cannot be decoded. `skipped` maps the key of each skipped sample to the reason.
+    with the numbers of finished samples and of all samples, `on_note` with messages for the user, and `on_skip` with
+    each sample that cannot be decoded. `skipped` maps the key of each skipped sample to the reason.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Outputs:
         self.note = on_note or (lambda text: None)
         self.on_skip = on_skip or (lambda item: None)
         self.skipped: dict[str, str] = {}
-        # Each result is stored together with the source, because the id of a freed source can be reused.
+        # Each result is stored with its source, because Python can reuse the id of a freed source.
         self._features: dict[tuple[int, Layer], tuple[Source, FeatureSet]] = {}
         self._predictions: dict[int, tuple[Source, Predictions]] = {}
 
     def has_features(self, source: Source, layer: Layer = "embedding") -> bool:
-        """Return True if the features of a source are computed already."""
+        """Return True if the features of a source have been computed."""
         return (id(source), existing_layer(self.bundle.network, layer)) in self._features
 
     def forget(self) -> None:
-        """Free all features and predictions, before other data is measured."""
+        """Free all features and predictions, before other data is evaluated."""
         self.skipped = {}
         self._features.clear()
         self._predictions.clear()
@@ -82,7 +82,7 @@ class Outputs:
         return self._features[key][1]
 
     def predictions(self, source: Source) -> Predictions:
-        """Return the outputs of the head. The source must have the classes of the model. Raise the errors of
+        """Return the outputs of the head. The source must have the model's classes. Raise the errors of
         `predict_all`."""
         if id(source) not in self._predictions:
             found = predict_all(
@@ -99,7 +99,7 @@ class Outputs:
         return self._predictions[id(source)][1]
 
     def each_batch(self, source: Source, take: Callable[[Batch, Tensor], None]) -> tuple[Skipped, ...]:
-        """Call `take` with every batch of a source and the outputs of the head. Batches and outputs are not stored.
+        """Call `take` with every batch of a source and the head's outputs for it. Nothing is stored.
 
         Return the samples that could not be decoded. Raise the errors of `predictions.predict.each_batch`.
         """

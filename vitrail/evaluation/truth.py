@@ -1,7 +1,7 @@
-"""The truth of samples: one class each, several classes each, or numbers.
+"""The true targets of samples: one class each, several classes each, or numbers.
 
-Everything that depends on the kind of truth is a method of `Truth`, so that evaluators, reports and files work for all
-kinds without asking which one they have.
+Code that depends on the kind of target is in methods of `Truth`, so that evaluators, reports and files work for all
+kinds without distinguishing them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ T = TypeVar("T", bound="Truth")
 
 
 class Truth(ABC):
-    """The truth of n samples, in the order of the samples.
+    """The true targets of n samples, in the order of the samples.
 
-    `columns` is the number of classes, or of numbers, which is also the number of outputs of a model for this truth.
+    `columns` is the number of classes or of numbers. A model for these targets has the same number of outputs.
     """
 
     kind: ClassVar[TargetKind]
@@ -51,42 +51,45 @@ class Truth(ABC):
     @property
     @abstractmethod
     def known(self) -> Bool[np.ndarray, " n"]:
-        """Mask of the samples with a known label or at least one known number."""
+        """Mask of the samples with a known label or with at least one known number."""
 
     def rows(self: T, chosen: Shaped[np.ndarray, " m"] | slice) -> T:
-        """Return the truth of some samples, chosen by a mask, by indices or by a slice."""
+        """Return the targets of some samples, chosen by a mask, by indices or by a slice."""
         return replace(cast(Any, self), values=self.values[chosen])
 
     @abstractmethod
     def restricted(self: T, columns: Sequence[int]) -> T:
-        """Return the truth of a model that has only these outputs, in this order."""
+        """Return the targets for a model that has only the outputs `columns`, in this order."""
 
     @abstractmethod
     def hits(self, likeliest: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-        """Return True for each sample whose likeliest class is true. Raise `DataError` for numbers."""
+        """Return True for each sample whose likeliest class is a true class. Raise `DataError` if targets are
+        numbers."""
 
     @abstractmethod
     def add_to(
         self, sums: Float64[np.ndarray, "b columns"], rows: Int64[np.ndarray, " b"], weights: Float64[np.ndarray, " b"]
     ) -> None:
-        """Add the truth of some samples, each times its weight, to a row of sums each. Unknown values add nothing."""
+        """Add weight times target to each row of `sums`, for the samples `rows`. Unknown targets add nothing."""
 
     @abstractmethod
     def groups(self) -> Int64[np.ndarray, " n"]:
-        """Return the stratum of each sample for stratified draws: one stratum for several labels and for numbers."""
+        """Return the stratum of each sample for stratified draws. Samples with several labels or numbers form one
+        stratum.
+        """
 
     @abstractmethod
     def plain(self, row: int) -> int | list[int] | list[float | None] | None:
-        """Return the truth of one sample as a JSON value; None for an unknown class or number."""
+        """Return the target of one sample as a JSON value. An unknown class or number is None."""
 
 
 @dataclass(frozen=True, eq=False)
 class SingleLabels(Truth):
-    """One class for each sample. Raise `DataError` for a label outside of the classes."""
+    """One class for each sample. Raise `DataError` for a label that is not the index of a class."""
 
     kind = "class"
     values: Int64[np.ndarray, " n"]
-    """Indices of classes; -1 for a sample without a label."""
+    """Indices of classes. -1 marks a sample without a label."""
     num_classes: int
 
     def __post_init__(self) -> None:
@@ -106,7 +109,7 @@ class SingleLabels(Truth):
         return self.values >= 0
 
     def restricted(self, columns: Sequence[int]) -> SingleLabels:
-        places = np.full(self.num_classes + 1, -1, np.int64)  # the last place is that of the label -1
+        places = np.full(self.num_classes + 1, -1, np.int64)  # the last element is for the label -1
         places[list(columns)] = np.arange(len(columns))
         return replace(self, values=places[self.values], num_classes=len(columns))
 
@@ -133,7 +136,7 @@ class MultiLabels(Truth):
 
     kind = "classes"
     values: UInt8[np.ndarray, "n classes"]
-    """1 for each class that holds, else 0."""
+    """1 for each true class of a sample, and 0 for every other class."""
 
     @property
     def columns(self) -> int:
@@ -167,7 +170,7 @@ class Numbers(Truth):
 
     kind = "numbers"
     values: Float64[np.ndarray, "n outputs"]
-    """NaN for an unknown number."""
+    """The numbers. NaN marks an unknown number."""
 
     @property
     def columns(self) -> int:
@@ -181,7 +184,7 @@ class Numbers(Truth):
         return replace(self, values=self.values[:, list(columns)])
 
     def hits(self, likeliest: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-        raise DataError("accuracy needs classes, and these samples have numbers; measure the errors instead")
+        raise DataError("accuracy needs classes, but these samples have numbers; measure the errors instead")
 
     def add_to(
         self, sums: Float64[np.ndarray, "b columns"], rows: Int64[np.ndarray, " b"], weights: Float64[np.ndarray, " b"]
@@ -196,15 +199,15 @@ class Numbers(Truth):
 
 
 def truth_of(source: Source, rows: Iterable[int] | None = None) -> Truth:
-    """Return the truth of the samples of a source, or of some of them in this order. No image is read."""
+    """Return the targets of all samples of a source, or of the samples `rows` in this order. No image is read."""
     chosen = range(len(source)) if rows is None else rows
     return truth_of_targets(map(source.target, chosen), target_kind(source), len(source.classes))
 
 
 def truth_of_targets(targets: Iterable[Target], kind: TargetKind, columns: int) -> Truth:
-    """Return the truth of samples with these targets, for `columns` classes or numbers.
+    """Return these targets as a `Truth` with `columns` classes or numbers.
 
-    If the kind is "none", the result has a label of -1 for each sample.
+    If the kind is "none", every sample gets the label -1.
     """
     found = list(targets)
     if kind == "numbers":
@@ -230,7 +233,7 @@ def target_from_plain(value: Any, kind: TargetKind, columns: int) -> Target:
         fits = fits and isinstance(value, list) == (kind == "classes")
         target = tuple(several) if kind == "classes" else value
     if not fits:
-        raise ValueError(f"{value} does not name {'numbers' if kind == 'numbers' else 'classes'}, {columns} at most")
+        raise ValueError(f"{value} is not a valid target for {columns} {'numbers' if kind == 'numbers' else 'classes'}")
     return target
 
 
@@ -239,12 +242,12 @@ def _is_number(value: Any) -> bool:
 
 
 def check_known(source: Source, name: str) -> Truth:
-    """Return the truth of a source. Raise `DataError` if no sample has a label or a number. No image is read.
+    """Return the targets of a source. Raise `DataError` if no sample has a label or a number. No image is read.
 
-    `name` is the evaluator's.
+    `name` is the name of the evaluator, for the message.
     """
     truth = truth_of(source)
     if not truth.known.any():
         what, needed = ("known number", "numbers") if truth.kind == "numbers" else ("label", "classes")
-        raise DataError(f"none of {len(source):,} images has a {what}, and {name} needs to know their {needed}")
+        raise DataError(f"none of {len(source):,} images has a {what}, but {name} needs to know their {needed}")
     return truth

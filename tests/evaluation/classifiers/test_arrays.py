@@ -84,11 +84,11 @@ def test_samples_without_a_truth_are_refused() -> None:
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match="learn from are 2 wide and those to test on 3"):
+    with pytest.raises(DataError, match="training features are 2 wide and test features 3"):
         check_pair(np.zeros((4, 2), np.float32), np.zeros((4, 3), np.float32))
     one, other = SingleLabels(np.zeros(4, np.int64), 3), MultiLabels(np.zeros((4, 3), np.uint8))
-    with pytest.raises(DataError, match="are class with 3 columns, and those to test on are classes with 3; both"):
+    with pytest.raises(DataError, match="are class with 3 columns, and test targets are classes with 3; both"):
         check_same_kind(one, other)
-    with pytest.raises(DataError, match="class with 3 columns, and those to test on are class with 4; both need the"):
+    with pytest.raises(DataError, match="class with 3 columns, and test targets are class with 4; both need the"):
         check_same_kind(one, SingleLabels(one.values, 4))
     check_same_kind(other, other)

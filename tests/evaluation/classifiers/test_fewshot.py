@@ -249,7 +249,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, object], message:
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = clusters(5, 6, 2)
-    with pytest.raises(DataError, match="6 wide and those to test on 5"):
+    with pytest.raises(DataError, match="6 wide and test features 5"):
         measured(train, labels, train[:, :5], labels, num_classes=2, shots=[1])
     with pytest.raises(DataError, match="test features: 10 of 10 labels are unknown, the first in row 0"):
         measured(train, labels, train, np.full(10, -1), num_classes=2, shots=[1])

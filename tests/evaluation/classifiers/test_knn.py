@@ -203,7 +203,7 @@ def test_leaving_one_out_leaves_one_fewer() -> None:
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = clusters(20, 2, seed=0)
-    with pytest.raises(DataError, match="12 wide and those to test on 11"):
+    with pytest.raises(DataError, match="12 wide and test features 11"):
         voted(train, labels, train[:, :11], labels, num_classes=2, k=[1])
     with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown, the first in row 0"):
         voted(train, labels * 0 - 1, train, labels, num_classes=2, k=[1])

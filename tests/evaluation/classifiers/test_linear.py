@@ -117,7 +117,7 @@ def test_held_out_rows_are_fitted_only_at_the_end(monkeypatch: pytest.MonkeyPatc
 def test_the_cut_takes_its_share_of_each_class(labels: list[int], share: float, seed: int) -> None:
     array = np.array(labels, np.int64)
     if max(labels.count(label) for label in labels) == 1:
-        with pytest.raises(DataError, match="no class has two images"):
+        with pytest.raises(DataError, match="no class has two training images"):
             linear._cut(SingleLabels(array, 4), share, seed)
         return
     fitted, kept = linear._cut(SingleLabels(array, 4), share, seed)
@@ -199,11 +199,11 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = drawn(20, 4, 2)
-    with pytest.raises(DataError, match="4 wide and those to test on 3"):
+    with pytest.raises(DataError, match="4 wide and test features 3"):
         probed(train, labels, train[:, :3], labels, num_classes=2)
     with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown, the first in row 0"):
         probed(train, labels * 0 - 1, train, labels, num_classes=2)
-    with pytest.raises(DataError, match="no class has two images to learn from"):
+    with pytest.raises(DataError, match="no class has two training images"):
         probed(train[:2], np.array([0, 1]), train, labels, num_classes=2)
     test = train.copy()
     test[7, 0] = np.inf

@@ -122,7 +122,7 @@ def test_neighbours_skip_unknown_numbers() -> None:
 
 def test_kinds_that_differ_are_refused() -> None:
     train, known = drawn(20, 4)
-    with pytest.raises(DataError, match="are numbers with 2 columns, and those to test on are class with 2; both need"):
+    with pytest.raises(DataError, match="are numbers with 2 columns, and test targets are class with 2; both need"):
         linear_probe(train, known, train, SingleLabels(np.zeros(20, np.int64), 2))
     with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown"):
         knn(train, Numbers(known.values * math.nan), train, known, k=[1])

@@ -209,7 +209,7 @@ def test_features_of_another_network_are_never_used(
     options = change(watched, source)
     after = watched(source, tmp_path, **options)
     assert watched.seen == 14
-    assert watched.notes == [f"the cache has features of this data, but with other {said}: computing them again"]
+    assert watched.notes == [f"the cache has features of this data, but with other {said}, so they are computed again"]
     assert not np.allclose(before.features, after.features, atol=1e-4)
     assert same(after, watched(source, None, **options))
 
@@ -246,7 +246,9 @@ def test_a_damaged_entry_is_computed_anew_and_said_so(damage: str, tmp_path: Pat
     again = watched(source, tmp_path)
     assert watched.seen == 14 and np.array_equal(again.features, expected)
     assert len(watched.notes) == 1
-    assert watched.notes[0].startswith(f"cached features are damaged and are computed again: {the_entry(tmp_path)}")
+    assert watched.notes[0].startswith(
+        f"cached features are damaged, so they are computed again: {the_entry(tmp_path)}"
+    )
     watched(source, tmp_path)
     assert watched.seen == 14
 
@@ -291,7 +293,7 @@ def test_who_comes_second_waits_and_reads(tmp_path: Path) -> None:
     thread.start()
     try:
         assert waits.wait(30)
-        assert second.notes == ["another process computes the same features: waiting for it"] and not results
+        assert second.notes == ["another process is computing the same features; waiting for it"] and not results
         (tmp_path / "other" / name).rename(tmp_path / name)
     finally:
         os.close(held)
@@ -306,7 +308,7 @@ def test_a_disk_without_locks_keeps_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(fcntl, "flock", refuse)
     watched = Watched()
     features = watched(Pictures(7), tmp_path)
-    assert watched.notes == [f"features are computed and not kept, because the disk of {tmp_path} has no locks"]
+    assert watched.notes == [f"features are computed but not kept, because the disk of {tmp_path} has no locks"]
     assert same(features, watched(Pictures(7), None))
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
@@ -332,7 +334,7 @@ def test_a_full_disk_does_not_end_an_extraction(
     assert watched.seen == (40 if reserves else 65)
     monkeypatch.undo()
     (note,) = watched.notes
-    assert note.startswith("features are computed and not kept, because the cache cannot be written: could not save")
+    assert note.startswith("features are computed but not kept, because the cache cannot be written: could not save")
     assert "File too large" in note
     assert same(found, Watched()(source, None))
     again = watched(source, tmp_path)

@@ -86,7 +86,7 @@ def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
         ("features.json", "{", "", "features.json cannot be read"),
         ("features.json", '"width": 4', '"width": 5', r"holds float32 of \(3, 4\), not float32 of \(3, 5\)"),
         ("features.json", '"images": 3', '"images": 2', r"not float32 of \(2, 4\)"),
-        ("keys.jsonl", '"label": 2', '"label": 3', "line 2 cannot be used: 3 does not name classes, 3 at"),
+        ("keys.jsonl", '"label": 2', '"label": 3', "line 2 cannot be used: 3 is not a valid target for 3"),
         ("keys.jsonl", '"label": 2', '"label": [2]', "line 2 cannot be used"),
         ("keys.jsonl", '"label": 2', '"label": true', "line 2 cannot be used"),
         ("keys.jsonl", '"label": 2', '"class": 2', "line 2 cannot be used: 'label'"),

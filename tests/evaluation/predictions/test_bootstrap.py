@@ -87,7 +87,7 @@ def test_without_resamples_there_is_no_interval() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="-1 resamples are less than 0"):
+    with pytest.raises(ConfigError, match="resamples=-1 is less than 0"):
         mean_interval(np.ones(2), resamples=-1)
     for level in (0.0, 1.0):
         with pytest.raises(ConfigError, match=f"level={level} is not between 0 and 1"):

@@ -151,7 +151,9 @@ def test_a_name_that_two_outputs_have_is_refused() -> None:
 
 
 def test_two_classes_that_are_one_output_are_refused() -> None:
-    with pytest.raises(DataError, match="'n00000001 tench' and 'n00000001_fish' of the data are both output 1 of the"):
+    with pytest.raises(
+        DataError, match="'n00000001 tench' and 'n00000001_fish' of the data both match output 1 of the"
+    ):
         map_classes(["n00000002", "n00000001"], ["n00000001 tench", "n00000001_fish"])
 
 
@@ -217,7 +219,7 @@ def test_nothing_is_fetched_for_other_heads_and_data(serve: Callable[..., list[s
 def test_a_list_of_other_classes_is_refused(list_file: Path) -> None:
     with pytest.raises(DataError, match="list: class 0 is 'thing 999' in the model and 'thing 0' in the list"):
         map_classes(NAMES[::-1], IDS[:3], mapping=list_file)
-    with pytest.raises(DataError, match="the list has 1,000 WordNet ids, and the model 7 outputs"):
+    with pytest.raises(DataError, match="the list has 1,000 WordNet ids, but the model has 7 outputs"):
         map_classes(NUMBERS[:7], IDS[:3], mapping=list_file)
     some_renamed = [f"renamed {number}" if number % 3 == 0 else name for number, name in enumerate(NAMES)]
     assert map_classes(some_renamed, IDS[:3], mapping=list_file).columns == (0, 1, 2)
@@ -238,7 +240,7 @@ def test_numbers_beyond_a_thousand_or_for_another_head_are_refused() -> None:
 
 
 def test_a_head_that_is_not_imagenets_is_refused() -> None:
-    with pytest.raises(DataError, match="the model has 10 outputs; ImageNet's labels need one with its 1,000"):
+    with pytest.raises(DataError, match="the model has 10 outputs, but ImageNet's labels need a model with its 1,000"):
         imagenet_columns(NUMBERS[:10])
     with pytest.raises(DataError, match=r"the model's 1,000 classes, 'n01000001', .* 995 more, are not ImageNet's"):
         imagenet_columns([f"n{int(one[1:]) + 1:08}" for one in IDS])
@@ -346,7 +348,7 @@ def test_images_without_real_labels_are_refused(key: str) -> None:
 def test_real_labels_need_an_image_that_has_one_and_imagenets_head() -> None:
     with pytest.raises(DataError, match="none of 1 images has a ReaL label, so there is nothing to measure"):
         real_accuracy(predicting([0], [1]), [()])
-    with pytest.raises(DataError, match="the model has 3 outputs; ImageNet's labels need one with its 1,000"):
+    with pytest.raises(DataError, match="the model has 3 outputs, but ImageNet's labels need a model with its 1,000"):
         real_accuracy(predicting([0], [1]).restricted((0, 1, 2)), [(0,)])
 
 
@@ -355,7 +357,9 @@ def test_what_are_no_real_labels_is_refused_and_not_kept(
     text: bytes, serve: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     serve({"/real.json": text})
-    with pytest.raises(DataError, match=r"real.json is not a list of 50,000 lists of numbers from 0 to 999"):
+    with pytest.raises(
+        DataError, match=r"real.json does not hold ReaL labels: a list of 50,000 lists of numbers from 0 to 999"
+    ):
         read_real()
     assert not (tmp_path / "cache").exists()
 

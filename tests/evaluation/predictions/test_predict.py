@@ -91,7 +91,7 @@ def test_it_agrees_with_the_streaming_accuracy() -> None:
 
 def test_a_model_without_a_head_is_refused() -> None:
     network, source = make_network(0), Pictures([0, 1])
-    message = r"no head, so it tells no classes apart; fine-tune it, .* fewshot or knn"
+    message = r"no head, so it cannot classify; fine-tune it, .* fewshot or knn"
     with pytest.raises(ConfigError, match=message):
         predict_all(network, source, PREPROCESS)
     with pytest.raises(ConfigError, match=message):
@@ -99,7 +99,7 @@ def test_a_model_without_a_head_is_refused() -> None:
 
 
 def test_another_number_of_outputs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the model has 5 outputs, and the data has 3 classes"):
+    with pytest.raises(ConfigError, match="the model has 5 outputs, but the data has 3 classes"):
         predict_all(make_network(5), Pictures([0, 1]), PREPROCESS)
 
 
@@ -115,7 +115,9 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
     source = Pictures([0, 1, 2, 0])
     source.images[:] = 255
     source.images[2] = 0
-    with pytest.raises(BundleError, match=r"not finite for 1 of 4 images, like 'picture 2'; its weights are damaged"):
+    with pytest.raises(
+        BundleError, match=r"not finite for 1 of 4 images, such as 'picture 2'; its weights are damaged"
+    ):
         predict_all(Broken(), source, PREPROCESS)
 
 

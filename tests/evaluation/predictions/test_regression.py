@@ -94,7 +94,7 @@ def test_truth_of_another_kind_is_refused() -> None:
     numbers = make([[NAN], [NAN]], [[1], [2]])
     with pytest.raises(DataError, match="none of 2 images has a known number, so there is nothing to measure"):
         regression_report(numbers)
-    with pytest.raises(DataError, match="a regression report needs numbers, and these samples have classes"):
+    with pytest.raises(DataError, match="a regression report needs numbers, but these samples have classes"):
         regression_report(replace(numbers, truth=SingleLabels(np.array([0, 0]), 1)))
-    with pytest.raises(DataError, match="a classification report needs classes, and these samples have numbers; use"):
+    with pytest.raises(DataError, match="a classification report needs classes, but these samples have numbers; use"):
         report(make([[1], [2]], [[1], [2]]))

@@ -175,5 +175,5 @@ def test_nothing_to_measure_is_refused() -> None:
         report(predictions.rows(np.zeros(60, bool)))
     with pytest.raises(ConfigError, match=r"temperature=0.0 is not a positive number"):
         report(predictions, temperature=0.0)
-    with pytest.raises(ConfigError, match="-1 resamples are less than 0"):
+    with pytest.raises(ConfigError, match="resamples=-1 is less than 0"):
         report(predictions, bootstrap=-1)

@@ -1,1 +1,1 @@
-"""Classifiers of frozen features, on arrays."""
+"""Simple classifiers and regressions that learn from arrays of frozen features."""

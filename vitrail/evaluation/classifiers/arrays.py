@@ -1,4 +1,4 @@
-"""Arrays of features and their truth: checks, statistics, and reading in parts."""
+"""Checks and statistics of arrays of features and their targets, and reading of large arrays in slices."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ __all__ = [
 ]
 
 PART = 2**23
-"""Numbers in a part: 64 MB in float64."""
+"""Number of float64 values in a slice (64 MB)."""
 
 
 def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Truth) -> None:
-    """Raise `DataError` if there are no features, or if the truth of a feature is unknown. `what` names the features in
-    the message."""
+    """Raise `DataError` if there are no features, or if the target of any feature is unknown.
+
+    `what` names the features in the message.
+    """
     if len(features) != len(truth) or not len(features):
         raise DataError(
             f"{what}: {len(features):,} features and {len(truth):,} labels; give at least one feature, and a label for "
@@ -45,20 +47,20 @@ def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Truth) -> 
 
 
 def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) -> None:
-    """Raise `DataError` unless both features have the same width."""
+    """Raise `DataError` unless both arrays of features have the same width."""
     if train.shape[1] != test.shape[1]:
         raise DataError(
-            f"features to learn from are {train.shape[1]} wide and those to test on {test.shape[1]}; "
-            "compute both with the same model"
+            f"training features are {train.shape[1]} wide and test features {test.shape[1]}; compute both with "
+            "the same model"
         )
 
 
 def check_same_kind(train: Truth, test: Truth) -> None:
-    """Raise `DataError` if the two truths differ in kind, or in the number of classes or outputs."""
+    """Raise `DataError` if training and test targets differ in kind, or in the number of classes or numbers."""
     if (train.kind, train.columns) != (test.kind, test.columns):
         raise DataError(
-            f"targets to learn from are {train.kind} with {train.columns} columns, and those to test on are "
-            f"{test.kind} with {test.columns}; both need the same classes or numbers"
+            f"training targets are {train.kind} with {train.columns} columns, and test targets are {test.kind} "
+            f"with {test.columns}; both need the same classes or numbers"
         )
 
 
@@ -70,8 +72,10 @@ def parts(rows: int, width: int) -> Iterator[slice]:
 
 
 def tensor(features: Float[np.ndarray, "n d"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "n d"]:
-    """Return a copy of the features as a tensor. Features mapped from a file are read-only, and PyTorch has no
-    read-only tensors."""
+    """Return a copy of the features as a tensor.
+
+    A copy is needed because features in a memory-mapped file are read-only, and PyTorch has no read-only tensors.
+    """
     return torch.from_numpy(np.array(features, copy=True)).to(dtype)
 
 
@@ -80,7 +84,7 @@ def moments(
 ) -> tuple[Float64[Tensor, " d"], Float64[Tensor, " d"]]:
     """Return the mean and standard deviation (divided by n) of every column over some rows, in float64.
 
-    If a number is not finite, raise `DataError` with the index of the first such row.
+    Raise `DataError` with the index of the first row that is not finite.
     """
     width = features.shape[1]
     total, squares = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
@@ -95,7 +99,7 @@ def moments(
 
 
 def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) -> None:
-    """Raise `DataError` with the index of the first row that has a number that is not finite."""
+    """Raise `DataError` with the index of the first row that is not finite."""
     finite = values.isfinite().all(dim=1)
     if not finite.all():
         row = rows[int(finite.int().argmin())]
@@ -103,9 +107,9 @@ def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) ->
 
 
 def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray, " n"]:
-    """Return the position of each row, from 0, in a random order of the rows with the same label.
+    """Shuffle the rows of each label, and return the position of each row in this order, counted from 0.
 
-    The order within a class depends only on the seed, the label and the number of rows of that label.
+    The order within a label depends only on the seed, the label and the number of rows with that label.
     """
     ordinals = _places(labels, np.arange(len(labels)))
     order = np.argsort(keyed_uniform(seed, labels, ordinals, draws=1)[:, 0], kind="stable")

@@ -1,4 +1,4 @@
-"""Few-shot accuracy: least squares in closed form on the frozen features of a few images per class."""
+"""Few-shot accuracy: a least-squares classifier, in closed form, of the frozen features of a few images per class."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 CONSTANT = 100.0
-"""The constant feature for the intercept. A large constant keeps the weight small, so that regularisation hardly
-affects the intercept."""
+"""Value of the constant feature that gives the intercept. A large constant needs only a small weight, so that
+regularisation hardly affects the intercept."""
 LOO_GRID = tuple(2.0**power for power in range(20, -11, -1))
-"""The strengths that "loo" chooses from, strongest first."""
+"""The regularisation strengths that "loo" tries, strongest first."""
 NAMED = 10
-"""The largest number of classes that a message names."""
+"""Maximum number of classes that a message names."""
 
 Strength = float | Literal["loo"]
 
@@ -45,14 +45,14 @@ class FewShotRow:
 
     shots: int
     images: int
-    """Number of training images. It is below shots times classes if a class has fewer images than shots."""
+    """Number of training images. It is less than shots times classes if a class has fewer images than shots."""
     accuracies: tuple[float, ...]
-    """The accuracy for each seed."""
+    """Accuracy for each seed."""
     l2: tuple[float, ...]
-    """The strength of the regularisation for each seed."""
+    """Strength of the regularisation for each seed."""
     mean: float
     std: float | None
-    """Sample standard deviation over the seeds (divided by n - 1). It is None for a single seed."""
+    """Sample standard deviation over the seeds (divided by n - 1), or None for a single seed."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ def few_shot(
     class_names: Sequence[str] | None = None,
     of_rows: Int64[np.ndarray, " n"] | None = None,
 ) -> FewShotResult:
-    """Measure few-shot linear regression as in the paper's section 4.1 (arXiv 2010.11929), with the settings of
-    big_vision's evaluator (`fit_least_squares`).
+    """Measure few-shot linear regression as in section 4.1 of the paper (2010.11929), with big_vision's settings.
 
-    `seeds` is a list of seeds, or a number n for the seeds 0 to n - 1. `l2` is the strength of the regularisation, or
-    "loo" to choose it for each draw from 2^-10 to 2^20. If `train_features` has only the features of the drawn images
-    (`draw_shots`), `of_rows` holds the rows of these images in `train_truth`, in rising order.
+    The classifier is `fit_least_squares`. `seeds` is a list of seeds, or a number n for the seeds 0 to n - 1. `l2` is
+    the strength of the regularisation, or "loo" to choose it from 2^-10 to 2^20 for each draw. If `train_features` has
+    only the features of the drawn images (`draw_shots`), `of_rows` holds the rows of these images in `train_truth`, in
+    rising order.
 
-    With `allow_fewer`, a class with fewer images than shots uses all its images; otherwise such a class raises
-    `DataError`. Unknown labels, different widths and features that are not finite raise `DataError`, and settings out
-    of range raise `ConfigError`.
+    With `allow_fewer`, a class with fewer images than shots uses all its images. Otherwise such a class raises
+    `DataError`. Unknown labels, different widths and features that are not finite raise `DataError`. Settings out of
+    range raise `ConfigError`.
     """
     shots = tuple(shots)
     seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
@@ -104,7 +104,7 @@ def few_shot(
         for seed in seeds:
             drawn = draw_shots(train_labels, count, seed)
             places = np.searchsorted(held, drawn)
-            assert np.array_equal(held[places], drawn), "of_rows lacks what is drawn"
+            assert np.array_equal(held[places], drawn), "of_rows must contain all drawn rows"
             classifier, strength = fit_least_squares(
                 train_features[places], train_labels[drawn], num_classes=num_classes, l2=l2
             )
@@ -119,9 +119,9 @@ def few_shot(
 def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[np.ndarray, " drawn"]:
     """Return the rows of `shots` images per class, in rising order. A class with fewer images contributes all its rows.
 
-    The rows are those that big_vision's evaluator draws with the same seed: one generator orders the rows of each class
-    at random, class after class, and the first rows of each order are used. The rows for fewer shots are therefore
-    among those for more shots.
+    These are the rows that big_vision's evaluator draws with the same seed: one generator shuffles the rows of each
+    class, class after class, and the first rows of each class are used. A draw with more shots therefore contains the
+    draw with fewer shots.
     """
     generator = np.random.default_rng(seed)
     rows = np.argsort(labels, kind="stable")
@@ -138,9 +138,9 @@ def fit_least_squares(
     minimises ||X w - y||^2 + l2 ||w||^2. It is computed in float64 from the eigenvectors of X^T X or X X^T, whichever
     is smaller.
 
-    With l2="loo", the strength with the least leave-one-out squared error is chosen. The strongest one wins a tie. The
-    mean and standard deviation include the row that is left out. Therefore the errors have a closed form: e_i = r_i /
-    (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is used instead of accuracy
+    With l2="loo", the strength with the smallest leave-one-out squared error is chosen. The strongest one wins a tie.
+    The mean and standard deviation include the row that is left out, so the errors have a closed form: e_i = r_i / (1 -
+    h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is used instead of accuracy
     because leave-one-out accuracy is always 0 for a class with one image.
     """
     mean, std = moments(features, np.arange(len(features)))
@@ -159,8 +159,10 @@ def _best(system: _Tall | _Wide) -> float:
 
 
 class _Tall:
-    """Solution for at least as many rows as features: X^T X = q diag(lambda) q^T, and w = q (lambda + l2)^-1 q^T X^T
-    y."""
+    """Solution for at least as many rows as features.
+
+    With X^T X = q diag(lambda) q^T, the weights are w = q (lambda + l2)^-1 q^T X^T y.
+    """
 
     def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
         self.y = y
@@ -179,7 +181,10 @@ class _Tall:
 
 
 class _Wide:
-    """Solution for fewer rows than features: X X^T = q diag(lambda) q^T, and w = X^T q (lambda + l2)^-1 q^T y."""
+    """Solution for fewer rows than features.
+
+    With X X^T = q diag(lambda) q^T, the weights are w = X^T q (lambda + l2)^-1 q^T y.
+    """
 
     def __init__(self, x: Float64[Tensor, "n d"], y: Float64[Tensor, "n classes"]) -> None:
         self.x = x
@@ -194,7 +199,8 @@ class _Wide:
         return self.x.t() @ self._dual(l2)
 
     def left_out_errors(self, l2: float) -> Float64[Tensor, "n classes"]:
-        return self._dual(l2) / (self.vectors.square() @ (1 / (self.values + l2)))[:, None]  # both are l2 times smaller
+        # The numerator is residual / l2, and the denominator is (1 - leverage) / l2.
+        return self._dual(l2) / (self.vectors.square() @ (1 / (self.values + l2)))[:, None]
 
 
 def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> None:
@@ -208,7 +214,7 @@ def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> 
 
 
 def check_counts(counts: Int64[np.ndarray, " classes"], shots: int, names: Sequence[str] | None) -> None:
-    """If a class has fewer images than shots, raise `DataError` with the names of all such classes."""
+    """Raise `DataError` with the names of all classes that have fewer images than shots, if there are any."""
     few = np.flatnonzero(counts < shots)
     if not len(few):
         return

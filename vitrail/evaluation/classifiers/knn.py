@@ -1,4 +1,4 @@
-"""Nearest neighbours by cosine similarity. Classes are predicted by a vote, and numbers by a weighted mean."""
+"""Nearest neighbours by cosine similarity. Classes are predicted by a weighted vote, numbers by a weighted mean."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from vitrail.evaluation.truth import Numbers, Truth
 __all__ = ["NeighbourRow", "Neighbours", "knn", "knn_leave_one_out", "nearest"]
 
 QUERIES = 8192
-"""Queries per pass over the stored features."""
+"""Number of queries per pass over the stored features."""
 ROWS, STORED = 1024, 16384
-"""Queries and stored features whose similarities are in memory at once: 64 MB."""
+"""Numbers of queries and stored features whose similarities are in memory at once (64 MB)."""
 BLOCK = 32
-"""Number of similarities in a block. The maximum of a block is compared before the values inside it."""
+"""Number of similarities in a block. The maximum of each block is compared first, and most blocks are not searched."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest stored rows of consecutive queries, nearest first. Equally near rows are in the order of their
-    indices."""
+    """The nearest stored rows of consecutive queries, nearest first. Equally near rows are sorted by index."""
 
     first: int
     """Index of the first query."""
     indices: Int64[np.ndarray, "b k"]
     similarities: Float32[np.ndarray, "b k"]
-    """Cosine similarities of the query and its neighbours."""
+    """Cosine similarities between each query and its neighbours."""
 
 
 @dataclass(frozen=True)
 class NeighbourRow:
-    """Metrics of the prediction from k neighbours."""
+    """Metrics of the predictions from k neighbours."""
 
     k: int
     metrics: dict[str, float]
@@ -55,15 +54,15 @@ def knn(
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
 ) -> tuple[NeighbourRow, ...]:
-    """Predict the truth of test features from their nearest training features, for several numbers of neighbours.
+    """Predict test targets from the nearest training features, and measure them for several numbers of neighbours.
 
-    A neighbour has the weight exp(cosine / temperature), as in DINO (arXiv 2104.14294) and instance discrimination
-    (arXiv 1805.01978), which use a temperature of 0.07. An infinite temperature gives all neighbours the same weight.
-    The score of a class is its fraction of the weights. The prediction of a number is the weighted mean of the
-    neighbours' known numbers.
+    A neighbour has the weight exp(cosine / temperature), as in DINO (2104.14294) and instance discrimination
+    (1805.01978), which use a temperature of 0.07. An infinite temperature gives all neighbours the same weight. The
+    score of a class is its fraction of the weights. The prediction of a number is the weighted mean of the neighbours'
+    known numbers.
 
-    Raise `ConfigError` if a k exceeds the number of training features or the temperature is not above 0, and
-    `DataError` for an unknown truth, different widths or features that are not finite.
+    Raise `ConfigError` if a k exceeds the number of training features or the temperature is not above 0. Raise
+    `DataError` for unknown targets, different widths or features that are not finite.
     """
     _check_settings(k, temperature)
     check_truth("training features", train_features, train_truth)
@@ -81,7 +80,7 @@ def knn_leave_one_out(
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
 ) -> tuple[NeighbourRow, ...]:
-    """Measure as `knn` does, but predict every row from the nearest of all other rows."""
+    """Measure in the same way as `knn`, but predict every row from the nearest of all other rows."""
     _check_settings(k, temperature)
     check_truth("features", features, truth)
     found = nearest(features, None, max(k), device=device)
@@ -97,9 +96,8 @@ def nearest(
 ) -> Iterator[Neighbours]:
     """Yield the k nearest stored features of every query. Without queries, every stored feature is a query.
 
-    A stored feature is not its own neighbour. The search is exact: all cosines are computed, in float32. A feature of
-    zeros has a cosine of 0 with every feature. Memory use does not grow with the number of features (docs/transfer.md
-    has measurements).
+    A stored feature is not its own neighbour. The search is exact: it computes all cosines, in float32. A feature of
+    zeros has a cosine of 0 with every feature. Memory use does not grow with the number of features (docs/transfer.md).
 
     Raise `ConfigError` for a k out of range, and `DataError` for different widths or features that are not finite.
     """
@@ -134,7 +132,7 @@ def _search(
 
 
 def _unit(features: Float[np.ndarray, "n d"], begin: int, count: int, device: torch.device) -> Float32[Tensor, "b d"]:
-    """Return rows scaled to length 1; rows of zeros stay zero."""
+    """Return rows scaled to length 1. Rows of zeros stay zero."""
     rows = tensor(features[begin : begin + count], torch.float32)
     check_finite(rows, np.arange(begin, begin + len(rows)))
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
@@ -142,8 +140,7 @@ def _unit(features: Float[np.ndarray, "n d"], begin: int, count: int, device: to
 
 
 def _leave_out(similarities: Float32[Tensor, "b c"], own: int) -> None:
-    """Exclude each query from the neighbours of itself. The first query is in column `own`, and each further query is
-    in the next column."""
+    """Prevent each query from being its own neighbour. Query i is column `own` + i of the similarities."""
     rows = torch.arange(len(similarities), device=similarities.device)
     inside = (rows + own >= 0) & (rows + own < similarities.shape[1])
     similarities[rows[inside], rows[inside] + own] = -torch.inf
@@ -163,10 +160,11 @@ class _Found:
         )
 
     def with_more(self, similarities: Float32[Tensor, "b c"], begin: int) -> _Found:
-        """Return the nearest rows, including c more stored features from index `begin` on. c is a multiple of BLOCK.
+        """Return the nearest rows, including the stored features from index `begin` on. Their number is a multiple of
+        BLOCK.
 
-        The k-th largest maximum of a block is a lower bound for the k nearest. Blocks with a lower maximum are
-        therefore read only once.
+        The k-th largest block maximum is a lower bound for the similarity of the k nearest rows. The search inside
+        blocks therefore skips all blocks with a lower maximum.
         """
         b, k = self.similarities.shape
         blocks = similarities.view(b, -1, BLOCK)
@@ -181,12 +179,12 @@ class _Found:
             return self
         columns, rows, values = chosen[inside] * BLOCK + offset, rows[inside], values[inside, offset]
         counts = rows.bincount(minlength=b)
-        place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]  # in its row
+        place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]  # index in its row
         more = _Found.nothing(b, int(counts.max()), similarities.device)
         more.similarities[rows, place] = values
         more.indices[rows, place] = columns + begin
         joined = torch.cat([self.similarities, more.similarities], dim=1)
-        order = joined.argsort(dim=1, descending=True, stable=True)[:, :k]  # both parts are in the order of indices
+        order = joined.argsort(dim=1, descending=True, stable=True)[:, :k]  # both parts are sorted by index
         return _Found(joined.gather(1, order), torch.cat([self.indices, more.indices], dim=1).gather(1, order))
 
 
@@ -204,7 +202,7 @@ def _vote(
     k: Sequence[int],
     temperature: float,
 ) -> tuple[NeighbourRow, ...]:
-    """Add up the neighbours' truth, nearest first, and measure at each k."""
+    """Add up the targets of the neighbours, nearest first, and measure the predictions at each k."""
     rising = sorted(set(k))
     metrics = {count: streaming_metrics(truth) for count in rising}
     for block in found:
@@ -221,7 +219,7 @@ def _vote(
 
 
 class _Sums:
-    """Weighted sums of the truth of some queries' neighbours."""
+    """Weighted sums of the neighbours' targets for some queries."""
 
     def __init__(self, truth: Truth, queries: int) -> None:
         self.truth = truth
@@ -242,7 +240,7 @@ class _Sums:
             self.known.add_to(self.weights, rows, weights)
 
     def means(self) -> Float64[np.ndarray, "b columns"]:
-        """Return the weighted means. A number that is unknown for all neighbours is the mean of all known ones."""
+        """Return the weighted means. A number that is unknown for all neighbours gets the mean of all known numbers."""
         if self.known is None:
             return self.sums / self.weights
         return np.where(self.weights > 0, self.sums / np.where(self.weights > 0, self.weights, 1), self.mean)

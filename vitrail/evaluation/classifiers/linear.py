@@ -1,4 +1,4 @@
-"""The linear probe: a linear model of frozen features. The penalty is chosen on held-out rows."""
+"""The linear probe: a linear model of frozen features. Its penalty is chosen on held-out rows."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth
 __all__ = ["PENALTIES", "RIDGE_PENALTIES", "LinearMap", "LinearResult", "SweepRow", "linear_probe"]
 
 PENALTIES = tuple(10 ** (-step / 2) for step in range(13))
-"""Penalties of logistic regression, from 1 to 0.000001, two per decade."""
+"""Default penalties of logistic regression, from 1 to 0.000001, two per decade."""
 
 RIDGE_PENALTIES = tuple(10 ** (2 - step / 2) for step in range(17))
-"""Penalties of ridge regression, from 100 to 0.000001, two per decade."""
+"""Default penalties of ridge regression, from 100 to 0.000001, two per decade."""
 
 
 @dataclass(frozen=True)
 class LinearMap:
-    """A linear map for features that are not standardised. The scores are features @ weight + bias."""
+    """A linear map for features that are not standardised: features @ weight + bias."""
 
     weight: Float64[np.ndarray, "d outputs"]
     bias: Float64[np.ndarray, " outputs"]
@@ -51,7 +51,7 @@ class LinearMap:
         return (tensor(features) @ torch.from_numpy(self.weight) + torch.from_numpy(self.bias)).numpy()
 
     def measure(self, features: Float[np.ndarray, "n d"], truth: Truth) -> dict[str, float]:
-        """Return the metrics of the scores (`streaming_metrics`).
+        """Return the metrics of the scores, as `streaming_metrics` computes them.
 
         Raise `DataError` if the features have another width or are not finite.
         """
@@ -64,7 +64,7 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """A penalty, and the metrics on the held-out rows after a fit with this penalty."""
+    """One penalty, and the metrics on the held-out rows after a fit with this penalty."""
 
     penalty: float
     metrics: dict[str, float]
@@ -97,16 +97,16 @@ def linear_probe(
     """Fit a linear model to the training features, and measure it on the test features.
 
     Features are standardised by the mean and standard deviation of the fitted rows. Classes are fitted by logistic
-    regression, one-versus-rest if images can have several labels: the objective is mean cross-entropy in nats
+    regression, which is one-versus-rest if images can have several labels. The objective is mean cross-entropy in nats
     + penalty / 2 * sum of squared weights. Numbers are fitted by ridge regression (`RidgeRegression`). The default
     penalties are `PENALTIES` and `RIDGE_PENALTIES`.
 
     If there are several penalties, a fraction `held_out` of the training rows of every class is held out. A class with
     a single row keeps it for the fit. The remaining rows are fitted with every penalty. The penalty with the largest
-    accuracy, mean average precision or R² on the held-out rows is chosen. The strongest penalty wins a tie. Finally all
+    accuracy, mean average precision or R² on the held-out rows is chosen; the strongest penalty wins a tie. Finally all
     training rows are fitted with the chosen penalty. A float32 copy of the training features is held on the device.
 
-    Raise `DataError` for an unknown truth, different widths and features that are not finite, and `ConfigError` for
+    Raise `DataError` for unknown targets, different widths and features that are not finite. Raise `ConfigError` for
     settings out of range.
     """
     if penalties is None:
@@ -129,7 +129,7 @@ def linear_probe(
 
 
 class _Problem:
-    """Standardised rows to fit."""
+    """Standardised features and targets to fit."""
 
     def __init__(
         self,
@@ -182,14 +182,16 @@ def _sweep(
 
 
 def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
-    """Return the rows to fit and the held-out rows, a fraction of every class. Both have at least one row."""
+    """Divide the rows into rows to fit and held-out rows, which are a fraction of every class. Both have at least one
+    row.
+    """
     labels = truth.groups()
     counts = np.bincount(labels)
     counts_kept = np.minimum(np.maximum(np.rint(held_out * counts), 1), counts - 1)
     is_kept = class_ranks(labels, seed) < counts_kept[labels]
     if not is_kept.any():
         raise DataError(
-            "no class has two images to learn from, so none can be held out to choose a penalty; give a single penalty"
+            "no class has two training images, so none can be held out to choose a penalty; give a single penalty"
         )
     return np.flatnonzero(~is_kept), np.flatnonzero(is_kept)
 

@@ -16,10 +16,10 @@ from vitrail.evaluation.truth import MultiLabels, SingleLabels
 __all__ = ["Fit", "LogisticRegression"]
 
 MEMORY = 10
-"""Number of steps that L-BFGS keeps."""
+"""Number of previous steps that L-BFGS uses."""
 PART = 2**20
-"""Number of logits in memory at once: 4 MB. With fewer logits, threads wait for each other more often; more logits
-would exceed the processor's cache."""
+"""Number of logits in memory at once (4 MB). Smaller parts make threads wait for each other more often, and larger
+parts exceed the processor's cache."""
 
 Vector = Float64[Tensor, "coordinates classes"]
 """Weights, or a search direction. The last row has the intercepts."""
@@ -32,11 +32,11 @@ class Fit:
     weight: Float64[Tensor, "d classes"]
     bias: Float64[Tensor, " classes"]
     objective: float
-    """Mean cross-entropy in nats + penalty / 2 * sum of squared weights."""
+    """Value of the objective: mean cross-entropy in nats + penalty / 2 * sum of squared weights."""
     iterations: int
     gradient: float
-    """The largest absolute derivative of the objective. If it exceeds the tolerance, rounding errors or the limit of
-    iterations ended the fit."""
+    """The largest absolute derivative of the objective. If it exceeds the tolerance, the fit was ended by rounding
+    errors or by the limit of iterations."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Value:
     objective: float
     gradient: Vector
     spread: Float64[Tensor, " classes"]
-    """The mean of p (1 - p) over rows: the curvature of the cross-entropy in the logit of each class."""
+    """Mean of p (1 - p) over the rows, for each class: the curvature of the cross-entropy in the logit of the class."""
 
 
 class LogisticRegression:
@@ -87,7 +87,7 @@ class LogisticRegression:
         while value.gradient.abs().max() > tolerance and iterations < max_iterations:
             direction = -_inverse_product(value.gradient, history, self._preconditioner(value.spread, penalty))
             found = self._search(point, value, direction, penalty)
-            if found is None:  # rounding hides lower values
+            if found is None:  # rounding errors hide lower values
                 break
             next_point, next_value = found
             step, change = next_point - point, next_value.gradient - value.gradient
@@ -95,7 +95,7 @@ class LogisticRegression:
                 history = [*history[-(MEMORY - 1) :], (step, change, curvature)]
             point, value = next_point, next_value
             iterations += 1
-        if self.is_softmax:  # softmax ignores a constant added to all classes; the penalty needs it 0
+        if self.is_softmax:  # softmax ignores a constant added to all classes; the penalty is smallest at mean 0
             point = point - point.mean(dim=1, keepdim=True)
         return Fit(point[:-1], point[-1], value.objective, iterations, float(value.gradient.abs().max()))
 
@@ -130,8 +130,9 @@ class LogisticRegression:
         return apply
 
     def _search(self, point: Vector, value: _Value, direction: Vector, penalty: float) -> tuple[Vector, _Value] | None:
-        """Search a step that meets the weak Wolfe conditions, by halving and doubling. Return None if no step is
-        found."""
+        """Search for a step that meets the weak Wolfe conditions, by halving and doubling. Return None if there is
+        none.
+        """
         slope = _dot(value.gradient, direction)
         noise = torch.finfo(self.features.dtype).eps * abs(value.objective)
         step, low, high = 1.0, 0.0, math.inf
@@ -161,7 +162,7 @@ def _softmax(
 def _sigmoid(
     logits: Float[Tensor, "b classes"], targets: Shaped[Tensor, "b classes"]
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, "b classes"], Float[Tensor, "b classes"]]:
-    """Return the same values as `_softmax`, but for one binary classification per class."""
+    """Return the same values as `_softmax`, with one binary classification per class."""
     answers = targets.to(logits)
     losses = F.binary_cross_entropy_with_logits(logits, answers, reduction="none").sum(dim=1)
     probabilities = logits.sigmoid()

@@ -1,4 +1,4 @@
-"""Ridge regression: least squares with a quadratic penalty, in closed form for every penalty."""
+"""Ridge regression: least squares with a quadratic penalty. It is solved in closed form for every penalty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RidgeRegression"]
 
 @dataclass(frozen=True)
 class _System:
-    """The centred normal equations of the outputs whose numbers are known for the same rows."""
+    """The centred normal equations of all outputs whose numbers are known for the same rows."""
 
     outputs: Int64[np.ndarray, " k"]
     feature_mean: Float64[Tensor, " d"]
@@ -27,16 +27,15 @@ class _System:
     """Eigenvalues of the covariance of the features."""
     vectors: Float64[Tensor, "d d"]
     projected: Float64[Tensor, "d k"]
-    """Covariance of the features with the numbers, in the directions of the eigenvectors."""
+    """Covariance of the features with the numbers, in the basis of the eigenvectors."""
     variance: Float64[Tensor, " k"]
 
 
 class RidgeRegression:
-    """Ridge regression of each output: minimises mean squared error + penalty * sum of squared weights. Intercepts are
-    not penalised.
+    """Ridge regression of each output, which minimises mean squared error + penalty * sum of squared weights.
 
-    A row with an unknown number is skipped for that output only. scikit-learn's `Ridge(alpha=penalty * n)` has the same
-    minimum. Sums run in float64.
+    Intercepts are not penalised. A row with an unknown number is skipped only for that output. scikit-learn's
+    `Ridge(alpha=penalty * n)` has the same minimum. Sums are computed in float64.
     """
 
     def __init__(self, features: Float[Tensor, "n d"], truth: Numbers) -> None:
@@ -50,10 +49,10 @@ class RidgeRegression:
         ]
 
     def fit(self, penalty: float, *, start: Fit | None = None) -> Fit:
-        """Return the weights that minimise the objective for a penalty above 0. If no number of an output is known, the
-        weights of that output are 0.
+        """Return the weights that minimise the objective, for a penalty above 0.
 
-        `start` is ignored, because the solution has a closed form.
+        The weights of an output without known numbers are 0. `start` is ignored, because the solution has a closed
+        form.
         """
         weight = torch.zeros(self.width, self.columns, dtype=torch.float64)
         bias = torch.zeros(self.columns, dtype=torch.float64)

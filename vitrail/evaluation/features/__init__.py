@@ -1,1 +1,1 @@
-"""Frozen features of every sample: extraction, the cache, and files for users."""
+"""Frozen features of all samples: their extraction, their cache, and feature files for users."""

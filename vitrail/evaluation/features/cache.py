@@ -1,12 +1,12 @@
-"""The cache of features: an entry for each (data, weights, preprocessing, precision), filled by one or more processes.
+"""The cache of features. It has one entry for each combination of data, weights, preprocessing and precision.
 
 An entry is a folder NAME with `features.npy` and `entry.json`. It appears only when it is complete. Until then, the
 folder is NAME.partial and has a file `done` with a byte for each sample. Features are written to disk before these
 bytes. A killed process therefore loses only a few seconds of work.
 
-Processes coordinate by `flock` on NAME.lock. The system releases a lock when its process ends, so no process waits for
-one that has died. A process that finds the lock taken waits, because the other one started earlier and computes the
-same features.
+Several processes can fill an entry. They coordinate by `flock` on NAME.lock. The system releases a lock when its
+process ends, so no process waits for a dead one. A process that finds the lock taken waits, because another process is
+computing the same features.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ __all__ = [
 ]
 
 FORMAT = 1
-"""Version of entries and of the computation in `embed`. Entries of another version are ignored."""
+"""Version of the entries and of the computation in `embed`. Entries of other versions are ignored."""
 
 FEATURES = "features.npy"
 ABOUT = "entry.json"
 DONE = "done"
 THERE, UNDECODABLE = 1, 2
-"""Values of a sample in `done`; 0 means that it is not computed yet."""
+"""Values of a sample in the file `done`. 0 means that the sample is not computed yet."""
 
 RECORD_SECONDS = 5.0
-"""Seconds between two updates of `done`. A killed process loses at most this much work."""
+"""Seconds between two updates of `done`: the most work that a killed process loses."""
 
 SAMPLED = 16
-"""Number of images that are hashed if the source has no method `stamp_of`."""
+"""Number of images that are hashed if a source has no method `stamp_of`."""
 
 CHUNK = 2**25
-"""Bytes of features that are copied at a time."""
+"""Number of bytes of features that are copied at a time."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that determines the features. Features of another identity are never used."""
+    """Everything that determines the features. A cache entry is used only if its identity is equal."""
 
     data: str
     weights: str
@@ -84,7 +84,7 @@ class _About:
 
     identity: Identity
     skipped: tuple[tuple[int, str], ...]
-    """Samples without a row, and the reasons."""
+    """Samples without a row in the features, with the reasons."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,15 +92,15 @@ class Kept:
     """The content of an entry."""
 
     features: Float32[np.ndarray, "n d"]
-    """Features, mapped from the file and read-only."""
+    """Features, memory-mapped and read-only."""
     skipped: dict[int, str]
-    """Samples without a row, and the reasons."""
+    """Samples without a row in the features, with the reasons."""
 
 
 def default_cache() -> Path:
     """Return the default folder of the cache: `$VITRAIL_DATA`/features, or ~/.cache/vitrail/features.
 
-    It may not exist yet. Entries that are deleted are computed again when they are needed.
+    The folder may not exist yet. Users may delete entries; deleted entries are computed again when they are needed.
     """
     return cache_folder("features")
 
@@ -112,13 +112,13 @@ def weights_fingerprint(network: nn.Module) -> str:
 
 
 def data_fingerprint(source: Source) -> str:
-    """Return a hash of all keys and targets in order, and of everything known about the images without decoding them.
+    """Return a hash of all keys and targets in order, and of the images' identities, without decoding any image.
 
     Files, shards and Parquet files are identified by size and modification time, arrays by their pixels. If a source
     has no `stamp_of`, 16 evenly spaced images are read and hashed. A change to any other image is then not detected.
     """
     digest = hashlib.sha256(fingerprint(source).encode())
-    if isinstance(getattr(source, "identity", None), str):  # the fingerprint includes it
+    if isinstance(getattr(source, "identity", None), str):  # the source's own fingerprint includes the images
         return digest.hexdigest()
     for index in range(len(source)):
         stamp = stamp_of(source, index)
@@ -136,8 +136,10 @@ def data_fingerprint(source: Source) -> str:
 
 
 def map_features(path: Path, shape: tuple[int, int]) -> Float32[np.ndarray, "n d"]:
-    """Return the features in a file, memory-mapped and read-only. Raise `DataError` if the file has another shape or is
-    truncated."""
+    """Return the features in a file, memory-mapped and read-only.
+
+    Raise `DataError` if the array in the file has another shape or is truncated.
+    """
     try:
         features = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError, SyntaxError, TypeError, OverflowError) as error:
@@ -149,7 +151,7 @@ def map_features(path: Path, shape: tuple[int, int]) -> Float32[np.ndarray, "n d
 
 @dataclass(frozen=True)
 class Entry:
-    """The cache entry of one set of features, an array of (`samples`, `width`). Failed writes raise `SaveError`."""
+    """One entry of the cache: an array of features of shape (`samples`, `width`). Failed writes raise `SaveError`."""
 
     cache: Path
     identity: Identity
@@ -158,7 +160,7 @@ class Entry:
 
     @property
     def folder(self) -> Path:
-        """The folder of the entry. Entries of the same data have a common prefix in the folder name."""
+        """The folder of the entry. The names of all entries of the same data begin alike."""
         values = json.dumps(to_plain(self.identity), sort_keys=True)
         return self.cache / f"{self._data}-{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
@@ -175,16 +177,16 @@ class Entry:
         return self._read(self.folder) if self.folder.exists() else None
 
     def whole(self) -> Kept | None:
-        """Return the content of the entry, or None if the entry is missing or damaged."""
+        """Return the content of the entry. Return None if the entry is missing or damaged."""
         with contextlib.suppress(DataError):
             return self.read()
         return None
 
     def others(self) -> str | None:
-        """Describe how other cached features of the same data differ, for example "other weights" or "other
-        preprocessing, precision".
+        """Describe the difference to other cached features of the same data, such as "other weights" or "other
+        precision".
 
-        The entry with the fewest differences is described. Return None if the cache has no other features of this data.
+        The most similar entry is described. Return None if the cache has no other features of this data.
         """
         found: list[list[str]] = []
         for path in self.cache.glob(f"{self._data}-*/{ABOUT}"):
@@ -200,7 +202,7 @@ class Entry:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Lock | None]:
-        """Yield a lock that is not held yet, or None if the file system does not support locks."""
+        """Yield a lock that is not acquired yet. Yield None if the file system does not support locks."""
         with saving("features", self.folder):
             self.cache.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder.with_name(f"{self.folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -218,10 +220,10 @@ class Entry:
             os.close(lock)
 
     def adopt(self) -> Kept | None:
-        """Return the content of a complete entry, or None if there is no complete entry.
+        """Return the content of a complete entry, or None if there is none.
 
-        If the writer was killed after the last sample and before the renaming, the entry is renamed here. A damaged
-        entry is removed. The caller must hold the exclusive lock.
+        If a process was killed after the last sample and before the renaming of the folder, the folder is renamed here.
+        A damaged entry is removed. The caller must hold the exclusive lock.
         """
         if (kept := self.whole()) is not None:
             return kept
@@ -233,10 +235,10 @@ class Entry:
         return None
 
     def finish(self, reason: Callable[[int], str]) -> Kept:
-        """Turn the partial folder into the entry after all samples are done, and return the content of the entry.
+        """Turn the partial folder into the entry after the last sample, and return the content of the entry.
 
         The caller must hold the exclusive lock. `reason` returns the reason why a sample could not be decoded. Raise
-        `DataError` if the disk does not return what was written.
+        `DataError` if the file does not contain what was written.
         """
         with saving("features", self.folder):
             with contextlib.closing(Partial(self)) as partial:
@@ -256,12 +258,12 @@ class Entry:
     def _read(self, folder: Path) -> Kept:
         about = _parse(folder / ABOUT)
         if about.identity != self.identity:
-            raise DataError(f"{folder / ABOUT} is of other features")
+            raise DataError(f"{folder / ABOUT} belongs to other features")
         shape = (self.samples - len(about.skipped), self.width)
         return Kept(map_features(folder / FEATURES, shape), dict(about.skipped))
 
     def _remove_rows(self, kept: Bool[np.ndarray, " n"]) -> None:
-        """Replace the file of features by one with only these rows."""
+        """Replace the file of features by a file with only these rows."""
         features = map_features(self.partial / FEATURES, (self.samples, self.width))
         rows = np.flatnonzero(kept)
         step = max(1, CHUNK // (4 * self.width))
@@ -292,9 +294,11 @@ class Lock:
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def alone(self, on_wait: Callable[[], None]) -> None:
-        """Acquire the lock exclusively, and wait until all other processes have released it. `on_wait` is called once
-        before a wait."""
-        try:  # the system releases the shared lock first, so two processes that share it do not deadlock
+        """Acquire the lock exclusively, and wait until all other processes have released it.
+
+        `on_wait` is called once if there is something to wait for.
+        """
+        try:  # the system releases the shared lock first, so two processes with a shared lock do not deadlock
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_wait()
@@ -302,9 +306,9 @@ class Lock:
 
 
 class Partial:
-    """An entry that one or more processes are filling, each at different rows. All methods raise `SaveError`.
+    """An entry that one or more processes are filling, each with different rows. All methods raise `SaveError`.
 
-    Rows are written with ordinary writes, because a full disk kills a process that writes to a memory-mapped file.
+    Rows are written with ordinary writes, because writing to a memory-mapped file on a full disk kills the process.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -319,13 +323,12 @@ class Partial:
             folder.mkdir(parents=True, exist_ok=True)
             self._features = os.open(folder / FEATURES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             if os.fstat(self._features).st_size != size:
-                # Another process may fill the same entry, so what it has written must stay.
+                # Another process may be filling the same entry, so the rows that it has written must stay.
                 (folder / DONE).unlink(missing_ok=True)
                 os.ftruncate(self._features, size)
                 _reserve(self._features, size)
-            _write_at(
-                self._features, header, 0
-            )  # in every process, because the one that made the file may have been killed before reserving the space
+            # Every process writes the header, because the one that made the file may have been killed before it did.
+            _write_at(self._features, header, 0)
             self._done = os.open(folder / DONE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def done(self) -> UInt8[np.ndarray, " n"]:
@@ -335,8 +338,7 @@ class Partial:
         return np.frombuffer(read.ljust(self._samples, b"\0"), np.uint8)
 
     def write(self, first: int, values: Float32[np.ndarray, "b d"], valid: Bool[np.ndarray, " b"]) -> None:
-        """Write the features of consecutive samples, starting at row `first`. `valid` marks the samples that could be
-        decoded."""
+        """Write the features of consecutive samples, starting at row `first`. `valid` marks the decoded samples."""
         with saving("features", self._folder):
             _write_at(self._features, np.ascontiguousarray(values).tobytes(), self._start + first * self._row)
         self._pending.append((first, np.where(valid, THERE, UNDECODABLE).astype(np.uint8).tobytes()))
@@ -344,7 +346,7 @@ class Partial:
             self.record()
 
     def record(self) -> None:
-        """Flush the features to disk, then record which samples are done."""
+        """Flush the features to disk, then record their samples as done."""
         with saving("features", self._folder):
             if self._pending:
                 os.fsync(self._features)
@@ -375,7 +377,7 @@ def _header(rows: int, width: int) -> bytes:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Reserve disk space if the file system supports it, so that a full disk is detected before any features are
+    """Reserve disk space if the file system supports it. A full disk is then detected before any features are
     computed."""
     try:
         os.posix_fallocate(file, 0, size)
@@ -388,7 +390,7 @@ def _reserve(file: int, size: int) -> None:
 
 def _write_at(file: int, data: bytes, place: int) -> None:
     view = memoryview(data)
-    while view:  # a write takes at most 2 GiB, and less if the disk is nearly full
+    while view:  # one write takes at most 2 GiB, and less if the disk is nearly full
         count = os.pwrite(file, view, place)
         view, place = view[count:], place + count
 

@@ -1,4 +1,4 @@
-"""Frozen features: the inputs of a network's head for every sample, computed once and kept in a cache."""
+"""Frozen features: the input of a network's head for every sample. They are computed once and kept in a cache."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ head: the embedding is the input of the hidden layer, and the head's inputs are 
 Keep = Callable[
     [Int64[np.ndarray, " b"], Float32[np.ndarray, "b d"], Bool[np.ndarray, " b"], tuple[Skipped, ...]], None
 ]
-"""Function that is called with the indices of a batch's samples in the source, the features, a mask of decoded samples,
-and the skipped samples."""
+"""Function that stores a batch. Its arguments are the samples' indices in the source, the features, a mask of the
+decoded samples, and the skipped samples."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureSet:
-    """One feature vector and the truth for each sample that could be decoded, in the order of the source."""
+    """One feature vector and one target for each sample that could be decoded, in the order of the source."""
 
     features: Float32[np.ndarray, "n d"]
-    """Feature vectors. If they come from a file, the array is memory-mapped and read-only, and may be larger than
-    memory."""
+    """Feature vectors. An array from a file is memory-mapped and read-only, and may be larger than memory."""
     truth: Truth
     keys: tuple[str, ...]
     """Keys of the samples in the source."""
@@ -89,22 +88,21 @@ def extract(
     on_progress: Callable[[int], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> FeatureSet:
-    """Return a feature vector for every sample, as float32: the output of `network.embed`, or with the layer
-    "head-inputs" the vector that the head receives. Matrix products run in `precision`.
+    """Return a feature vector for every sample, as float32. Matrix products are computed in `precision`.
 
-    `cache` is a folder, such as `default_cache()`. New features are stored in this folder. Features of the same
-    weights, data, preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues
-    where it stopped, and gives the same bytes if the batch size is the same. If another process computes the same
-    features, this call waits for the other process.
+    The features are the output of `network.embed`, or with the layer "head-inputs" the vectors that the head receives.
+
+    `cache` is a folder, such as `default_cache()`, that stores new features. Features of the same weights, data,
+    preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues where it stopped,
+    and gives the same bytes if the batch size is the same. If another process is computing the same features, this call
+    waits for it. If the cache cannot be written, the features are computed in memory and not stored.
 
     Several `ranks` that are called with the same arguments share the work. Each rank returns all features, even if
     other ranks start late or die. The bytes do not depend on the number of ranks. Without a cache, each rank computes
     everything.
 
-    If the cache cannot be written, the features are computed in memory and not stored.
-
-    `on_progress` is called with the number of samples that are done. `on_note` is called with messages for the user
-    about the state of the cache. Raise `ConfigError` for invalid settings. A `DataError` of the source passes through.
+    `on_progress` is called with the number of finished samples. `on_note` is called with messages for the user about
+    the state of the cache. Raise `ConfigError` for invalid settings, and the `DataError`s of the source.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
@@ -116,7 +114,7 @@ def extract(
         try:
             kept = _from_cache(job, cache, ranks, note)
         except SaveError as error:
-            note(f"features are computed and not kept, because the cache cannot be written: {error}")
+            note(f"features are computed but not kept, because the cache cannot be written: {error}")
     kept = _in_memory(job) if kept is None else kept
     job.on_progress(len(source))
     return _gathered(source, kept)
@@ -141,7 +139,9 @@ class _Job:
         return config.embed_width if self.layer == "embedding" else config.head_inputs
 
     def run(self, rows: Int64[np.ndarray, " n"], done: int, keep: Keep) -> None:
-        """Compute the features of these rows of the source, in batches and in order. `done` rows were done before."""
+        """Compute the features of these rows of the source, in batches and in order. `done` counts rows that are done
+        already.
+        """
         if not len(rows):
             return
         predictor = Predictor(self.network, self.precision)
@@ -178,8 +178,7 @@ def _in_memory(job: _Job) -> Kept:
 
 
 def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None]) -> Kept | None:
-    """Return features from the cache, and compute missing features first. Return None if the file system does not
-    support locks."""
+    """Return features from the cache after computing the missing ones. Return None if the file system has no locks."""
     device = next(job.network.parameters()).device
     identity = Identity(
         data_fingerprint(job.source), weights_fingerprint(job.network), job.preprocess,
@@ -192,17 +191,17 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None
             note(f"features of {len(kept.features):,} images read from the cache, {entry.folder}")
             return kept
     except DataError as error:
-        note(f"cached features are damaged and are computed again: {error}")
+        note(f"cached features are damaged, so they are computed again: {error}")
     with entry.locked() as lock:
         if lock is None:
-            note(f"features are computed and not kept, because the disk of {cache} has no locks")
+            note(f"features are computed but not kept, because the disk of {cache} has no locks")
             return None
         if ranks.world > 1:
             lock.share()
             if entry.whole() is None:
                 _fill(job, entry, ranks, note)
         lock.alone(
-            lambda: note("another process computes the same features: waiting for it") if ranks.world == 1 else None
+            lambda: note("another process is computing the same features; waiting for it") if ranks.world == 1 else None
         )
         if (kept := entry.adopt()) is not None:
             return kept
@@ -211,11 +210,11 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None
 
 
 def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) -> None:
-    """Compute the batches of a rank that are not done yet. Ranks take batches in turn."""
+    """Compute the missing batches of a rank. Ranks take turns: each takes every n-th batch."""
     with contextlib.closing(Partial(entry)) as partial:
         done, size = partial.done() > 0, job.batch_size
         firsts = range(0, len(done), size)[ranks.rank :: ranks.world]
-        # Whole batches, because the last bits of a row can depend on the other rows of its batch.
+        # Whole batches, because the last bits of a row can depend on the other rows in its batch.
         batches = [np.arange(first, min(first + size, len(done))) for first in firsts]
         rows = [rows for rows in batches if not done[rows].all()]
         if not rows:
@@ -224,7 +223,7 @@ def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) ->
         if before:
             note(f"continuing: features of {before:,} of {len(done):,} images are in the cache")
         elif (others := entry.others()) is not None:
-            note(f"the cache has features of this data, but with {others}: computing them again")
+            note(f"the cache has features of this data, but with {others}, so they are computed again")
 
         def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
             partial.write(int(rows[0]), values, valid)

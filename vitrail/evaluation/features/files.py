@@ -1,4 +1,4 @@
-"""Files of features for users: `.npy` with keys, which can be loaded again, and Parquet."""
+"""Feature files for users: `.npy` with keys, which Vitrail can load again, and Parquet."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from vitrail.plain import from_plain, to_plain
 __all__ = ["check_features_folder", "load_features", "parquet_library", "save_features", "save_parquet"]
 
 FORMAT = 2
-"""Version of the files. Version 1, which has `several_labels` instead of `target_kind`, can be read too."""
+"""Version of the files. Version 1, which has `several_labels` instead of `target_kind`, can also be read."""
 FEATURES, KEYS, ABOUT = NAMES = "features.npy", "keys.jsonl", "features.json"
 PARQUET_ROWS = 8192
-"""Rows of a row group."""
+"""Number of rows in a row group."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def save_features(features: FeatureSet, folder: Path, about: Mapping[str, Any] |
 
 
 def load_features(path: str | Path) -> FeatureSet:
-    """Return the features that `save_features` wrote. The vectors are mapped from their file.
+    """Return the features that `save_features` wrote. The vectors are memory-mapped.
 
-    Raise `DataError` for files that are missing or do not fit together.
+    Raise `DataError` if a file is missing or the files contradict each other.
     """
     folder = Path(path)
     if not (folder / ABOUT).is_file():
@@ -93,7 +93,9 @@ def load_features(path: str | Path) -> FeatureSet:
 
 
 def check_features_folder(path: Path, *, overwrite: bool) -> None:
-    """Raise `DestinationError` unless features may be saved at `path`: see `vitrail.files.check_new_folder`."""
+    """Raise `DestinationError` unless features may be saved at `path`, by the rules of
+    `vitrail.files.check_new_folder`.
+    """
     check_new_folder(path, NAMES, overwrite=overwrite)
 
 
@@ -137,7 +139,7 @@ def save_parquet(features: FeatureSet, path: Path) -> None:
 
 @functools.cache
 def parquet_library() -> ModuleType:
-    """Return pyarrow, which is imported at first use. Raise `DataError` if it is not installed."""
+    """Import pyarrow, and return it. Raise `DataError` if it is not installed."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
@@ -146,7 +148,7 @@ def parquet_library() -> ModuleType:
 
 
 def _name_of(kind: TargetKind) -> str:
-    """Return the name of the truth in files."""
+    """Return the name that files have for this kind of target."""
     return "numbers" if kind == "numbers" else "label"
 
 
@@ -156,8 +158,7 @@ def _printable(key: str) -> str:
 
 
 def _read_keys(path: Path, written: _Written) -> tuple[tuple[str, ...], Truth]:
-    """Return the key and the truth of each feature. If a line is invalid, raise `DataError` with the number of the
-    line."""
+    """Return the key and the target of each feature. Raise `DataError` with the number of the first invalid line."""
     keys: list[str] = []
     targets: list[Target] = []
     try:

@@ -1,1 +1,1 @@
-"""Predictions of every sample and the metrics computed from them."""
+"""Predictions for all samples, and the metrics that are computed from them."""

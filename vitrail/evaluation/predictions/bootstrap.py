@@ -1,7 +1,7 @@
 """Percentile bootstrap intervals of metrics (Efron 1979; Efron & Tibshirani 1993).
 
-A resample draws n of n samples with replacement. The weight of a sample is the number of times that it is drawn.
-Metrics are functions of weighted sums, so one matrix product gives many metrics of many resamples.
+A resample draws n of n samples with replacement. The weight of a sample is the number of times that it is drawn. The
+metrics here are functions of weighted sums, so one matrix product gives many metrics for many resamples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 LEVEL = 0.95
-"""Fraction of resamples inside an interval."""
+"""Fraction of the resamples that an interval contains."""
 
 BLOCK = 16
 """Number of resamples that are drawn together."""
@@ -35,7 +35,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Metric:
-    """The value of a metric, and the ends of the bootstrap interval. Without resamples, the ends are None."""
+    """The value of a metric, and the ends of its bootstrap interval. Without resamples, the ends are None."""
 
     value: float
     low: float | None = None
@@ -65,7 +65,7 @@ def balanced_accuracy_interval(
 ) -> Metric:
     """Return the mean of the per-class accuracies, with a bootstrap interval.
 
-    If a resample has no sample of a class, the mean of this resample skips the class.
+    Classes without samples in a resample are skipped in that resample.
     """
     value = balanced_accuracy(labels, predicted, num_classes)
     return interval(value, _resampled_balanced_accuracy(labels, predicted, resamples, seed), level)
@@ -95,8 +95,8 @@ def resampled_means(
 ) -> Float64[np.ndarray, "resamples k"]:
     """Return the means of columns over each of `resamples` resamples of the rows.
 
-    The weight of a row is the number of times that it is drawn. The weights of a resample have a multinomial
-    distribution. They are counted from drawn indices, because numpy's `multinomial` is slower.
+    The weights of the rows in a resample have a multinomial distribution. They are counted from drawn indices, because
+    numpy's `multinomial` is slower.
     """
     n = len(columns)
 
@@ -130,7 +130,7 @@ def _resampled_balanced_accuracy(
 
 
 def interval(value: float, resampled: Float64[np.ndarray, " resamples"], level: float = LEVEL) -> Metric:
-    """Return a metric with the interval that holds the fraction `level` of its values in resamples."""
+    """Return a metric with its interval, which contains the fraction `level` of its values in resamples."""
     if not 0 < level < 1:
         raise ConfigError(f"level={level} is not between 0 and 1")
     if not len(resampled):
@@ -143,7 +143,7 @@ def _in_blocks(
     draw: Callable[[np.random.Generator, int], np.ndarray], resamples: int, seed: int, block: int
 ) -> np.ndarray:
     if resamples < 0:
-        raise ConfigError(f"{resamples} resamples are less than 0")
+        raise ConfigError(f"resamples={resamples} is less than 0")
     random = np.random.default_rng(seed)
     parts = [draw(random, min(block, resamples - first)) for first in range(0, resamples, block)]
     return np.concatenate(parts) if parts else np.empty(0)

@@ -33,14 +33,14 @@ BINS = 15
 """Number of bins of equal width (Guo et al. 1706.04599, section 2 and table 1)."""
 
 TEMPERATURES = (1e-3, 1e3)
-"""The range of `fit_temperature`."""
+"""The limits of `fit_temperature`."""
 
 BLOCK = 1 << 18
-"""Numbers in a block: 2 MB in float64, which fit in the processor's cache."""
+"""Number of float64 values in a block (2 MB), which fits in the processor's cache."""
 
 
 class PerSample(NamedTuple):
-    """Values of each sample from one pass over the logits."""
+    """Values for each sample, computed in one pass over the logits."""
 
     predicted: Int64[np.ndarray, " n"]
     """The likeliest class."""
@@ -49,13 +49,13 @@ class PerSample(NamedTuple):
     cross_entropy: Float64[np.ndarray, " n"]
     """Cross-entropy in nats. With sigmoid outputs, it is the sum of the binary cross-entropies of all classes."""
     brier: Float64[np.ndarray, " n"]
-    """Brier score: squared difference between probabilities and truth, summed over classes (Brier 1950). With softmax
-    outputs, it is between 0 and 2."""
+    """Brier score: squared difference between probabilities and one-hot labels, summed over classes (Brier 1950). With
+    softmax outputs, it is between 0 and 2."""
 
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """A bar of a reliability diagram, for the samples with a confidence above `lower` and at most `upper`."""
+    """One bar of a reliability diagram, for the samples with a confidence above `lower` and at most `upper`."""
 
     lower: float
     upper: float
@@ -73,7 +73,8 @@ def per_sample(
     scores: OutputKind = "softmax",
     temperature: float = 1.0,
 ) -> PerSample:
-    """Return the likeliest class, confidence and losses of each sample, from the probabilities of logits / temperature.
+    """Return the likeliest class, confidence and losses of each sample. Probabilities are those of logits /
+    temperature.
 
     Raise `DataError` if a label is not a column of the logits, and `ConfigError` if the temperature is not positive.
     """
@@ -108,8 +109,10 @@ def binary_cross_entropy(
 def calibration_gaps(
     confidence: Float64[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], *, bins: int = BINS
 ) -> Float64[np.ndarray, "n bins"]:
-    """Return a matrix with one row per sample. The column of the sample's bin holds correctness (1 or 0) minus
-    confidence, and all other columns are 0."""
+    """Return a matrix with one row per sample and one column per confidence bin.
+
+    The column of the sample's bin holds correctness (1 or 0) minus confidence. All other columns are 0.
+    """
     gaps = np.zeros((len(confidence), bins))
     gaps[np.arange(len(confidence)), _bin_of(confidence, bins)] = correct - confidence
     return gaps
@@ -141,10 +144,10 @@ def fit_temperature(
 ) -> float:
     """Return the temperature that minimises the cross-entropy of logits / temperature (Guo et al. 1706.04599, 4.2).
 
-    Fit the temperature on held-out samples, and report metrics of other samples. The temperature does not change which
-    class is likeliest. The cross-entropy is convex in 1 / temperature, so there is one minimum. Newton steps inside a
-    shrinking bracket find it to a relative error below 1e-9. The result is limited to [0.001, 1000], because the
-    minimum is at 0 if every sample is correct, and at infinity if the logits are worse than chance.
+    Fit the temperature on held-out samples, and report the metrics of other samples. The temperature does not change
+    which class is likeliest. The cross-entropy is convex in 1 / temperature, so there is one minimum. Newton steps
+    inside a shrinking bracket find it to a relative error below 1e-9. The result is limited to [0.001, 1000], because
+    the minimum is at 0 if every sample is correct, and at infinity if the logits are worse than chance.
     """
     check_labels(labels, logits.shape[1])
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]

@@ -1,4 +1,4 @@
-"""ImageNet's labels: class folders of any naming under a head of 1,000 classes, ImageNet-V2, and the ReaL labels.
+"""ImageNet's labels: matching of class folders to a head of 1,000 classes, ImageNet-V2, and the ReaL labels.
 
 ImageNet's classes are numbered 0 to 999 in the order of their WordNet ids.
 """
@@ -52,7 +52,7 @@ LINE = re.compile(r"(n[0-9]{8})(?:[\s:,]+(.*))?")
 
 @dataclass(frozen=True)
 class Synset:
-    """A class of WordNet, with an id and with names. The usual name comes first."""
+    """A class of WordNet, with its id and its names. The usual name comes first."""
 
     id: str
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class Synset:
 
 @dataclass(frozen=True)
 class ClassMap:
-    """The output of a head for each class of a data set."""
+    """The head's output for each class of a data set."""
 
     columns: tuple[int, ...]
     note: str
@@ -68,7 +68,7 @@ class ClassMap:
 
 
 class MappedSource:
-    """A source with the classes of a model: its labels are indices of the model's outputs."""
+    """A source with the model's classes. Its labels are indices of the model's outputs."""
 
     def __init__(self, source: Source, class_map: ClassMap, classes: tuple[str, ...]) -> None:
         self.source = source
@@ -98,16 +98,16 @@ class MappedSource:
 def map_classes(
     head_classes: Sequence[str], data_classes: Sequence[str], *, mapping: str | Path | None = None
 ) -> ClassMap:
-    """Return the output of a head for each class of the data, by the first of these rules that matches all classes:
+    """Return the head's output for each class of the data. The first rule that matches all classes is used:
 
-    1. equal names: some or all, in any order;
+    1. equal names of some or all of the head's classes, in any order;
     2. equal WordNet ids in the names, like "n01440764" and "n01440764 tench";
     3. numbers, like the folders "0" to "999" of ImageNet-V2, for a head of ImageNet's 1,000 classes;
-    4. a list of ids and names (`read_synsets`) in the order of the head. This is the file `mapping`, or for a head of
-       1,000 classes and data of WordNet ids the public list, which is not needed if the data has all 1,000 classes.
+    4. a list of ids and names (`read_synsets`) in the order of the head's outputs. The list is the file `mapping`, or
+       for a head of 1,000 classes the public list. If the data has all 1,000 WordNet ids, no list is needed.
 
-    Raise `DataError` with the names if no rule matches all classes, if two classes of the data have one output, and if
-    the list is needed but not available or does not have the head's classes.
+    Raise `DataError` with the names if no rule matches all classes, or if two classes of the data match one output.
+    Raise it also if the list is needed and is not available or does not have the head's classes.
     """
     if _plain(head_classes) == _plain(data_classes):
         return ClassMap(tuple(range(len(data_classes))), "the data has the model's classes, in their order")
@@ -116,14 +116,18 @@ def map_classes(
             return _distinct(data_classes, columns, f"the data's classes are matched with the model's by their {what}")
     if len(head_classes) == CLASSES and (numbers := _numbers(data_classes)):
         columns = imagenet_columns(head_classes)[numbers].tolist()
-        return _distinct(data_classes, columns, "the data's classes are numbers, which are taken as ImageNet's classes")
+        return _distinct(
+            data_classes, columns, "the data's classes are numbers, so they are taken as ImageNet's classes"
+        )
     ids = [_id_in(name) for name in data_classes]
     if mapping is None and (len(head_classes) != CLASSES or not all(ids)):
         raise _unmatched(data_classes, "the model's", head_classes)
     if mapping is None and _are_imagenet(ids):
         columns = imagenet_columns(head_classes)[np.argsort(np.argsort(ids))].tolist()
         return _distinct(
-            data_classes, columns, "the data's classes are ImageNet's, and the model's outputs are taken as those"
+            data_classes,
+            columns,
+            "the data's classes are ImageNet's, so the model's outputs are assumed to be in ImageNet's order",
         )
     synsets = read_synsets(mapping)
     places = _places(synsets, data_classes)
@@ -137,10 +141,12 @@ def map_classes(
 def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
     """Return the index of the output for each of ImageNet's 1,000 classes, by the WordNet ids in `head_classes`.
 
-    Without ids, the outputs are assumed to be in ImageNet's order. Raise `DataError` for any other head.
+    If there are no ids, the outputs are assumed to be in ImageNet's order. Raise `DataError` for any other head.
     """
     if len(head_classes) != CLASSES:
-        raise DataError(f"the model has {len(head_classes):,} outputs; ImageNet's labels need one with its 1,000")
+        raise DataError(
+            f"the model has {len(head_classes):,} outputs, but ImageNet's labels need a model with its 1,000 classes"
+        )
     ids = [_id_in(name) for name in head_classes]
     if not all(ids):
         return np.arange(CLASSES)
@@ -150,33 +156,34 @@ def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
 
 
 def read_synsets(path: str | Path | None = None) -> tuple[Synset, ...]:
-    """Return the classes in a file in their order. The default is ImageNet's, from the cache (`$VITRAIL_DATA`) or
-    `SYNSETS_URL`.
+    """Return the classes that a file lists, in their order. By default the file is the public list of ImageNet's
+    classes.
 
-    Each line has an id and names ("n01440764 tench, Tinca tinca", as in LOC_synset_mapping.txt); names are optional. A
-    JSON file has the form {"0": ["n01440764", "tench"], ...}. Raise `DataError`.
+    The public list is read from the cache (`$VITRAIL_DATA`), or downloaded from `SYNSETS_URL`. Each line has an id and
+    optional names ("n01440764 tench, Tinca tinca", as in LOC_synset_mapping.txt). A JSON file has the form {"0":
+    ["n01440764", "tench"], ...}. Raise `DataError` if the list cannot be read.
     """
     return _read("the list of ImageNet's WordNet ids", path, SYNSETS_URL, _parse_synsets)
 
 
 def read_real(path: str | Path | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the reassessed labels of ImageNet's 50,000 validation images, in the order of their names (Beyer et al.
-    2006.07159).
+    """Return the reassessed labels of ImageNet's 50,000 validation images, in the order of their names (2006.07159).
 
-    `path` is a file real.json. The default is the cache (`$VITRAIL_DATA`) or `REAL_URL`. Raise `DataError`.
+    `path` is a file real.json. By default it is read from the cache (`$VITRAIL_DATA`), or downloaded from `REAL_URL`.
+    Raise `DataError` if it cannot be read.
     """
     return _read("the ReaL labels", path, REAL_URL, _parse_real)
 
 
 @dataclass(frozen=True)
 class RealAccuracy:
-    """Accuracy measured by the reassessed labels."""
+    """Accuracy by the reassessed labels (ReaL)."""
 
     accuracy: Metric
     images: int
-    """Images that were measured."""
+    """Number of measured images."""
     without_label: int
-    """Images for which no class of ImageNet fits. They are skipped."""
+    """Number of images without a reassessed label, because no class of ImageNet fits. They are skipped."""
 
 
 def real_accuracy(
@@ -188,7 +195,7 @@ def real_accuracy(
     are skipped. File names like ILSVRC2012_val_00000001.JPEG identify the images.
 
     Raise `DataError` if a file name has another form, if the outputs are not ImageNet's 1,000 classes, or if no image
-    has a label.
+    has a reassessed label.
     """
     columns = imagenet_columns(predictions.classes)
     hits = []
@@ -209,7 +216,7 @@ def real_accuracy(
 
 
 def _plain(names: Sequence[str]) -> list[str]:
-    """Return names without the numbers that distinguish classes of one name: "crane (517)"."""
+    """Return names without the suffixes that distinguish classes with equal names, as in "crane (517)"."""
     return [name.removesuffix(f" ({number})") for number, name in enumerate(names)]
 
 
@@ -220,7 +227,7 @@ def _id_in(name: str) -> str:
 
 
 def _numbers(names: Sequence[str]) -> list[int]:
-    """Return names as indices of ImageNet's classes. If a name is not such an index, return an empty list."""
+    """Return names as indices of ImageNet's classes, or an empty list if any name is not such an index."""
     numbers = [int(name) if re.fullmatch("[0-9]{1,4}", name) else CLASSES for name in names]
     return numbers if max(numbers, default=0) < CLASSES else []
 
@@ -230,7 +237,7 @@ def _are_imagenet(ids: Sequence[str]) -> bool:
 
 
 def _by_key(head: Sequence[str], data: Sequence[str], key: Callable[[str], str]) -> list[int] | None:
-    """Return the index of the output with the same key as each class of the data.
+    """Return, for each class of the data, the index of the output with the same key.
 
     Return None if the key of a class matches no output or several outputs.
     """
@@ -242,7 +249,7 @@ def _by_key(head: Sequence[str], data: Sequence[str], key: Callable[[str], str])
 
 
 def _places(synsets: Sequence[Synset], data: Sequence[str]) -> list[int | None]:
-    """Return the index in `synsets` of each class of the data, found by WordNet id or usual name.
+    """Return the index in `synsets` of each class of the data, matched by WordNet id or usual name.
 
     The index is None if no synset or several synsets match the class.
     """
@@ -255,12 +262,15 @@ def _places(synsets: Sequence[Synset], data: Sequence[str]) -> list[int | None]:
 
 
 def _order(head: Sequence[str], synsets: Sequence[Synset]) -> list[int]:
-    """Return the index of the output for each class of the list. At least half of the names must agree, because lists
-    spell some names differently."""
+    """Return the index of the output for each class of the list.
+
+    At least half of the names must agree. Equality of all names is not required, because lists spell some names
+    differently.
+    """
     if all(map(_id_in, head)) and (columns := _by_key(head, [synset.id for synset in synsets], _id_in)):
         return columns
     if len(head) != len(synsets):
-        raise DataError(f"the list has {len(synsets):,} WordNet ids, and the model {len(head):,} outputs")
+        raise DataError(f"the list has {len(synsets):,} WordNet ids, but the model has {len(head):,} outputs")
     pairs = [
         (index, _usual(name), synset.names[0])
         for index, (name, synset) in enumerate(zip(head, synsets, strict=True))
@@ -277,7 +287,7 @@ def _order(head: Sequence[str], synsets: Sequence[Synset]) -> list[int]:
 
 
 def _usual(name: str) -> str:
-    """Return the first name of several: "great_white_shark" and "great white shark, white shark" are equal."""
+    """Return the first of several names, with spaces: "great white shark" for "great_white_shark, white shark"."""
     return name.split(",")[0].replace("_", " ").strip()
 
 
@@ -286,8 +296,8 @@ def _distinct(data: Sequence[str], columns: Sequence[int], note: str) -> ClassMa
     for name, column in zip(data, columns, strict=True):
         if column in first:
             raise DataError(
-                f"classes {first[column]!r} and {name!r} of the data are both output {column} of the model; merge them "
-                "into one class"
+                f"classes {first[column]!r} and {name!r} of the data both match output {column} of the model; "
+                "merge them into one class"
             )
         first[column] = name
     return ClassMap(tuple(columns), note)
@@ -306,7 +316,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _read(what: str, named: str | Path | None, url: str, parse: Callable[[str, bytes], T]) -> T:
-    """Return the parsed content of a file: the named one, or the cached one, which is downloaded if needed."""
+    """Return the parsed content of the named file, or of the cached file, which is downloaded if needed."""
     path = Path(named).expanduser() if named else cache_folder("imagenet") / PurePosixPath(url).name
     if named or path.exists():
         try:
@@ -334,7 +344,7 @@ def _parse_real(where: str, data: bytes) -> tuple[tuple[int, ...], ...]:
     except (ValueError, TypeError):
         labels = ()
     if len(labels) != VALIDATION_IMAGES or not all(0 <= label < CLASSES for one in labels for label in one):
-        raise DataError(f"{where} is not a list of 50,000 lists of numbers from 0 to 999, as the ReaL labels are")
+        raise DataError(f"{where} does not hold ReaL labels: a list of 50,000 lists of numbers from 0 to 999")
     return labels
 
 

@@ -1,6 +1,6 @@
-"""Metrics of logits and labels: top-k, the confusion matrix, metrics per class, and metrics of several labels.
+"""Metrics of logits and labels: top-k accuracy, the confusion matrix, per-class and multi-label metrics.
 
-The likeliest class is the first one with the largest logit. Labels are columns of the logits; any other label raises
+The likeliest class is the first one with the largest logit. A label that is not a column of the logits raises
 `DataError`.
 """
 
@@ -31,18 +31,20 @@ __all__ = [
 def check_labels(labels: Int64[np.ndarray, " n"], num_classes: int) -> None:
     """Raise `DataError` unless there are labels and all of them are in [0, num_classes)."""
     if not len(labels):
-        raise DataError("there is no sample with a label, so there is nothing to measure")
+        raise DataError("no sample has a label, so there is nothing to measure")
     wrong = (labels < 0) | (labels >= num_classes)
     if wrong.any():
         raise DataError(
-            f"label {labels[wrong][0]} is not one of {num_classes} classes, numbered from 0; select the samples "
-            "that have a label"
+            f"label {labels[wrong][0]} is not from 0 to {num_classes - 1}, the numbers of the {num_classes} "
+            "classes; select the samples that have a label"
         )
 
 
 def top_k(logits: Float[np.ndarray, "n classes"], labels: Int64[np.ndarray, " n"], k: int) -> Bool[np.ndarray, " n"]:
-    """Return True for each sample whose label is among the `k` classes with the largest logits. The first class wins a
-    tie."""
+    """Return True for each sample whose label is among the `k` classes with the largest logits.
+
+    Of classes with equal logits, the first one counts as larger.
+    """
     check_labels(labels, logits.shape[1])
     own = np.take_along_axis(logits, labels[:, None], axis=1)
     earlier = np.arange(logits.shape[1]) < labels[:, None]
@@ -61,18 +63,18 @@ def confusion(
 
 @dataclass(frozen=True, eq=False)
 class ClassMetrics:
-    """Metrics of each class, in [0, 1]; NaN for 0 / 0."""
+    """Metrics of each class, in [0, 1]. A value is NaN if its denominator is 0."""
 
     images: Int64[np.ndarray, " classes"]
-    """Samples of the class."""
+    """Number of samples of the class."""
     predicted: Int64[np.ndarray, " classes"]
-    """Samples that were predicted as the class."""
+    """Number of samples that were predicted as the class."""
     recall: Float64[np.ndarray, " classes"]
-    """Fraction of the class's samples that were predicted as the class: the accuracy within the class."""
+    """Fraction of the class's samples that were predicted as the class. This is the accuracy within the class."""
     precision: Float64[np.ndarray, " classes"]
-    """Fraction of the samples predicted as the class that belong to it."""
+    """Fraction of the samples predicted as the class that belong to the class."""
     f1: Float64[np.ndarray, " classes"]
-    """The harmonic mean of recall and precision: 2 correct / (images + predicted)."""
+    """Harmonic mean of recall and precision: 2 correct / (images + predicted)."""
 
 
 def per_class(labels: Int64[np.ndarray, " n"], predicted: Int64[np.ndarray, " n"], num_classes: int) -> ClassMetrics:
@@ -112,8 +114,9 @@ def average_precision(
 
 
 def mean_average_precision(scores: Float[np.ndarray, "n classes"], truth: Bool[np.ndarray, "n classes"]) -> float:
-    """Return the mean of `average_precision` over the classes that have a positive sample, or 0 if there is no such
-    class."""
+    """Return the mean of `average_precision` over the classes that have a positive sample. Without such classes, return
+    0.
+    """
     return float(np.nanmean(average_precision(scores, truth))) if truth.any() else 0.0
 
 
@@ -125,9 +128,10 @@ def exact_match(
 
 
 def f1_scores(predicted: Bool[np.ndarray, "n classes"], targets: UInt8[np.ndarray, "n classes"]) -> tuple[float, float]:
-    """Return F1 of all decisions together (micro) and its mean over classes (macro).
+    """Return the F1 score of all decisions together (micro), and the mean F1 score over classes (macro).
 
-    Classes that are neither true nor predicted for any sample are skipped. NaN if no class is left.
+    Classes that are neither true nor predicted for any sample are skipped. Both scores are NaN if all classes are
+    skipped.
     """
     metrics = per_class_of_targets(predicted, targets)
     total = int(metrics.images.sum() + metrics.predicted.sum())

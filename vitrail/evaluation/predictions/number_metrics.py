@@ -1,7 +1,7 @@
-"""Metrics of predicted numbers: R², mean absolute error and root mean squared error, with unknown numbers skipped.
+"""Metrics of predicted numbers: R², mean absolute error and root mean squared error. Unknown numbers are skipped.
 
 R² is 1 - (sum of squared errors) / (sum of squared deviations of the true numbers from their mean). If all true numbers
-of an output are equal, it is 1 without errors and else 0, as in scikit-learn.
+of an output are equal, R² is 1 without errors and 0 with errors, as in scikit-learn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["NumberMetrics", "StreamingErrors", "number_metrics"]
 
 @dataclass(frozen=True)
 class NumberMetrics:
-    """Metrics of one output, or their means over the outputs that have known numbers."""
+    """Metrics of one output, or the means of the metrics over all outputs with known numbers."""
 
     r2: Metric
     mean_absolute_error: Metric
@@ -36,10 +36,10 @@ def number_metrics(
     resamples: int = 1000,
     seed: int = 0,
 ) -> tuple[NumberMetrics, tuple[NumberMetrics | None, ...]]:
-    """Return the metrics over all outputs, and those of each output, with bootstrap intervals.
+    """Return the metrics over all outputs and the metrics of each output, with bootstrap intervals.
 
-    NaN in `truth` is an unknown number, which is skipped. The metrics of an output without known numbers are None, and
-    the means skip this output. Raise `DataError` if no number is known.
+    NaN in `truth` marks an unknown number, which is skipped. The metrics of an output without known numbers are None,
+    and the means skip this output. Raise `DataError` if no number is known.
     """
     known = ~np.isnan(truth)
     there = known.any(axis=0)
@@ -51,8 +51,8 @@ def number_metrics(
     errors = np.where(known, predicted - truth, 0)
     columns = np.concatenate([known, np.abs(errors), errors**2, deviations, deviations**2], axis=1, dtype=np.float64)
     resampled = resampled_means(columns, resamples=resamples, seed=seed)
-    values = _metrics(columns.mean(axis=0)[None], mean)  # metric, 1, output
-    spread = _metrics(resampled, mean)  # metric, resample, output
+    values = _metrics(columns.mean(axis=0)[None], mean)  # axes: metric, 1, output
+    spread = _metrics(resampled, mean)  # axes: metric, resample, output
 
     def metrics_of(outputs: Bool[np.ndarray, " outputs"]) -> NumberMetrics:
         means = (np.nanmean(some[:, :, outputs], axis=2) for some in (values, spread))
@@ -67,13 +67,13 @@ def number_metrics(
 
 
 class StreamingErrors:
-    """The metrics over all outputs, added up over parts of the samples."""
+    """The metrics over all outputs, added up batch by batch."""
 
     def __init__(self) -> None:
         self._sums: Float64[np.ndarray, "5 outputs"] | None = None
 
     def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Truth) -> None:
-        """Add some samples: the predicted numbers, and the truth of the same samples."""
+        """Add a batch of samples: their predicted numbers and their true numbers."""
         known = ~np.isnan(truth.values)
         errors = np.where(known, outputs - truth.values, 0)
         mean = _mean(truth.values, known)
@@ -83,7 +83,7 @@ class StreamingErrors:
         self._sums = part if self._sums is None else _joined(self._sums, part)
 
     def result(self) -> dict[str, float]:
-        """Return the metrics of all samples so far; without a known number, none."""
+        """Return the metrics of all samples so far, or an empty dictionary if no number is known."""
         if self._sums is None or not self._sums[0].any():
             return {}
         count, absolute, squared, squares, mean = self._sums[:, self._sums[0] > 0]
@@ -97,7 +97,9 @@ class StreamingErrors:
 def _metrics(
     means: Float64[np.ndarray, "resamples columns"], mean: Float64[np.ndarray, " outputs"]
 ) -> Float64[np.ndarray, "3 resamples outputs"]:
-    """Return the metrics from the means of known, |error|, error², deviation and deviation²; NaN if none is known."""
+    """Return the metrics from the means of known, |error|, error², deviation and deviation². Without known numbers:
+    NaN.
+    """
     known, absolute, squared, deviation, squares = np.split(means, 5, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         errors = squared / known
@@ -110,7 +112,10 @@ def _r2(
     variance: Float64[np.ndarray, "*shape"],
     mean: Float64[np.ndarray, " outputs"],
 ) -> Float64[np.ndarray, "*shape"]:
-    """Return R² from mean squared errors and variances; rounding alone gives equal numbers a variance above 0."""
+    """Return R² from mean squared errors and variances.
+
+    Rounding errors can give equal numbers a tiny variance, which counts as 0.
+    """
     varies = variance > (1e-13 * mean) ** 2
     ratio = 1 - errors / np.where(varies, variance, 1)
     return np.where(varies, ratio, np.where(errors > 0, 0.0, 1.0))
@@ -119,14 +124,14 @@ def _r2(
 def _mean(
     values: Float64[np.ndarray, "n outputs"], known: Bool[np.ndarray, "n outputs"]
 ) -> Float64[np.ndarray, " outputs"]:
-    """Return the mean of the known numbers of each output; 0 if there are none."""
+    """Return the mean of the known numbers of each output, or 0 if there are none."""
     return np.where(known, values, 0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
 
 
 def _joined(
     one: Float64[np.ndarray, "5 outputs"], other: Float64[np.ndarray, "5 outputs"]
 ) -> Float64[np.ndarray, "5 outputs"]:
-    """Add two parts, whose squared deviations are from their own means (Chan, Golub and LeVeque 1979)."""
+    """Add the sums of two batches, whose squared deviations are from different means (Chan, Golub and LeVeque 1979)."""
     total = one + other
     counts = np.maximum(total[0], 1)
     difference = other[4] - one[4]

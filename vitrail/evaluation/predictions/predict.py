@@ -1,4 +1,4 @@
-"""Predictions: the outputs of a network for every sample of a source, from which all metrics are computed."""
+"""The outputs of a network for every sample of a source, from which all metrics are computed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Predictions", "each_batch", "predict_all"]
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """The network's outputs for every image that could be decoded, in the order of the source, and the truth."""
+    """The network's outputs and the targets for every sample that could be decoded, in the order of the source."""
 
     logits: Float32[np.ndarray, "n outputs"]
     truth: Truth
     keys: tuple[str, ...]
-    """The samples' names in the source."""
+    """Keys of the samples in the source."""
     indices: Int64[np.ndarray, " n"]
     """Indices of the samples in the source."""
     classes: tuple[str, ...]
@@ -42,7 +42,7 @@ class Predictions:
         return len(self.keys)
 
     def rows(self, chosen: Bool[np.ndarray, " n"]) -> Predictions:
-        """Return the predictions of the samples that are marked."""
+        """Return the predictions of the chosen samples. `chosen` is a mask, with True for each of them."""
         return replace(
             self,
             logits=self.logits[chosen],
@@ -52,12 +52,12 @@ class Predictions:
         )
 
     def labelled(self) -> Predictions:
-        """Return the predictions of the samples whose truth is known."""
+        """Return the predictions of the samples whose target is known."""
         known = self.truth.known
         return self if known.all() else self.rows(known)
 
     def restricted(self, columns: Sequence[int]) -> Predictions:
-        """Return the predictions of a network that has only these outputs, in this order.
+        """Return the predictions of a network that has only the outputs `columns`, in this order.
 
         A sample whose label is another output becomes unlabelled. Raise `ConfigError` for a column that does not exist
         or is repeated.
@@ -86,9 +86,9 @@ def predict_all(
 ) -> Predictions:
     """Return the network's outputs for every sample of a source.
 
-    Memory is 4 bytes per image and output: 200 MB for 50,000 images of 1,000 classes. `on_skip` is called with each
-    sample that cannot be decoded. Raise `ConfigError` for a network without a head or whose number of outputs differs
-    from the number of the source's classes, and `BundleError` if an output is not finite.
+    They take 4 bytes of memory per image and output. `on_skip` is called with each sample that cannot be decoded. Raise
+    `ConfigError` for a network without a head, or with another number of outputs than the source has classes. Raise
+    `BundleError` if an output is not finite.
     """
     count = len(source.classes)
     logits = np.empty((len(source), count), np.float32)
@@ -98,7 +98,7 @@ def predict_all(
     def take(batch: Batch, outputs: Tensor) -> None:
         nonlocal filled
         if outputs.shape[1] != count:
-            raise ConfigError(f"the model has {outputs.shape[1]:,} outputs, and the data has {count:,} classes")
+            raise ConfigError(f"the model has {outputs.shape[1]:,} outputs, but the data has {count:,} classes")
         valid = batch.valid.cpu()
         rows = slice(filled, filled + int(valid.sum()))
         logits[rows] = outputs.cpu()[valid].numpy()
@@ -119,7 +119,7 @@ def predict_all(
     keys = tuple(source.key(index) for index in indices.tolist())
     if not (finite := np.isfinite(logits).all(axis=1)).all():
         raise BundleError(
-            f"the model's outputs are not finite for {(~finite).sum():,} of {filled:,} images, like "
+            f"the model's outputs are not finite for {(~finite).sum():,} of {filled:,} images, such as "
             f"{keys[int(finite.argmin())]!r}; its weights are damaged, or its training diverged"
         )
     truth = truth_of(source, indices.tolist())
@@ -137,15 +137,14 @@ def each_batch(
     precision: Precision,
     on_skip: Callable[[Skipped], None] | None,
 ) -> tuple[Skipped, ...]:
-    """Call `take` with every batch of a source, on the network's device, and its outputs in float32. Return the samples
-    that could not be decoded.
+    """Call `take` with every batch of a source, on the network's device, and with its outputs in float32.
 
-    Those samples keep their places in a batch, so `take` has to skip rows that are not `batch.valid`. The network is
-    not changed. Raise `ConfigError` for a network without a head.
+    Samples that cannot be decoded keep their rows in a batch, so `take` has to skip rows that are not `batch.valid`.
+    Return these samples. The network is not changed. Raise `ConfigError` for a network without a head.
     """
     if getattr(network, "head", network) is None:
         raise ConfigError(
-            "this model has no head, so it tells no classes apart; fine-tune it, or measure its features by linear, "
+            "this model has no head, so it cannot classify; fine-tune it, or measure its features by linear, "
             "fewshot or knn"
         )
     predictor = Predictor(network, precision)

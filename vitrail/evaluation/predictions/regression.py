@@ -1,4 +1,6 @@
-"""The report of predicted numbers: metrics, residuals and largest errors, as plain values to print, draw or write."""
+"""The report of predicted numbers: metrics, residuals and largest errors. Its plain values can be printed, drawn or
+saved.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from vitrail.evaluation.truth import Numbers
 __all__ = ["QUANTILES", "LargeError", "OutputRow", "RegressionReport", "regression_report"]
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-"""Quantiles of the residuals that a report has."""
+"""Quantiles of the residuals that a report contains."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +28,31 @@ class OutputRow:
     index: int
     name: str
     images: int
-    """Images for which the number is known."""
+    """Number of images for which the number is known."""
     metrics: NumberMetrics | None
-    """Metrics of the number. If the number is unknown for all images, this and the following fields are None or
+    """Metrics of the number. If the number is unknown for all images, this field and the following fields are None or
     empty."""
     mean: float | None
     """Mean of the true numbers."""
     deviation: float | None
-    """Standard deviation of the true numbers, divided by their count."""
+    """Standard deviation of the true numbers (divided by n)."""
     mean_residual: float | None
     residual_quantiles: tuple[float, ...]
-    """The quantiles `QUANTILES` of the residuals."""
+    """Values of the residuals at the quantiles `QUANTILES`."""
     points: tuple[tuple[float, float], ...]
-    """True and predicted numbers, for a scatter plot; of many images, some that are evenly spaced in the source."""
+    """Pairs of true and predicted numbers, for a scatter plot. If there are many images, evenly spaced ones are
+    used."""
 
 
 @dataclass(frozen=True)
 class LargeError:
-    """A number that was predicted badly."""
+    """One of the largest errors."""
 
     index: int
-    """The sample's number in the source."""
+    """Index of the sample in the source."""
     key: str
     name: str
-    """The name of the number."""
+    """Name of the number."""
     true: float
     predicted: float
     deviations: float | None
@@ -58,22 +61,22 @@ class LargeError:
 
 @dataclass(frozen=True)
 class RegressionReport:
-    """The result of `regression_report`. `vitrail.plain.to_plain` turns it into JSON values."""
+    """The result of `regression_report`. `vitrail.plain.to_plain` converts it to JSON values."""
 
     images: int
-    """Images that were measured."""
+    """Number of measured images."""
     unlabelled: int
-    """Images without any known number, which were skipped."""
+    """Number of images without any known number. They are skipped."""
     skipped: tuple[Skipped, ...]
     """Images that could not be decoded."""
     names: tuple[str, ...]
     """Names of the numbers."""
     metrics: NumberMetrics
-    """Means over the numbers."""
+    """Means of the metrics over the numbers."""
     per_output: tuple[OutputRow, ...]
     """A row for each number, in the order of the outputs."""
     worst: tuple[LargeError, ...]
-    """The largest errors in standard deviations, largest first."""
+    """The largest errors, measured in standard deviations, largest first."""
 
 
 def regression_report(
@@ -81,11 +84,11 @@ def regression_report(
 ) -> RegressionReport:
     """Return all metrics of predicted numbers, with 95 % intervals from `bootstrap` resamples that `seed` draws.
 
-    `points` is the largest number of points of a scatter plot. Raise `DataError` if the truth is not numbers, and if
-    none is known.
+    `points` is the maximum number of points of a scatter plot. Raise `DataError` if the targets are not numbers or none
+    is known.
     """
     if not isinstance(predictions.truth, Numbers):
-        raise DataError("a regression report needs numbers, and these samples have classes; use report")
+        raise DataError("a regression report needs numbers, but these samples have classes; use report")
     labelled = predictions.labelled()
     if not len(labelled):
         raise DataError(f"none of {len(predictions):,} images has a known number, so there is nothing to measure")
@@ -135,7 +138,7 @@ def _row(
 def _worst(
     predictions: Predictions, residuals: Float64[np.ndarray, "n outputs"], rows: tuple[OutputRow, ...], count: int
 ) -> tuple[LargeError, ...]:
-    """Return the largest errors that are not 0; equal ones in the order of the samples."""
+    """Return the largest errors that are not 0. Equal errors keep the order of the samples."""
     scale = np.array([row.deviation or 0.0 for row in rows])
     errors = np.nan_to_num(np.abs(residuals), nan=0.0)
     with np.errstate(divide="ignore", invalid="ignore"):

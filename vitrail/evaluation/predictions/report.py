@@ -1,4 +1,4 @@
-"""The report of predicted classes: all metrics on labelled images, as plain values to print, draw or write as JSON."""
+"""The report of predicted classes: all metrics on labelled images. Its plain values can be printed, drawn or saved."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ __all__ = ["Calibration", "ClassRow", "ClassificationReport", "Mistake", "MultiL
 
 @dataclass(frozen=True)
 class ClassRow:
-    """The metrics of one class; None for 0 / 0."""
+    """The metrics of one class. A metric is None if its denominator is 0."""
 
     index: int
     name: str
     images: int
-    """Images of the class."""
+    """Number of images of the class."""
     predicted: int
-    """Images that were predicted as the class."""
+    """Number of images that were predicted as the class."""
     accuracy: float | None
     """Fraction of the class's images that were predicted as the class (its recall)."""
     precision: float | None
     f1: float | None
     average_precision: float | None = None
-    """None unless images can have several labels."""
+    """Average precision of the class, only if images can have several labels."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Calibration of the probabilities of logits / temperature."""
+    """Calibration of the probabilities, which are computed from logits / temperature."""
 
     temperature: float
     error: Metric
@@ -73,7 +73,7 @@ class MultiLabel:
     """Metrics of images that can have several labels. A class is predicted if its probability is above 0.5."""
 
     mean_average_precision: float | None
-    """Mean average precision. If no image has a label, this value and both F1 scores are None."""
+    """Mean average precision. If no image has a label, this field and both F1 scores are None."""
     exact_match: Metric
     """Fraction of images whose predicted classes are exactly their true classes."""
     micro_f1: float | None
@@ -82,10 +82,10 @@ class MultiLabel:
 
 @dataclass(frozen=True)
 class Mistake:
-    """An image that was classified wrongly."""
+    """An image with a wrong prediction."""
 
     index: int
-    """The image's number in the source."""
+    """Index of the image in the source."""
     key: str
     labels: tuple[str, ...]
     predicted: tuple[str, ...]
@@ -97,35 +97,35 @@ class Mistake:
 
 @dataclass(frozen=True)
 class ClassificationReport:
-    """The result of `report`. `vitrail.plain.to_plain` turns it into JSON values. Fractions are in [0, 1]."""
+    """The result of `report`. `vitrail.plain.to_plain` converts it to JSON values. Fractions are in [0, 1]."""
 
     images: int
-    """Images that were measured."""
+    """Number of measured images."""
     unlabelled: int
-    """Images without a label, which were skipped."""
+    """Number of images without a label. They are skipped."""
     skipped: tuple[Skipped, ...]
     """Images that could not be decoded."""
     num_classes: int
     accuracy: Metric
     """Fraction of images whose likeliest class is the label, or one of several labels."""
     cross_entropy: Metric
-    """Cross-entropy in nats. With sigmoid outputs it is summed over the yes-or-no questions of the classes."""
+    """Cross-entropy in nats. With sigmoid outputs, it is the sum of the binary cross-entropies of all classes."""
     top5: Metric | None
     """Top-5 accuracy, or None for fewer than six classes."""
     balanced_accuracy: Metric | None
-    """Mean of the per-class accuracies. If images can have several labels, this value and `calibration` are None."""
+    """Mean of the per-class accuracies. If images can have several labels, this field and `calibration` are None."""
     calibration: Calibration | None
     scaled: Calibration | None
-    """Calibration with the temperature that `report` was called with."""
+    """Calibration with the temperature that was given to `report`."""
     multi_label: MultiLabel | None
-    """None unless images can have several labels."""
+    """Multi-label metrics, only if images can have several labels."""
     per_class: tuple[ClassRow, ...]
-    """The classes that any image has or was predicted as, in the order of the outputs."""
+    """Metrics of the classes that have images or were predicted, in the order of the outputs."""
     confusion: tuple[tuple[int, int, int], ...]
-    """True class, likeliest class and images: the cells of the confusion matrix that are not 0, row by row. Empty if
+    """The nonzero cells of the confusion matrix, row by row: true class, likeliest class and number of images. Empty if
     images can have several labels."""
     worst: tuple[Mistake, ...]
-    """The mistakes with the largest loss, largest first."""
+    """The wrong predictions with the largest loss, largest first."""
 
 
 def report(
@@ -149,7 +149,7 @@ def report(
         raise DataError(f"none of {len(predictions):,} images has a label, so there is nothing to measure")
     settings = {"resamples": bootstrap, "seed": seed}
     if isinstance(labelled.truth, Numbers):
-        raise DataError("a classification report needs classes, and these samples have numbers; use regression_report")
+        raise DataError("a classification report needs classes, but these samples have numbers; use regression_report")
     unlabelled = len(predictions) - len(labelled)
     if isinstance(labelled.truth, MultiLabels):
         return _several_labels(labelled, labelled.truth, settings, worst)
@@ -280,7 +280,7 @@ def _rows(
 
 
 def _worst(wrong: Bool[np.ndarray, " n"], losses: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " worst"]:
-    """Return the rows with the largest losses among the wrong ones; equal ones in their order."""
+    """Return the rows of wrong predictions with the largest losses. Equal losses keep the order of the samples."""
     rows = np.flatnonzero(wrong)
     return rows[np.argsort(-losses[rows], kind="stable")[:count]]
 

@@ -1,4 +1,4 @@
-"""Metrics that are added up over parts of the samples, so that outputs need not be held for all samples at once."""
+"""Metrics that are added up batch by batch, so that the outputs of all samples are never held at once."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from vitrail.evaluation.truth import MultiLabels, Numbers, Truth
 __all__ = ["SELECTING", "StreamingAccuracy", "StreamingMetrics", "streaming_metrics"]
 
 SELECTING: dict[TargetKind, str] = {"class": "accuracy", "classes": "mean_average_precision", "numbers": "r2"}
-"""The metric that chooses between models of each kind of truth: the larger, the better."""
+"""The metric that chooses the best model for each kind of target. Larger is better."""
 
 
 @runtime_checkable
 class StreamingMetrics(Protocol):
-    """Adds up metrics over parts of the samples."""
+    """Adds up metrics batch by batch."""
 
     def add(self, outputs: Float[np.ndarray, "b outputs"], truth: Truth) -> None:
-        """Add some samples: a model's outputs, and the truth of the same samples."""
+        """Add a batch of samples: the model's outputs for them, and their targets."""
 
     def result(self) -> dict[str, float]:
-        """Return the metrics of all samples so far by name."""
+        """Return the metrics of all samples so far, by name."""
 
 
 class StreamingAccuracy:
-    """Top-1 accuracy: the fraction of the labelled samples whose likeliest class is true.
+    """Top-1 accuracy: the fraction of the labelled samples whose likeliest class is a true class.
 
-    The likeliest class is the first one with the largest output. If samples can have several labels, the likeliest
-    class has to be one of them, and `mean_average_precision` is measured too, for which all outputs are kept.
+    The likeliest class is the first one with the largest output. If samples can have several labels,
+    `mean_average_precision` is measured too, which keeps all outputs in memory.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class StreamingAccuracy:
             self.add_ranking(outputs, truth.values > 0)
 
     def add_likeliest(self, likeliest: Int64[np.ndarray, " b"], truth: Truth) -> None:
-        """Add samples of which only the likeliest class is known."""
+        """Add samples for which only the likeliest class is given."""
         known = truth.known
         self.right += int(truth.hits(likeliest)[known].sum())
         self.count += int(known.sum())
 
     def add_ranking(self, outputs: Float[np.ndarray, "b classes"], truth: Bool[np.ndarray, "b classes"]) -> None:
-        """Add what `mean_average_precision` needs of samples that can have several labels."""
+        """Add the outputs and true classes from which `mean_average_precision` is computed."""
         self._several.append((outputs, truth))
 
     def result(self) -> dict[str, float]:
@@ -64,5 +64,5 @@ class StreamingAccuracy:
 
 
 def streaming_metrics(truth: Truth) -> StreamingMetrics:
-    """Return an empty measurement of the metrics for a kind of truth."""
+    """Return an empty accumulator of the metrics for this kind of target."""
     return StreamingErrors() if isinstance(truth, Numbers) else StreamingAccuracy()
