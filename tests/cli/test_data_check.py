@@ -122,3 +122,49 @@ def test_bad_options_are_refused(
 def test_data_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", "no-such-data"]) == 2
     assert "no-such-data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", [["age", "height"], ["age,height"], ["age,", "height"]])
+def test_tables_of_numbers_are_checked(
+    typed: list[str], tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["path,age,height"]
+    for number in range(20):
+        Image.new("L", (9 + number, 7), 90).save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png,{number},{'' if number == 3 else 2 * number}")
+    (tmp_path / "people.csv").write_text("\n".join(lines))
+    assert main(["data", "check", str(tmp_path / "people.csv"), "--page", "None", "--numbers", *typed]) == 0
+    assert "2 of its 20 training images are held out" in capsys.readouterr().out
+    out = tmp_path / "shards"
+    assert main(["data", "pack", str(tmp_path / "people.csv"), str(out), "--numbers", *typed]) == 0
+    packed = open_data(str(out), validation_share=0.0, numbers=("height",))
+    assert packed.train.target(19) == (2.0 * int(packed.train.key(19).rpartition("/")[2].partition(".")[0]),)
+
+
+def test_images_without_labels_are_checked(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(10):
+        Image.new("RGB", (9, 7), (number, 3 * number, 0)).save(tmp_path / "photos" / f"{number}.png")
+    words = ["data", "check", str(tmp_path / "photos"), "--page", "None"]
+    assert main(words) == 2
+    assert "has images but no class folders" in capsys.readouterr().err
+    assert main([*words, "--unlabelled"]) == 0
+    assert "1 of its 10 training images are held out" in capsys.readouterr().out
+    assert main(["data", "pack", str(tmp_path / "photos"), str(tmp_path / "shards"), "--unlabelled"]) == 0
+    assert len(open_data(str(tmp_path / "shards"), validation_share=0.0, unlabelled=True).train) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--validation", "train[3"], "--validation: 'train[3' is not auto, train or a slice of the training images"),
+        (["--validation", "train[99:]"], "--validation: 'train[99:]' reaches beyond the 36 images with 99: data "),
+        (["--validation-share", "0.01"], "--validation-share: 0.01 of 36 training images leaves the validation split"),
+        (["--validation-share", "1"], "--validation-share: 1.0 is not in [0, 1)"),
+    ],
+)
+def test_held_out_parts_that_make_no_sense_are_refused(
+    words: list[str], message: str, colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "check", str(colour_folder), *words]) == 2
+    assert message in capsys.readouterr().err

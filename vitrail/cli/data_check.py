@@ -22,7 +22,7 @@ from vitrail.data.check import Finding, Report, check_data
 from vitrail.data.check.look import Progress
 from vitrail.data.check.page import page
 from vitrail.data.check.report import Sizes
-from vitrail.data.sources import open_data
+from vitrail.data.config import DataConfig
 from vitrail.errors import ConfigError, DataError, DestinationError
 from vitrail.files import check_new_file, saving
 from vitrail.page import is_our_page
@@ -45,9 +45,15 @@ class Check:
 
     data: Annotated[str, Positional("SPEC")]
     """Data set, in any form that `vitrail train --data` accepts."""
+    numbers: tuple[str, ...] = ()
+    """Numeric columns of a table that are the targets instead of classes."""
+    unlabelled: bool = False
+    """Accept data without classes, such as a folder of photographs."""
     sample: int | None = None
     """Number of images to inspect, sampled from each split and class in proportion to its size. By default all
     images."""
+    validation: str = "auto"
+    """Images that would select the weights, as for `vitrail train`: auto, train or a slice such as train[99%:]."""
     validation_share: float = 0.1
     """Fraction of the training images to hold out for validation, if the data has no validation split. 0 holds out
     no images."""
@@ -71,11 +77,13 @@ COMMAND = Command(
     examples=(
         Example("vitrail data check flowers", "Inspect every image, and write data-check.html."),
         Example("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
+        Example("vitrail data check people.csv --numbers age height", "Check a table with numbers to predict."),
         Example("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
     ),
     options=(Check,),
     essential={
-        "Settings": ("sample", "validation_share", "max_skipped", "threads"),
+        "Data": ("numbers", "unlabelled", "validation", "validation_share"),
+        "Settings": ("sample", "max_skipped", "threads"),
         "Output": ("page", "json"),
     },
 )
@@ -83,14 +91,19 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Check(**call.options)
-    if not 0 <= options.validation_share < 1:
-        raise ConfigError(f"validation_share={options.validation_share} is not in [0, 1)")
+    data = DataConfig(
+        spec=options.data,
+        numbers=options.numbers,
+        validation=options.validation,
+        validation_share=options.validation_share,
+        max_skipped=options.max_skipped,
+    )
     if options.page is not None and not options.page.absolute().parent.is_dir():
         raise ConfigError(f"page={str(options.page)!r} cannot be written: there is no folder {options.page.parent}")
     if options.page is not None:
         _check_page(options.page)
     console = Console(stderr=options.json)
-    splits = open_data(options.data, validation_share=options.validation_share)
+    splits = data.open(unlabelled=options.unlabelled)
     with _progress(console) as progress:
         report = check_data(
             splits,

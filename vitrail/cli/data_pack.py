@@ -36,6 +36,10 @@ class Pack:
     """Data set, in any form that `vitrail train --data` accepts."""
     destination: Annotated[Path, Positional("DST")]
     """Folder for the shards. It must be new, empty, or left by the same command when it was stopped."""
+    numbers: tuple[str, ...] = ()
+    """Numeric columns of a table to store as the targets, instead of classes."""
+    unlabelled: bool = False
+    """Accept data without classes, such as a folder of photographs."""
     shard_size: str = "256MB"
     """Largest size of a shard, such as 256MB, 1GiB or 250000000."""
     max_side: int | None = None
@@ -55,7 +59,7 @@ COMMAND = Command(
         Example("vitrail train --data shards", "Train on the shards."),
     ),
     options=(Pack,),
-    essential={"Settings": ("shard_size", "max_side", "workers")},
+    essential={"Data": ("numbers", "unlabelled"), "Settings": ("shard_size", "max_side", "workers")},
 )
 
 
@@ -63,7 +67,7 @@ def main(call: Call) -> int:
     options = Pack(**call.options)
     shard_size = byte_count(options.shard_size, "shard_size")
     console = Console()
-    splits = open_data(options.data, validation_share=0.0)
+    splits = open_data(options.data, validation_share=0.0, numbers=options.numbers, unlabelled=options.unlabelled)
     for note in splits.notes:
         console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
     manifest = _pack(splits, options, shard_size, console, call.arguments)

@@ -35,6 +35,9 @@ NAMED_METAVARS = {
 }
 """Placeholders for the values of some options, by option name."""
 
+WITH_COMMAS = ("numbers",)
+"""Options with a variable number of values that may also be separated by commas."""
+
 HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
 """Option names of other programs, each with the name of the same option here."""
 
@@ -159,6 +162,8 @@ def convert(option: Option, values: Sequence[str]) -> Any:
             return _value(option.kind, value)
         kinds = get_args(option.kind)
         if kinds[-1] is ...:
+            if option.name in WITH_COMMAS:
+                values = [word for value in values for word in value.split(",") if word]
             return tuple(_value(kinds[0], value) for value in values)
         return tuple(_value(kind, value) for kind, value in zip(kinds, values, strict=True))
     except ValueError as error:
