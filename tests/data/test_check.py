@@ -98,7 +98,7 @@ def test_every_planted_fault_is_found_and_nothing_else(messy: Path) -> None:
         "leak": [["train/a/03.png", "validation/a/holiday.png"]],
         "near-leak": [["train/b/07.png", "validation/b/smaller.jpg"]],
         "contradiction": [["train/a/08.png", "train/b/twin.png"]],
-        "duplicates": [["train/a/08.png", "train/b/twin.png"], ["train/c/02.png", "train/c/same.bmp"]],
+        "duplicates": [["train/c/02.png", "train/c/same.bmp"]],
         "near-duplicates": [["train/b/05.png", "train/b/again.jpg"]],
         "blank": [["train/c/dot.png"], ["train/c/white.png"]],
         "unusual-size": [["train/c/dot.png"], ["train/c/giant.png"]],
@@ -122,11 +122,13 @@ def test_findings_say_what_and_how_grave(messy: Path) -> None:
     assert "is not an image in a format of" in broken.groups[1][0].detail
     assert found["undecodable-in-validation"].severity == "warning"
     assert found["undecodable-in-validation"].groups[0][0].detail == "is empty (0 bytes)"
-    assert found["leak"].text == "1 validation image is also a train image (identical pixels)"
+    assert found["leak"].text == "1 validation image is a copy of a train image (identical pixels)"
     assert found["missing-in-validation"].text == "1 class without validation images: c"
     assert found["single-image-class"].text == "1 class with only one training image: lonely"
     assert found["unusual-size"].groups[1][0].detail == "640 x 480"
-    assert (found["duplicates"].count, found["duplicates"].severity) == (2, "note")
+    assert found["near-leak"].text == "1 validation image is a near duplicate of a train image"
+    assert found["contradiction"].text == "2 images in 1 group of copies with different labels (identical pixels)"
+    assert (found["duplicates"].count, found["duplicates"].severity) == (1, "note"), "the pair above is not in it"
     assert report.sizes is not None
     assert (report.sizes.smallest, report.sizes.median, report.sizes.largest) == ((1, 1), (64, 48), (640, 480))
     assert report.kinds["JPEG CMYK"] == 1 and sum(report.kinds.values()) == report.images - 3
@@ -253,7 +255,7 @@ def test_copies_of_other_labels_contradict_and_those_without_do_not(memory_sourc
     report = check_data(Splits(memory_source(images, labels=labels, classes=("x", "y")), None, None))
     found = accused(report)
     assert found["contradiction"] == [["train/0", "train/1"]]
-    assert found["duplicates"] == [["train/0", "train/1"], ["train/2", "train/3"], ["train/4", "train/5"]]
+    assert found["duplicates"] == [["train/2", "train/3"], ["train/4", "train/5"]]
 
 
 def test_grey_and_colour_of_the_same_picture_are_the_same(memory_source: Sources) -> None:
@@ -274,10 +276,19 @@ def test_leaks_are_counted_between_all_splits(memory_source: Sources) -> None:
     found = {finding.kind: finding for finding in check_data(splits).findings}
     assert set(found) == {"leak"}
     assert found["leak"].text == (
-        "1 validation image is also a train image; 2 test images are also train images; "
-        "2 test images are also validation images (identical pixels)"
+        "1 validation image is a copy of a train image; 2 test images are copies of train images; "
+        "2 test images are copies of validation images (identical pixels)"
     )
     assert found["leak"].count == 4
+
+
+def test_a_near_duplicate_of_a_copy_is_counted_once(memory_source: Sources) -> None:
+    images = [np.asarray(picture(0)), np.asarray(picture(0, 128, 96)), np.asarray(picture(1))]
+    train = memory_source([images[0], images[2]], labels=[0, 1], classes=("x", "y"))
+    test = memory_source([images[0], images[1], images[1]], labels=[0, 0, 0], classes=("x", "y"))
+    found = {finding.kind: finding for finding in check_data(Splits(train, None, test)).findings}
+    assert {kind: finding.count for kind, finding in found.items() if "leak" in kind} == {"leak": 1, "near-leak": 2}
+    assert found["near-leak"].text == "2 test images are near duplicates of train images"
 
 
 def test_a_dark_image_among_bright_ones_differs(memory_source: Sources) -> None:

@@ -141,13 +141,16 @@ def _effect_of_broken(name: str, state: State, count: int, limit: int) -> tuple[
 
 
 def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> Iterator[Finding]:
-    """Yield findings about groups of copies: across splits, with different labels, and within a split."""
+    """Yield findings about groups of copies: across splits, with different labels, and within a split.
+
+    Copies within a split that have different labels are only in the finding about labels.
+    """
     prefix, how = ("near-", "near duplicates") if near else ("", "identical pixels")
-    across = [group for group in groups if len(np.unique(examined.looks.split[group])) > 1]
+    across = [group for group in groups if any(_across(examined, [group], near=near).values())]
     if across:
-        text, images = _across(examined, across)
+        between = _across(examined, across, near=near)
         yield Finding(
-            f"{prefix}leak", "warning", images, f"{text} ({how})",
+            f"{prefix}leak", "warning", _held_out(examined, across, near=near), _leak_text(between, near=near),
             "The accuracy on these images is too high: it measures memory, not generalisation.",
             "Delete all copies but one, or move all copies into one split.",
             first((examined.example(row) for row in _mixed(examined, group)) for group in across),
@@ -162,7 +165,8 @@ def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
             "Find out which label is right, and delete the other copies.",
             first((examined.example(row) for row in group.tolist()) for group in unlike),
         )  # fmt: skip
-    within = list(_within(examined, groups))
+    alike = [group for group in groups if not any(group is other for other in unlike)]
+    within = list(_within(examined, alike, near=near))
     if within:
         spare = sum(len(np.unique(examined.looks.pixels[group])) if near else len(group) for group in within)
         spare -= len(within)
@@ -175,13 +179,12 @@ def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
         )  # fmt: skip
 
 
-def _within(examined: Examined, groups: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+def _within(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> Iterator[np.ndarray]:
     """Yield, for each group and split, the members of the group in that split if there are at least two.
 
     Near duplicates with identical pixels are skipped, because they are already exact duplicates.
     """
     looks = examined.looks
-    near = groups is examined.duplicates.near
     for group in groups:
         for number in np.unique(looks.split[group]):
             part = group[looks.split[group] == number]
@@ -189,23 +192,47 @@ def _within(examined: Examined, groups: Sequence[np.ndarray]) -> Iterator[np.nda
                 yield part
 
 
-def _across(examined: Examined, groups: Sequence[np.ndarray]) -> tuple[str, int]:
-    """Return a description of the copies across splits, and the number of held-out images that are copies."""
+def _across(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> dict[tuple[str, str], int]:
+    """Return the number of images in each split that have a copy in an earlier split, for each pair of splits.
+
+    With `near`, images with an identical copy in the earlier split are not counted, because they are in the finding
+    about identical pixels.
+    """
     between = dict.fromkeys(combinations(examined.sources, 2), 0)
-    held_out = 0
     for group in groups:
-        counts = Counter(examined.split(row) for row in group.tolist())
-        names = [name for name in examined.sources if name in counts]
-        held_out += sum(counts[name] for name in names[1:])
-        for earlier, later in combinations(names, 2):
-            between[earlier, later] += counts[later]
-    parts = [
-        f"{plural(number, f'{later} image')} {'is also a' if number == 1 else 'are also'} {earlier} "
-        f"image{'' if number == 1 else 's'}"
-        for (earlier, later), number in between.items()
-        if number
-    ]
-    return "; ".join(parts), held_out
+        members = _by_split(examined, group)
+        for earlier, later in combinations(members, 2):
+            known = set(members[earlier]) if near else set()
+            between[earlier, later] += sum(pixels not in known for pixels in members[later])
+    return between
+
+
+def _held_out(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> int:
+    """Return the number of images that have a copy in any earlier split, counted as in `_across`."""
+    total = 0
+    for group in groups:
+        known: set[int] = set()
+        for place, pixels in enumerate(_by_split(examined, group).values()):
+            total += sum(one not in known for one in pixels) if place and near else place and len(pixels)
+            known |= set(pixels)
+    return total
+
+
+def _by_split(examined: Examined, group: np.ndarray) -> dict[str, list[int]]:
+    """Return the hashes of the pixels of a group's members, by split, in the order of the splits."""
+    names = tuple(examined.sources)
+    numbers, pixels = examined.looks.split[group], examined.looks.pixels[group]
+    return {names[number]: pixels[numbers == number].tolist() for number in np.unique(numbers).tolist()}
+
+
+def _leak_text(between: Mapping[tuple[str, str], int], *, near: bool) -> str:
+    parts = []
+    for (earlier, later), number in between.items():
+        one, other = ("a near duplicate", "near duplicates") if near else ("a copy", "copies")
+        if number:
+            copies, of = (f"is {one}", f"a {earlier} image") if number == 1 else (f"are {other}", f"{earlier} images")
+            parts.append(f"{plural(number, f'{later} image')} {copies} of {of}")
+    return "; ".join(parts) + ("" if near else " (identical pixels)")
 
 
 def _mixed(examined: Examined, group: np.ndarray) -> list[int]:
