@@ -77,7 +77,6 @@ COMMAND = Command(
     examples=(
         Example("vitrail data check flowers", "Inspect every image, and write data-check.html."),
         Example("vitrail data check flowers --sample 2000", "Inspect 2,000 images of a large data set."),
-        Example("vitrail data check people.csv --numbers age height", "Check a table with numbers to predict."),
         Example("vitrail data check labels.csv --json --page None", "Print the report as JSON, and write no page."),
     ),
     options=(Check,),
