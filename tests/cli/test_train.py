@@ -11,6 +11,7 @@ from PIL import Image
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import RunResult
 
 TINY = [
@@ -104,6 +105,16 @@ def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -
     assert "Default: 40." in capsys.readouterr().out
 
 
+def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, tmp_path: Path) -> None:
+    words = ("--schedule", "staircase", "--stair-at", "0.4", "8 steps", "--stair-factors", "0.5", "0.25", "--warmup",
+             "2steps", "--warmup-from-zero", "--learning-rate", "0.01", "--cooldown", "20%")  # fmt: skip
+    sizes = ("--variant", "ViT-Pico/7", "--image-size", "14", "14", "--width", "16", "--depth", "1", "--heads", "2")
+    assert run("--data", str(colour_folder), "--run", str(tmp_path / "run"), *sizes, "--steps", "10", *words) == 0
+    events = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "step"]
+    expected = [0.0, 0.005, 0.01, 0.01, 0.005, 0.005, 0.005, 0.005, 0.0025, 0.00125]
+    assert [event["learning_rate"] for event in events] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -125,6 +136,9 @@ def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -
         (["--steps", "many"], "many"),
         (["--learning-rate", "-1"], "--learning-rate: -1.0 is not above 0"),
         (["--warmup", "2"], "--warmup: 2.0 is not in [0, 1)"),
+        (["--warmup", "2 weeks"], "--warmup: '2 weeks' is not a length; write for example 0.1 (a fraction of the run)"),
+        (["--steps", "20", "--warmup", "21 steps"], "--warmup: '21 steps' is 21 steps, more than the 20 steps of the"),
+        (["--schedule", "staircase"], "--schedule: 'staircase' needs --stair-at"),
         (["--device", "abacus"], "--device: 'abacus' cannot be used here"),
         (["--run", "{folder}"], "exists; choose another --run"),
         (["--run", "{folder}", "--overwrite"], "is not the folder of a run"),

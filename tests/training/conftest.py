@@ -24,8 +24,8 @@ from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.optimizer import make_optimizer
-from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.plan import Plan
 from vitrail.training.record import read_record
 from vitrail.training.run import train
@@ -151,7 +151,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
         rates = config.optimizer
         plan = Plan(
             steps=steps,
-            schedule=Schedule(rates.schedule, rates.learning_rate, steps, round(rates.warmup * steps)),
+            schedule=rates.schedule_of(RunLength(steps, config.run.batch_size, len(splits.train))),
             accumulation=config.run.accumulation,
             clip=rates.clip,
             seed=config.run.seed,

@@ -26,9 +26,9 @@ from vitrail.models.variants import AnyConfig, build
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.examiner import Probe
+from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.layers import check_choice, choose_weights
 from vitrail.training.optimization.optimizer import make_optimizer
-from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.own import check_network, check_settings, named_splits
 from vitrail.training.plan import Plan
 from vitrail.training.record import FORMAT
@@ -117,6 +117,7 @@ def prepare(
     config.task.selection(splits)
     _check_choosing(config, splits)
     steps = config.run.total_steps(len(splits.train))
+    config.optimizer.schedule_of(_length(config, splits, steps))  # checks that its parts fit into the run
     return Setup(
         config=config,
         device=device,
@@ -161,7 +162,8 @@ def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[
 
 def make_state(setup: Setup, network: nn.Module) -> TrainState:
     """Return the state before the first step."""
-    config, optimizer = setup.config, setup.config.optimizer
+    config = setup.config
+    optimizer = config.optimizer.for_batch_size(config.run.batch_size)
     objective = config.task.objective(network, setup.splits).to(setup.device)
     batches = TrainingBatches(
         setup.splits.train,
@@ -179,10 +181,9 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
 def make_plan(setup: Setup) -> Plan:
     """Return the plan of the run."""
     config, optimizer = setup.config, setup.config.optimizer
-    warmup_steps = round(optimizer.warmup * setup.steps)
     return Plan(
         steps=setup.steps,
-        schedule=Schedule(optimizer.schedule, optimizer.learning_rate, setup.steps, warmup_steps),
+        schedule=optimizer.schedule_of(_length(config, setup.splits, setup.steps)),
         accumulation=config.run.accumulation,
         clip=optimizer.clip,
         seed=config.run.seed,
@@ -241,6 +242,10 @@ def _network_config(config: TrainConfig, model: Bundle | None, origin: Origin | 
     if origin is not None:
         return origin.network
     return config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
+
+
+def _length(config: TrainConfig, splits: Splits, steps: int) -> RunLength:
+    return RunLength(steps, config.run.batch_size, len(splits.train))
 
 
 def _probes(config: TrainConfig, steps: int) -> tuple[Probe, ...]:

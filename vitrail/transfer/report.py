@@ -147,6 +147,7 @@ def _settings(
         "sgd": f"SGD with momentum {rates.momentum:g}",
         "adamw": f"AdamW with betas {rates.beta1:g} and {rates.beta2:g}",
     }[rates.kind]
+    warmup = rates.warmup if isinstance(rates.warmup, str) else f"{rates.warmup:.0%} of the steps"
     decay = "" if rates.layer_decay == 1 else f", layer decay {rates.layer_decay:g}"
     rows = [
         ("model", f"{_model(config)}, {sum(one.numel() for one in bundle.network.parameters()):,} parameters"),
@@ -155,7 +156,7 @@ def _settings(
         ("image size", f"{height} x {width} pixels (height x width)"),
         ("steps", f"{record['steps']:,} with a batch size of {config.run.batch_size:,} ({epochs:,.1f} epochs)"),
         ("optimizer", f"{optimizer}, weight decay {rates.weight_decay:g}"),
-        ("learning rate", f"{rates.learning_rate:g}, {rates.schedule}, warm-up {rates.warmup:.0%} of the steps{decay}"),
+        ("learning rate", f"{rates.learning_rate:g}, {rates.schedule}, warm-up {warmup}{decay}"),
         ("augmentation", _augmentation(config.augment)),
     ]
     if rates.average:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitrail.errors import ConfigError
+from vitrail.training.optimization.duration import RunLength
+from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.optimization.schedule import Schedule, ScheduleName
 
 KINDS = get_args(ScheduleName)
-schedules = st.integers(1, 200).flatmap(
-    lambda steps: st.builds(
-        Schedule,
-        kind=st.sampled_from(KINDS),
-        peak=st.floats(1e-8, 10),
-        steps=st.just(steps),
-        warmup_steps=st.integers(0, steps),
+GOLDEN = json.loads((Path(__file__).parents[2] / "goldens" / "pipeline" / "schedules.json").read_text())
+arguments = st.integers(1, 200).flatmap(
+    lambda steps: st.fixed_dictionaries(
+        {
+            "kind": st.sampled_from(KINDS),
+            "peak": st.floats(1e-8, 10),
+            "steps": st.just(steps),
+            "warmup_steps": st.integers(0, steps),
+            "boundaries": st.just((steps,)),
+            "factors": st.just((0.1,)),
+        }
     )
 )
 
@@ -41,20 +50,155 @@ def test_constant() -> None:
     assert rates == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.8, 0.8])
 
 
+def test_polynomial_with_an_end() -> None:
+    rates = [Schedule("polynomial", 0.9, 4, 0, end=0.1, power=3.0)(step) for step in range(6)]
+    assert rates == pytest.approx([0.9, 0.1 + 0.8 * 0.75**3, 0.1 + 0.8 * 0.5**3, 0.1 + 0.8 * 0.25**3, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "polynomial"])
+def test_a_schedule_with_an_end_stays_between_peak_and_end(kind: ScheduleName) -> None:
+    rates = [Schedule(kind, 0.9, 40, 5, end=0.3)(step) for step in range(5, 50)]
+    assert rates == sorted(rates, reverse=True) and rates[0] == pytest.approx(0.9) and rates[35:] == [0.3] * 10
+
+
+def test_rsqrt_with_shift_and_cooldown() -> None:
+    schedule = Schedule("rsqrt", 0.6, 20, 4, timescale=8, shift=3, cooldown_steps=5)
+    course = [0.6 / math.sqrt(1 + (max(step - 4, 0) + 3) / 8) for step in range(20)]
+    rising, falling = [0.25, 0.5, 0.75, 1.0], [1.0, 0.8, 0.6, 0.4, 0.2]
+    factors = [*rising, *[1.0] * 11, *falling]
+    assert [schedule(step) for step in range(20)] == pytest.approx(
+        [rate * factor for rate, factor in zip(course, factors, strict=True)]
+    )
+    assert schedule(20) == schedule(25) == 0
+
+
+def test_a_staircase_changes_at_its_boundaries_and_in_the_warmup_too() -> None:
+    schedule = Schedule("staircase", 8.0, 10, 4, boundaries=(2, 6), factors=(0.5, 0.25))
+    assert [schedule(step) for step in range(10)] == [2, 4, 3, 4, 4, 4, 2, 2, 2, 2]
+
+
+def test_a_warmup_from_zero_wastes_its_first_step() -> None:
+    schedule = Schedule("constant", 0.8, 6, 4, warmup_from_zero=True)
+    assert [schedule(step) for step in range(6)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 0.8])
+
+
+def of_big_vision(case: dict[str, Any]) -> Schedule:
+    """The schedule of big_vision's arguments, by way of the settings of a run."""
+    given = dict(case["arguments"])
+    run = RunLength(case["total_steps"], case["batch_size"], case["data_size"])
+    kind = {"stair": "staircase"}.get(given.pop("decay_type"), case["arguments"]["decay_type"])
+    names = {
+        "base": "learning_rate", "warmup_steps": "warmup", "warmup_epochs": "warmup", "warmup_percent": "warmup",
+        "cooldown_steps": "cooldown", "timescale": "rsqrt_timescale", "timescale_examples": "rsqrt_timescale",
+        "shift_examples": "rsqrt_shift", "linear_end": "end_learning_rate", "end": "end_learning_rate",
+        "steps": "stair_at", "mults": "stair_factors", "power": "power", "scale_with_batchsize": "base_batch_size",
+    }  # fmt: skip
+    units = {"epochs": "epochs", "percent": "%", "examples": "images"}
+    settings: dict[str, Any] = {"warmup": 0.0}
+    for name, value in given.items():
+        field, unit = names[name], units.get(name.rpartition("_")[2], "steps")
+        if field in ("warmup", "cooldown", "rsqrt_timescale", "rsqrt_shift"):
+            settings[field] = f"{100 * value if unit == '%' else value:g} {unit}"
+        elif field == "stair_at":
+            settings[field] = tuple(f"{step} steps" for step in value)
+        else:
+            settings[field] = tuple(value) if isinstance(value, list) else float(value)
+    if settings.pop("base_batch_size", False):
+        settings["base_batch_size"] = 256
+    return OptimizerConfig(schedule=kind, warmup_from_zero=True, **settings).schedule_of(run)
+
+
+@pytest.mark.parametrize("case", GOLDEN["big_vision"], ids=lambda case: str(case["arguments"]))
+def test_rates_are_those_of_big_vision(case: dict[str, Any]) -> None:
+    schedule = of_big_vision(case)
+    for step, value in zip(case["steps"], case["values"], strict=True):
+        assert schedule(step) == pytest.approx(value, abs=1e-6 * schedule.peak), step
+
+
+@pytest.mark.parametrize("case", GOLDEN["vision_transformer"], ids=lambda case: f"{case['decay_type']} {case['base']}")
+def test_rates_are_those_of_vision_transformer(case: dict[str, Any]) -> None:
+    end = 1e-5 if case["decay_type"] == "linear" else 0.0
+    config = OptimizerConfig(
+        learning_rate=case["base"],
+        schedule=case["decay_type"],
+        warmup=f"{case['warmup_steps']} steps",
+        warmup_from_zero=True,
+        end_learning_rate=end,
+    )
+    schedule = config.schedule_of(RunLength(case["total_steps"], 512, 1000))
+    for step, value in zip(case["steps"], case["values"], strict=True):
+        assert schedule(step) == pytest.approx(value, abs=1e-6 * case["base"]), step
+
+
+@pytest.mark.parametrize("case", GOLDEN["bit"], ids=lambda case: str(case["dataset_size"]))
+def test_rates_are_those_of_the_hyperrule(case: dict[str, Any]) -> None:
+    """Big Transfer changes the rate after the step at a boundary, and ends the run after its last boundary."""
+    warmup, *supports, end = case["supports"]
+    config = OptimizerConfig(
+        learning_rate=case["base_lr"],
+        schedule="staircase",
+        stair_at=tuple(f"{support + 1} steps" for support in supports),
+        warmup=f"{warmup} steps",
+        warmup_from_zero=True,
+    )
+    schedule = config.schedule_of(RunLength(end, 512, case["dataset_size"]))
+    for step, value in zip(case["steps"], case["values"], strict=True):
+        assert (value is None) == (step >= end)
+        if value is not None:
+            assert schedule(step) == pytest.approx(value, abs=1e-6 * case["base_lr"]), step
+
+
+RUN = RunLength(steps=300, batch_size=20, images=1000)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"warmup": "301 steps"}, "warmup='301 steps' is 301 steps, more than the 300 steps of the run; choose a shorter "
+     "warm-up or a longer run"),
+    ({"warmup": "7 epochs"}, "warmup='7 epochs' is 350 steps, more than the 300 steps of the run; choose a shorter "
+     "warm-up or a longer run"),
+    ({"warmup": 0.6, "cooldown": "2.5 epochs"}, "warmup=0.6 and cooldown='2.5 epochs' are 180 and 125 steps, together "
+     "more than the 300 steps of the run; shorten one of them"),
+    ({"schedule": "staircase", "stair_at": (0.5, "150 steps")}, "stair_at=(0.5, '150 steps') does not increase: its "
+     "points are the steps (150, 150)"),
+    ({"schedule": "staircase", "stair_at": (0.5, "300 steps")}, "stair_at=(0.5, '300 steps'): step 300 is not within "
+     "the 300 steps of the run; choose earlier points or a longer run"),
+    ({"schedule": "rsqrt", "rsqrt_timescale": 0.0}, "rsqrt_timescale=0.0 is less than one step; choose a longer time "
+     "scale"),
+])  # fmt: skip
+def test_a_schedule_that_does_not_fit_into_the_run_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OptimizerConfig(**settings).schedule_of(RUN)
+    assert str(caught.value) == message
+
+
+def test_the_longest_warmup_is_the_whole_run() -> None:
+    schedule = OptimizerConfig(learning_rate=0.5, warmup="300 steps").schedule_of(RUN)
+    assert schedule(149) == pytest.approx(0.25) and schedule(299) == 0.5
+
+
+def test_points_and_factors_of_a_staircase() -> None:
+    config = OptimizerConfig(schedule="staircase", stair_at=(1 / 3, 2 / 3, 8 / 9), base_batch_size=256)
+    schedule = config.schedule_of(RunLength(steps=900, batch_size=64, images=640))
+    assert schedule.boundaries == (300, 600, 800) and schedule.factors == pytest.approx((0.1, 0.01, 0.001))
+    assert schedule.peak == 1e-3 / 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_warmup_it_starts_on_the_peak(kind: ScheduleName) -> None:
     assert Schedule(kind, 0.3, 5, 0)(0) == pytest.approx(0.3)
 
 
-@given(schedules)
-def test_never_negative_never_above_the_peak(schedule: Schedule) -> None:
+@given(arguments)
+def test_never_negative_never_above_the_peak(arguments: dict[str, Any]) -> None:
+    schedule = Schedule(**arguments)
     rates = [schedule(step) for step in range(schedule.steps)]
     assert min(rates) > 0
     assert max(rates) <= schedule.peak * (1 + 1e-12)
 
 
-@given(schedules)
-def test_rises_to_the_peak_then_never_rises(schedule: Schedule) -> None:
+@given(arguments)
+def test_rises_to_the_peak_then_never_rises(arguments: dict[str, Any]) -> None:
+    schedule = Schedule(**arguments)
     rates = [schedule(step) for step in range(schedule.steps)]
     rising, falling = rates[: schedule.warmup_steps], rates[max(schedule.warmup_steps - 1, 0) :]
     assert all(first < second for first, second in pairwise(rising))

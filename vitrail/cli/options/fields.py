@@ -15,10 +15,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, nearest
+from vitrail.training.optimization.duration import Duration
 
 __all__ = ["Option", "Positional", "convert", "flag", "options_of", "shown", "unknown_option", "without_none"]
 
-METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", Duration: "LENGTH"}
 """Placeholders for values, by type."""
 
 NAMED_METAVARS = {
@@ -220,7 +221,7 @@ def without_none(kind: Any) -> tuple[Any, bool]:
 def _metavar(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
-    if get_origin(kind) in (Union, UnionType):
+    if kind not in METAVARS and get_origin(kind) in (Union, UnionType):
         return "|".join(_metavar(each) for each in get_args(kind))
     return METAVARS[kind]
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from vitrail.errors import plural
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
 from vitrail.settings import above_zero, at_least, below_one, named, one_of, raise_problems
-from vitrail.training.optimization.schedule import ScheduleName
+from vitrail.training.optimization.duration import Duration, RunLength, duration_problems, steps_of
+from vitrail.training.optimization.schedule import Schedule, ScheduleName
 from vitrail.training.state.average import AverageStart
 
 __all__ = ["OptimizerConfig", "OptimizerName", "make_optimizer", "split_by_decay"]
@@ -19,6 +22,9 @@ __all__ = ["OptimizerConfig", "OptimizerName", "make_optimizer", "split_by_decay
 OptimizerName = Literal["adamw", "sgd"]
 
 DECAYED = (nn.Linear, nn.Conv2d)
+
+TO_AN_END = ("cosine", "linear", "polynomial")
+"""Schedules that end at `end_learning_rate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +35,31 @@ class OptimizerConfig:
     """AdamW, or SGD with momentum."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after warm-up."""
+    base_batch_size: int | None = None
+    """Batch size that --learning-rate is for. The rate is multiplied by the batch size of the run over this number
+    (1706.02677). By default it is not scaled."""
     schedule: ScheduleName = "cosine"
-    """Course of the learning rate after the peak: down to 0 along a cosine or a line, or constant."""
-    warmup: float = 0.1
-    """Fraction of the run in which the learning rate rises linearly from 0."""
+    """Course of the learning rate after warm-up: down to --end-learning-rate (cosine, linear, polynomial), the inverse
+    square root of the steps (rsqrt), in steps at --stair-at (staircase), or constant."""
+    end_learning_rate: float = 0.0
+    """Learning rate at the end of a cosine, linear or polynomial schedule."""
+    power: float = field(default=2.0, metadata=named("schedule_power"))
+    """Exponent of the polynomial schedule."""
+    rsqrt_timescale: Duration = "10000 steps"
+    """Time scale of the rsqrt schedule: the rate is divided by sqrt(1 + steps after warm-up / time scale)."""
+    rsqrt_shift: Duration = "0 steps"
+    """Length by which the rsqrt schedule is ahead. It lowers the highest rate, for runs that continue another one."""
+    stair_at: tuple[Duration, ...] = ()
+    """Points of the run at which the staircase schedule changes the learning rate, in increasing order."""
+    stair_factors: tuple[float, ...] = ()
+    """Multiples of --learning-rate from each point of --stair-at on. By default 0.1, 0.01, 0.001 and so on."""
+    warmup: Duration = 0.1
+    """Length of the linear rise of the learning rate at the beginning: a fraction of the run, or a length with a unit
+    such as "500 steps", "5 epochs" or "64000 images"."""
+    warmup_from_zero: bool = False
+    """Begin the warm-up at 0, as the papers' code does. By default the first of N warm-up steps has 1/N of the rate."""
+    cooldown: Duration = 0.0
+    """Length of the linear fall to 0 at the end of the run, by which the schedule is multiplied."""
     weight_decay: float = 0.05
     """Decoupled weight decay. Applied to weight matrices only, not to norms, biases, tokens or position embeddings."""
     beta1: float = 0.9
@@ -54,14 +81,89 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         problems = [
-            *above_zero(self, "learning_rate"),
-            *at_least(self, clip=0, weight_decay=0),
-            *below_one(self, "warmup", "beta1", "beta2", "momentum", "average"),
+            *above_zero(self, "learning_rate", "schedule_power"),
+            *at_least(self, clip=0, weight_decay=0, end_learning_rate=0, base_batch_size=1),
+            *below_one(self, "beta1", "beta2", "momentum", "average"),
             *one_of(self, optimizer=OptimizerName, schedule=ScheduleName, average_start=AverageStart),
+            *self._schedule_problems(),
         ]
         if not 0 < self.layer_decay <= 1:
             problems.append(f"layer_decay={self.layer_decay} is not in (0, 1]")
         raise_problems(problems)
+
+    def _schedule_problems(self) -> Iterator[str]:
+        for name in ("warmup", "cooldown", "rsqrt_timescale", "rsqrt_shift"):
+            yield from duration_problems(name, getattr(self, name))
+        for point in self.stair_at:
+            yield from duration_problems("stair_at", point)
+        if self.end_learning_rate and self.schedule not in TO_AN_END:
+            yield (
+                f"end_learning_rate={self.end_learning_rate} is for the schedules {', '.join(TO_AN_END)}, and the "
+                f"schedule is {self.schedule}; leave it out"
+            )
+        if 0 < self.learning_rate < self.end_learning_rate:
+            yield f"end_learning_rate={self.end_learning_rate} is above learning_rate={self.learning_rate}"
+        if self.schedule == "staircase" and not self.stair_at:
+            yield "schedule='staircase' needs stair_at, the points at which it changes, such as stair_at=(0.33, 0.67)"
+        if self.stair_factors and len(self.stair_factors) != len(self.stair_at):
+            yield (
+                f"stair_factors={self.stair_factors} are {len(self.stair_factors)} factors for "
+                f"{len(self.stair_at)} points of stair_at; give one factor for each point"
+            )
+        if any(factor < 0 for factor in self.stair_factors):
+            yield f"stair_factors={self.stair_factors} has a number below 0"
+
+    def for_batch_size(self, batch_size: int) -> OptimizerConfig:
+        """Return the config for batches of this size, with the learning rate scaled from `base_batch_size`."""
+        if self.base_batch_size is None:
+            return self
+        return replace(self, learning_rate=self.learning_rate * batch_size / self.base_batch_size, base_batch_size=None)
+
+    def schedule_of(self, run: RunLength) -> Schedule:
+        """Return the schedule for a run of this length.
+
+        Raises `ConfigError` if parts of the schedule do not fit into the run.
+        """
+        points = tuple(steps_of(point, run) for point in self.stair_at)
+        made = Schedule(
+            self.schedule,
+            self.for_batch_size(run.batch_size).learning_rate,
+            run.steps,
+            steps_of(self.warmup, run),
+            warmup_from_zero=self.warmup_from_zero,
+            end=self.end_learning_rate,
+            power=self.power,
+            timescale=steps_of(self.rsqrt_timescale, run),
+            shift=steps_of(self.rsqrt_shift, run),
+            boundaries=points,
+            factors=self.stair_factors or tuple(0.1**number for number in range(1, len(points) + 1)),
+            cooldown_steps=steps_of(self.cooldown, run),
+        )
+        raise_problems(self._misfits(made))
+        return made
+
+    def _misfits(self, made: Schedule) -> Iterator[str]:
+        run = plural(made.steps, "step")
+        if made.warmup_steps > made.steps:
+            yield (
+                f"warmup={self.warmup!r} is {made.warmup_steps:,} steps, more than the {run} of the run; choose a "
+                "shorter warm-up or a longer run"
+            )
+        elif made.warmup_steps + made.cooldown_steps > made.steps:
+            yield (
+                f"warmup={self.warmup!r} and cooldown={self.cooldown!r} are {made.warmup_steps:,} and "
+                f"{made.cooldown_steps:,} steps, together more than the {run} of the run; shorten one of them"
+            )
+        if self.schedule == "staircase":
+            if list(made.boundaries) != sorted(set(made.boundaries)):
+                yield f"stair_at={self.stair_at} does not increase: its points are the steps {made.boundaries}"
+            elif made.boundaries[-1] >= made.steps:
+                yield (
+                    f"stair_at={self.stair_at}: step {made.boundaries[-1]:,} is not within the {run} of the run; "
+                    "choose earlier points or a longer run"
+                )
+        if self.schedule == "rsqrt" and made.timescale < 1:
+            yield f"rsqrt_timescale={self.rsqrt_timescale!r} is less than one step; choose a longer time scale"
 
 
 def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

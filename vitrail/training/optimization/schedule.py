@@ -1,4 +1,4 @@
-"""The schedule of the learning rate."""
+"""Schedules of the learning rate, as vision_transformer, big_vision and Big Transfer compute them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,65 @@ from typing import Literal
 
 __all__ = ["Schedule", "ScheduleName"]
 
-ScheduleName = Literal["cosine", "linear", "constant"]
+ScheduleName = Literal["cosine", "linear", "polynomial", "rsqrt", "staircase", "constant"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate rises linearly to `peak` during warm-up, then falls to 0 along a cosine or a line, or stays."""
+    """The learning rate of every step: a warm-up to `peak`, then a course that `kind` names, then a cool-down.
+
+    - "cosine", "linear", "polynomial": from the peak down to `end` at the end of the run.
+    - "rsqrt": `peak / sqrt(1 + (steps after warm-up + shift) / timescale)` (2106.04560, section 3.5).
+    - "staircase": the peak times one of `factors`. The factor of a boundary applies from the step at the boundary.
+    - "constant": the peak.
+
+    During warm-up the rate is multiplied by a factor that rises linearly to 1, and during the cool-down at the end of
+    the run by a factor that falls linearly to 0.
+    """
 
     kind: ScheduleName
     peak: float
     steps: int
     warmup_steps: int
+    warmup_from_zero: bool = False
+    """If True, step n of the warm-up, counted from 0, has n / `warmup_steps` of the rate, as in the original code. Its
+    first step then leaves the weights unchanged. If False, the step has (n + 1) / `warmup_steps` of the rate."""
+    end: float = 0.0
+    """Learning rate at the end of a cosine, linear or polynomial schedule."""
+    power: float = 2.0
+    """Exponent of the polynomial."""
+    timescale: int = 10_000
+    """Steps after which an rsqrt schedule without shift is at 1 / sqrt(2) of the peak."""
+    shift: int = 0
+    """Steps by which an rsqrt schedule is ahead. The highest rate is then below the peak."""
+    boundaries: tuple[int, ...] = ()
+    """Steps, counted from 0, at which a staircase schedule changes."""
+    factors: tuple[float, ...] = ()
+    """Multiples of the peak from each boundary on."""
+    cooldown_steps: int = 0
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0. Warm-up ends at the peak, and the last step is not 0."""
+        """Return the learning rate of a step, counted from 0. After the run it is that of the run's end."""
+        rate = self._course(step)
         if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+            rate = rate * (step if self.warmup_from_zero else step + 1) / self.warmup_steps
+        if (left := max(self.steps - step, 0)) < self.cooldown_steps:
+            rate = rate * left / self.cooldown_steps
+        return rate
+
+    def _course(self, step: int) -> float:
+        """Return the learning rate of a step without the factors of warm-up and cool-down."""
+        after = max(step - self.warmup_steps, 0)
         if self.kind == "constant":
             return self.peak
-        progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
-        return self.peak * ((1 - progress) if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * progress)))
+        if self.kind == "rsqrt":
+            return self.peak / math.sqrt(1 + (after + self.shift) / self.timescale)
+        if self.kind == "staircase":
+            passed = sum(boundary <= step for boundary in self.boundaries)
+            return self.peak * (1.0, *self.factors)[passed]
+        progress = min(after / max(self.steps - self.warmup_steps, 1), 1.0)
+        if self.kind == "cosine":
+            left = 0.5 * (1 + math.cos(math.pi * progress))
+        else:
+            left = (1 - progress) ** (self.power if self.kind == "polynomial" else 1)
+        return self.end + (self.peak - self.end) * left
