@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -494,6 +495,24 @@ def test_network_without_a_head_but_with_a_hidden_layer(small: Small, randomised
 
 def test_an_empty_batch_gives_no_logits(small: Small, randomised: Randomised) -> None:
     assert randomised(small())(pictures(small(), batch=0)).shape == (0, 5)
+
+
+def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
+    """Against the same weights for the part of the image that patches fill."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=(14, 18), patch_size=(4, 5), width=16, depth=2, heads=2, mlp_width=24, num_classes=3, cut_uneven=True
+    )
+    network = VisionTransformer(config).eval()
+    torch.nn.init.normal_(network.head.weight)
+    even = VisionTransformer(dataclasses.replace(config, image_size=(12, 15), cut_uneven=False)).eval()
+    even.load_state_dict(network.state_dict())
+    images = torch.randn(2, 3, 14, 18)
+    assert config.grid == (3, 3) and config.macs() == even.config.macs()
+    assert torch.equal(network(images), even(images[:, :, :12, :15]))
+    assert torch.equal(network.features(images).patches, even.features(images[:, :, :12, :15]).patches)
+    with pytest.raises(ConfigError, match=r"image_size=\(3, 18\) is not a multiple of patch_size=\(4, 5\)"):
+        network(images[:, :, :3])
 
 
 @pytest.mark.parametrize(

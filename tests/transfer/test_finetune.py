@@ -13,7 +13,7 @@ import torch
 
 import vitrail
 from vitrail.data.sources.folder import FolderSource
-from vitrail.errors import DataError, RunError
+from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.evaluation.predictions.regression import RegressionReport
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
@@ -138,6 +138,39 @@ def test_data_is_opened_once_and_read_by_all_runs(
     chosen = plan(tiny_bundle, data, config, explicit=explicit)
     assert finetune(chosen.config, data, tiny_bundle).page is not None
     assert opened == [colours / "train", colours / "test"]
+
+
+def test_rates_to_try_are_chosen_with_any_protocol(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu")
+    data = base.data.open_whole()
+    chosen = plan(tiny_bundle, data, base, rates=(0.02, 0.1))
+    assert chosen.rates == (0.02, 0.1) and chosen.config.optimizer.learning_rate == 0.02
+    assert chosen.reasons[-1].startswith("the best learning rate of 0.02, 0.1 on held-out images")
+    alone = plan(tiny_bundle, data, base, rates=(0.1,))
+    assert alone.rates == () and alone.config.optimizer.learning_rate == 0.1
+    assert plan(tiny_bundle, data, base, "paper", rates=(0.02, 0.1), row="vtab").rates == (0.02, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rates": ()}, r"learning_rates=\(\) must be numbers above 0, at least one"),
+        ({"rates": (0.1, -0.2)}, r"learning_rates=\(0.1, -0.2\) must be numbers above 0, at least one"),
+        (
+            {"rates": (0.1,), "explicit": {"learning_rate": 0.3}},
+            r"learning_rate=0.3 and learning_rates=\(0.1,\) exclude each other; choose one",
+        ),
+        ({"row": "vtab"}, "table_row='vtab' is a row of the paper's Table 4; choose protocol='paper' as well"),
+        ({"protocol": "bit"}, "protocol='bit' is the rule of Big Transfer for BiT ResNets, and the model is a Vision"),
+        ({"protocol": "bit", "rates": (0.1,)}, r"learning_rates=\(0.1,\): BiT's rule has one learning rate; set"),
+    ],
+)
+def test_settings_of_a_protocol_that_do_not_fit(
+    tiny_bundle: Bundle, model: Path, colours: Path, settings: dict[str, Any], message: str
+) -> None:
+    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu")
+    with pytest.raises(ConfigError, match=message):
+        plan(tiny_bundle, base.data.open_whole(), base, **settings)
 
 
 def test_numbers_are_learned_and_reported(

@@ -20,6 +20,7 @@ from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.transfer.finetune import plan
 from vitrail.transfer.protocol import (
+    TABLE_4,
     Trial,
     check_final_run,
     choose_rate,
@@ -55,6 +56,7 @@ def test_rows_are_those_of_table_4(
     images: int, steps: int, warmup: int, rates: tuple[float, ...], share: float
 ) -> None:
     row = row_for(images)
+    assert row in TABLE_4.values()
     assert (row.steps, row.warmup, row.rates, row.held_out) == (steps, warmup, rates, share)
 
 
@@ -74,12 +76,28 @@ def test_settings_are_the_papers() -> None:
     assert found.rates == (0.001, 0.003, 0.01, 0.03) and "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]
 
 
-def test_a_large_patch_divides_the_size_and_parts_fit() -> None:
+def test_a_patch_that_does_not_divide_the_size_is_cut_as_in_the_original_and_parts_fit() -> None:
     base = TrainConfig().override(init="model")
     network = variant_config("ViT-H/14", num_classes=10)
-    assert planned(base, network).config.images.image_size == (378, 378)
+    found = planned(base, network).config
+    assert found.images.image_size == (384, 384) and found.model.overrides == {"cut_uneven": True}
+    assert planned(base, network, image_size=(518, 518)).config.model.overrides == {}
     small = planned(base, network, memory=16 * 10**9, image_size=(140, 140)).config
     assert small.images.image_size == (140, 140) and small.run.accumulation > 1 and small.run.batch_size == 512
+
+
+def test_a_row_can_be_chosen_and_one_rate_needs_no_trial() -> None:
+    base, network = TrainConfig().override(init="model"), variant_config("ViT-B/16", num_classes=10)
+    facts = FACTS._replace(images=1000)
+    found = plan_by_paper(base, network, Preprocess(image_size=(224, 224)), facts, memory=PLENTY, row="vtab")
+    optimization = found.config.optimizer
+    assert (found.config.run.steps, optimization.learning_rate, found.rates) == (2500, 0.01, ())
+    assert (optimization.warmup, found.config.data.validation_share, found.config.run.evaluations) == (0.2, 0, 0)
+    assert found.reasons[0] == "the paper's settings for VTAB: as chosen"
+    tried = plan_by_paper(
+        base, network, Preprocess(image_size=(224, 224)), facts, memory=PLENTY, row="vtab", rates=(0.01, 0.03)
+    )
+    assert tried.rates == (0.01, 0.03) and tried.config.data.validation_share == 0.2
 
 
 @pytest.fixture
@@ -191,9 +209,9 @@ def test_a_given_rate_leaves_nothing_to_hold_out() -> None:
 def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path, tmp_path: Path) -> None:
     splits = final_config(base, 0.1).data.open()
     check_final_run(base, splits)
-    with pytest.raises(ConfigError, match=r"patience=2 cannot be used with the paper's protocol.*; leave it out"):
+    with pytest.raises(ConfigError, match=r"patience=2 cannot be used when learning rates are tried.*; leave it out"):
         check_final_run(base.override(patience=2), splits)
-    with pytest.raises(ConfigError, match=r"probe='knn' cannot be used with the paper's protocol.*; leave it out"):
+    with pytest.raises(ConfigError, match=r"probe='knn' cannot be used when learning rates are tried.*; leave it out"):
         check_final_run(base.override(probe="knn"), splits)
     shutil.copytree(colours / "train", tmp_path / "data" / "train")
     shutil.copytree(colours / "test", tmp_path / "data" / "val")

@@ -26,7 +26,7 @@ from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
 from vitrail.transfer.finetune import FinetuneResult, Protocol, evaluate_run, finetune, plan
-from vitrail.transfer.protocol import Trial, is_trial
+from vitrail.transfer.protocol import TableRow, Trial, is_trial
 from vitrail.transfer.report import AnyReport, summary_rows
 from vitrail.transfer.rules import Plan
 from vitrail.weights.bundle import Bundle
@@ -48,7 +48,13 @@ class Finetune:
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     protocol: Protocol = "rule"
     """rule chooses settings from the data's size and the machine. paper takes those of the paper's Table 4, chooses the
-    learning rate on held-out images, and then trains on all of them."""
+    learning rate on held-out images, and then trains on all of them. bit is BiT's rule for ResNets (BiT-HyperRule)."""
+    table_row: TableRow | None = None
+    """Row of the paper's Table 4, with --protocol paper. By default chosen by the number of training images; vtab has
+    2,500 steps and one learning rate."""
+    learning_rates: tuple[float, ...] | None = None
+    """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
+    the paper's protocol tries those of its table, and the rule chooses one."""
     resume: Path | None = None
     """Folder of a stopped run to continue, with the run's own settings."""
 
@@ -142,11 +148,13 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData,
     model, protocol = given["model"], given.get("protocol", "rule")
     if "init" in given:
         raise ConfigError(f"--init: MODEL {model} is what fine-tuning starts from; leave --init out")
-    explicit = {name: value for name, value in given.items() if name not in ("model", "protocol")}
+    rates, row = given.get("learning_rates"), given.get("table_row")
+    own = ("model", "protocol", "learning_rates", "table_row")
+    explicit = {name: value for name, value in given.items() if name not in own}
     initial = load(model, device="cpu")
     base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
     data = base.data.open_whole()
-    chosen = plan(initial, data, base, protocol, explicit)
+    chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row)
     display.say("settings chosen for this data and machine:")
     for reason in chosen.reasons:
         display.say(f"  {reason}")

@@ -34,9 +34,11 @@ class PatchEmbedding(nn.Module):
         self, images: Float[Tensor, "b c h w"], kept: Int64[Tensor, "b k"] | None = None
     ) -> Float[Tensor, "b n width"]:
         """Return one token per patch, in row-major order of the grid. With `kept`, return only the tokens at these
-        indices. The patch size must divide the image size."""
+        indices. Rows and columns of pixels that fill no patch are ignored."""
         b, c, h, w = images.shape
         ph, pw = self.patch_size
+        if h % ph or w % pw:
+            images = images[:, :, : h - h % ph, : w - w % pw]
         patches = images.reshape(b, c, h // ph, ph, w // pw, pw)
         patches = patches.permute(0, 2, 4, 1, 3, 5)  # b grid_h grid_w c ph pw
         patches = patches.reshape(b, (h // ph) * (w // pw), c * ph * pw)

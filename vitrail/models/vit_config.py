@@ -37,6 +37,9 @@ class ViTConfig:
     """Height and width of images in pixels. Learned positions are resized for images of another size."""
     patch_size: tuple[int, int] = (16, 16)
     """Height and width of a patch in pixels, or of a hybrid's patch in cells of the root's feature map."""
+    cut_uneven: bool = False
+    """True to ignore the last rows and columns of pixels that fill no patch, as the original code does for H/14 with
+    images of 384 pixels. If False, the patch size must divide the image size."""
     channels: int = 3
     """Image channels: 3 for RGB, 1 for grey."""
     root: RootConfig | None = None
@@ -172,10 +175,12 @@ class ViTConfig:
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Return the numbers of rows and columns of patches in an image. Raise `ConfigError` if the patch size does not
-        divide the image size."""
+        divide the image size, or with `cut_uneven` if the image is smaller than a patch."""
         stride = self.root.stride if self.root else 1
         cells = math.ceil(height / stride), math.ceil(width / stride)
-        if min(height, width) < 1 or any(side % patch for side, patch in zip(cells, self.patch_size, strict=True)):
+        left = [side % patch for side, patch in zip(cells, self.patch_size, strict=True)]
+        too_small = any(side < patch for side, patch in zip(cells, self.patch_size, strict=True))
+        if too_small or (any(left) and not self.cut_uneven):
             of_map = f" of a feature map at 1/{stride}" if self.root else ""
             raise ConfigError(
                 f"image_size={(height, width)} is not a multiple of patch_size={self.patch_size}{of_map}; "

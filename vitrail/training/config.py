@@ -29,7 +29,7 @@ __all__ = ["RunConfig", "TrainConfig"]
 
 Keep = Literal["best", "last"]
 
-WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "patch_dropout")
+WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "patch_dropout", "cut_uneven")
 """Fields of a network's config that do not change its weights. A run that starts from a model can override only
 these."""
 

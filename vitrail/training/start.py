@@ -11,6 +11,7 @@ import torch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, RunError, plural
 from vitrail.models.linear.lora import Projection
+from vitrail.models.network import with_weights
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.plain import from_plain, to_plain
 from vitrail.settings import above_zero, at_least, raise_problems
@@ -34,8 +35,8 @@ class StartConfig:
     is kept if the classes have the same names in the same order. Otherwise a new head of zeros replaces it, as it also
     does if the classes have no names, only numbers."""
     train_blocks: int | None = None
-    """With --init: number of last blocks to train, together with the final norm, the pooling and the head. By default
-    all blocks. 0 trains only the head. The blocks of a ResNet are its residual units."""
+    """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
+    trains only the head. The blocks of a ResNet are its residual units."""
     lora_rank: int | None = None
     """With --init: rank of the LoRA updates (2106.09685). If given, only these updates and the head are trained."""
     lora_alpha: float | None = None
@@ -149,6 +150,10 @@ def network_from(
     and no hidden layer (paper, section 3.2). Classes that have only numbers never match, because class "3" of one data
     set is not class "3" of another.
     """
+    if "cut_uneven" in overrides:  # before the size changes to one that needs it
+        settings: dict[str, Any] = {"cut_uneven": overrides["cut_uneven"]}
+        config = replace(bundle.network.config, **settings)
+        bundle = replace(bundle, network=with_weights(bundle.network, config, bundle.network.state_dict()))
     resized = adapted(bundle, image_size=images.image_size)
     same = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
     numbered = task.output != "numbers" and names == tuple(map(str, range(len(names))))

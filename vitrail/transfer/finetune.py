@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Literal
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
 from vitrail.evaluation.predictions.calibration import fit_temperature
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.evaluation.predictions.regression import regression_report
@@ -22,7 +24,9 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.monitoring.display import Display
 from vitrail.training.run import RunResult, train
+from vitrail.transfer.hyperrule import plan_by_hyperrule
 from vitrail.transfer.protocol import (
+    TableRow,
     Trial,
     check_final_run,
     choose_rate,
@@ -37,7 +41,7 @@ from vitrail.weights.bundle import Bundle
 
 __all__ = ["FinetuneResult", "Protocol", "evaluate_run", "finetune", "plan"]
 
-Protocol = Literal["rule", "paper"]
+Protocol = Literal["rule", "paper", "bit"]
 
 MAX_POINTS = 500
 """Images in a scatter plot of the report."""
@@ -63,12 +67,20 @@ def plan(
     config: TrainConfig,
     protocol: Protocol = "rule",
     explicit: Explicit = NO_SETTINGS,
+    *,
+    rates: tuple[float, ...] | None = None,
+    row: TableRow | None = None,
 ) -> Plan:
     """Return the settings for fine-tuning the bundle's network on this data, with the reasons for them.
 
-    The rule, or the paper's protocol, replaces settings of `config` except those in `explicit`. Raise `ConfigError` if
-    the data has no training image, or if settings contradict each other.
+    The protocol replaces settings of `config` except those in `explicit`: our own rule, the paper's (`plan_by_paper`,
+    with a `row` of its Table 4), or BiT's (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images.
+    Raise `ConfigError` if the data has no training image, if the protocol is not for the network, or if settings
+    contradict each other.
     """
+    _check_rates(rates, explicit)
+    if row is not None and protocol != "paper":
+        raise ConfigError(f"table_row={row!r} is a row of the paper's Table 4; choose protocol='paper' as well")
     usual = Regression.name if data.whole.target_kind == "numbers" else config.task.name
     config = config.override(**{"task": usual, **explicit})
     device = pick_device(config.run.device)
@@ -76,9 +88,35 @@ def plan(
     data = replace(data, mixed=())
     facts = facts_of(config.data.cut(data))
     if protocol == "rule":
-        return plan_by_rule(config, network, preprocess, facts, device=device, memory=memory, explicit=explicit)
+        chosen = plan_by_rule(config, network, preprocess, facts, device=device, memory=memory, explicit=explicit)
+        return chosen if rates is None else _with_rates(chosen, rates)
     facts = facts._replace(images=len(with_all_images(config).data.cut(data).train))
-    return plan_by_paper(config, network, preprocess, facts, memory=memory, explicit=explicit)
+    if protocol == "bit":
+        if rates is not None:
+            raise ConfigError(f"learning_rates={rates}: BiT's rule has one learning rate; set learning_rate instead")
+        return plan_by_hyperrule(config, network, preprocess, facts, memory=memory, explicit=explicit)
+    return plan_by_paper(config, network, preprocess, facts, memory=memory, row=row, rates=rates, explicit=explicit)
+
+
+def _check_rates(rates: tuple[float, ...] | None, explicit: Explicit) -> None:
+    if rates is None:
+        return
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ConfigError(f"learning_rates={rates} must be numbers above 0, at least one")
+    if "learning_rate" in explicit:
+        raise ConfigError(
+            f"learning_rate={explicit['learning_rate']} and learning_rates={rates} exclude each other; choose one"
+        )
+
+
+def _with_rates(chosen: Plan, rates: tuple[float, ...]) -> Plan:
+    """Return a plan with other learning rates, of which the best on held-out images is used."""
+    config = chosen.config.override(learning_rate=rates[0])
+    shown = ", ".join(f"{rate:g}" for rate in rates)
+    if len(rates) == 1:
+        return replace(chosen, config=config, reasons=(*chosen.reasons, f"learning rate {shown}, as chosen"))
+    reason = f"the best learning rate of {shown} on held-out images; the model then learns from all training images"
+    return Plan(config, (*chosen.reasons, reason), rates)
 
 
 def finetune(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
@@ -31,14 +31,16 @@ from vitrail.transfer.rules import (
     check_images,
     check_rate,
     choose_accumulation,
+    choose_all_images,
     choose_task,
-    scaled_size,
+    exact_size,
 )
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 __all__ = [
     "TABLE_4",
     "Row",
+    "TableRow",
     "Trial",
     "check_final_run",
     "choose_rate",
@@ -51,26 +53,34 @@ __all__ = [
 ]
 
 
+TableRow = Literal["flowers", "cifar", "imagenet", "vtab"]
+
+
 class Row(NamedTuple):
-    """One row of the paper's Table 4. It applies to data sets with fewer than `max_images` training images."""
+    """One row of the paper's Table 4."""
 
     max_images: float
+    """The row applies by default to data sets with fewer training images; 0 if it has to be chosen."""
     steps: int
     warmup: int
     """Steps in which the learning rate rises."""
     rates: tuple[float, ...]
     held_out: float
-    """Fraction of the training images that is held out to choose the learning rate."""
+    """Fraction of the training images that is held out to choose the learning rate. 0 if there is only one rate."""
     data: str
     """The data sets that the paper's row is for."""
 
 
-TABLE_4 = (
-    Row(20_000, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1, "Pets and Flowers"),
-    Row(500_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02, "CIFAR"),
-    Row(math.inf, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01, "ImageNet"),
-)
-"""The paper names data sets. The bounds between them are BiT's."""
+TABLE_4: dict[TableRow, Row] = {
+    "flowers": Row(20_000, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1, "Pets and Flowers"),
+    "cifar": Row(500_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02, "CIFAR"),
+    "imagenet": Row(math.inf, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01, "ImageNet"),
+    "vtab": Row(0, 2500, 500, (0.01,), 0.0, "VTAB"),
+}
+"""Rows by name. The paper names data sets. The bounds between the first three rows are BiT's."""
+
+VTAB_HELD_OUT = 0.2
+"""Fraction of the 1,000 images of a VTAB task that is held out if several learning rates are tried."""
 
 BATCH_SIZE, LONGEST_SIDE = 512, 384
 CROP_AREA = (0.05, 1.0)
@@ -92,7 +102,7 @@ class Trial(NamedTuple):
 
 def row_for(images: int) -> Row:
     """Return the row of Table 4 for this many training images."""
-    return next(row for row in TABLE_4 if images < row.max_images)
+    return next(row for row in TABLE_4.values() if images < row.max_images)
 
 
 def plan_by_paper(
@@ -102,29 +112,36 @@ def plan_by_paper(
     facts: DataFacts,
     *,
     memory: int,
+    row: TableRow | None = None,
+    rates: tuple[float, ...] | None = None,
     explicit: Explicit = NO_SETTINGS,
 ) -> Plan:
     """Return the paper's settings for fine-tuning a network with this config and preprocessing.
 
-    `facts.images` includes the images that will be held out. If `explicit` has a learning rate, no rates are tried and
-    no image is held out. Raise `ConfigError` if the data has no training image, or if an explicit optimizer lacks a
+    `row` is by default the one for this number of images, and `rates` are by default the row's. `facts.images` includes
+    the images that will be held out. If there is only one rate, or `explicit` has a learning rate, no rates are tried
+    and no image is held out. Raise `ConfigError` if the data has no training image, or if an explicit optimizer lacks a
     learning rate.
     """
     check_images(base.data.spec, facts)
     check_rate(base.override(**explicit).optimizer, explicit, "sgd")
-    row, choices = row_for(facts.images), Choices(explicit)
-    choices.reasons.append(f"the paper's settings for {row.data}: the data has {facts.images:,} training images")
-    size = scaled_size(network, LONGEST_SIDE)
+    found, choices = row_for(facts.images) if row is None else TABLE_4[row], Choices(explicit)
+    why = f"the data has {facts.images:,} training images" if row is None else "as chosen"
+    choices.reasons.append(f"the paper's settings for {found.data}: {why}")
+    size = explicit.get("image_size", exact_size(network, LONGEST_SIDE))
     choices.add(f"image size {size[0]} x {size[1]}", image_size=size)
+    if network.architecture == "ViT" and network.nearest_size(*size) != size:
+        choices.add("pixels that fill no patch are ignored, as in the original code", cut_uneven=True)
+        network = replace(network, cut_uneven=True)
     batch = explicit.get("batch_size", BATCH_SIZE)
     choices.add(batch_size=batch)
     if "epochs" in explicit:
         choices.add(steps=None)
     else:
-        choices.add(f"{row.steps:,} steps of {batch} images", steps=row.steps)
-    choose_accumulation(choices, network, explicit.get("image_size", size), batch, memory)
+        choices.add(f"{found.steps:,} steps of {batch} images", steps=found.steps)
+    choose_accumulation(choices, network, size, batch, memory)
     choices.add("SGD with momentum 0.9, without weight decay", optimizer="sgd", momentum=0.9, weight_decay=0.0)
-    choices.add(warmup=row.warmup / row.steps, clip=1.0)
+    choices.add(warmup=found.warmup / found.steps, warmup_from_zero=True, clip=1.0)
     choices.add("a new head of zeros", new_head=True)
     choices.add(
         f"random crops of at least {CROP_AREA[0]:.0%} of the area, as the original code draws them, and mirroring",
@@ -133,23 +150,23 @@ def plan_by_paper(
         crop_rule="tensorflow",
     )
     choose_task(choices, base.task.name, facts, label_smoothing=0.0)
+    choices.add(keep="last", checkpoints=5)
+    base = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
+    rates = found.rates if rates is None else rates
+    choices.add(learning_rate=rates[0])
+    if "learning_rate" in explicit or len(rates) == 1:
+        choose_all_images(choices, facts)
+        return choices.plan(base)
     if not facts.has_test:
         choices.add(validation="train")  # the data's own validation split measures the finished model
-    choices.add(keep="last", checkpoints=5)
-    if "learning_rate" in explicit:
-        choices.add("all training images are learned from, because the learning rate is given", validation_share=0.0)
-        choices.add(evaluations=0)
-        rates: tuple[float, ...] = ()
-    else:
-        rates = row.rates
-        shown = ", ".join(f"{rate:g}" for rate in rates)
-        choices.add(
-            f"the best learning rate of {shown} on {row.held_out:.0%} of the training images (or on the validation "
-            "split, if the data has a test split as well); the model then learns from all training images",
-            learning_rate=rates[0],
-        )
-        choices.add(validation_share=row.held_out, evaluations=10)
-    base = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
+    share = found.held_out or VTAB_HELD_OUT
+    shown = ", ".join(f"{rate:g}" for rate in rates)
+    choices.add(
+        f"the best learning rate of {shown} on {share:.0%} of the training images (or on the validation split, if the "
+        "data has a test split as well); the model then learns from all training images",
+        validation_share=share,
+    )
+    choices.add(evaluations=10)
     return choices.plan(base, rates)
 
 
@@ -240,13 +257,13 @@ def check_final_run(config: TrainConfig, splits: Splits) -> None:
     """
     if config.run.patience is not None:
         raise ConfigError(
-            f"patience={config.run.patience} cannot be used with the paper's protocol: its final run learns from all "
-            "images and has no evaluations; leave it out, or choose --protocol rule"
+            f"patience={config.run.patience} cannot be used when learning rates are tried: the final run learns from "
+            "all images and has no evaluations; leave it out, or give one learning rate"
         )
     if config.run.probe and not splits.validation:
         raise ConfigError(
-            f"probe={config.run.probe!r} cannot be used with the paper's protocol: its final run learns from all "
-            "images, so none is left to measure; leave it out, or choose --protocol rule"
+            f"probe={config.run.probe!r} cannot be used when learning rates are tried: the final run learns from all "
+            "images, so none is left to measure; leave it out, or give one learning rate"
         )
 
 

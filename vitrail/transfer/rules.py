@@ -38,7 +38,9 @@ __all__ = [
     "check_images",
     "check_rate",
     "choose_accumulation",
+    "choose_all_images",
     "choose_task",
+    "exact_size",
     "facts_of",
     "plan_by_rule",
     "scaled_size",
@@ -125,7 +127,7 @@ def facts_of(splits: Splits) -> DataFacts:
     """Return the properties of the data. Read the headers of up to 64 training images, evenly spaced."""
     train = splits.train
     areas = list(_areas(train))
-    side = round(math.sqrt(float(np.median(areas)))) if areas else None
+    side = math.floor(math.sqrt(float(np.median(areas)))) if areas else None
     return DataFacts(len(train), side, target_kind(train), bool(splits.validation), bool(splits.test))
 
 
@@ -201,6 +203,15 @@ def choose_task(choices: Choices, task: str, facts: DataFacts, *, label_smoothin
     choices.add(label_smoothing=label_smoothing if loss == "softmax" else 0.0)
 
 
+def choose_all_images(choices: Choices, facts: DataFacts) -> None:
+    """Choose to learn from all training images, without evaluations during the run. The data's own validation split
+    measures the finished model if there is no test split."""
+    choices.add("all training images are learned from", validation_share=0.0)
+    choices.add(evaluations=0)
+    if not facts.has_test:
+        choices.add(validation="train")
+
+
 def choose_accumulation(choices: Choices, network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> None:
     """Choose the number of parts of a batch so that a step fits into the memory."""
     parts = accumulation_parts(network, size, batch, memory)
@@ -221,11 +232,16 @@ def accumulation_parts(network: AnyConfig, size: tuple[int, int], batch: int, me
     return batch
 
 
-def scaled_size(network: AnyConfig, longest: int) -> tuple[int, int]:
-    """Return the model's image size scaled to this longest side, or the nearest size that the network accepts."""
+def exact_size(network: AnyConfig, longest: int) -> tuple[int, int]:
+    """Return the model's image size scaled to this longest side. Its patches may not fill images of that size."""
     height, width = network.image_size
     factor = longest / max(height, width)
-    return network.nearest_size(round(height * factor), round(width * factor))
+    return round(height * factor), round(width * factor)
+
+
+def scaled_size(network: AnyConfig, longest: int) -> tuple[int, int]:
+    """Return the model's image size scaled to this longest side, or the nearest size that the network accepts."""
+    return network.nearest_size(*exact_size(network, longest))
 
 
 def _image_size(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tuple[int, int], str]:

@@ -55,6 +55,7 @@ def only(*values: Any) -> Rule:
 SHAPE: Table = {
     "image_size": KEPT, "patch_size": KEPT, "channels": KEPT, "width": KEPT, "depth": KEPT, "heads": KEPT,
     "mlp_width": KEPT, "num_classes": KEPT, "attention": only("full"),
+    "cut_uneven": only(False),
 }  # fmt: skip
 """Rules that all layouts share: the sizes of a Vision Transformer, and the attention that every library computes."""
 

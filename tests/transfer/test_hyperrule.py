@@ -1,0 +1,128 @@
+"""BiT-HyperRule: its settings by the size of data and images, the learning rates of the original, and a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.variants import build, variant_config
+from vitrail.training.config import TrainConfig
+from vitrail.training.optimization.duration import RunLength
+from vitrail.transfer.finetune import finetune, plan
+from vitrail.transfer.hyperrule import plan_by_hyperrule, schedule_for
+from vitrail.transfer.rules import DataFacts, Plan, facts_of
+from vitrail.weights.bundle import Bundle
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "pipeline" / "schedules.json").read_text())
+FACTS = DataFacts(images=2040, side=300, targets="class", has_validation=True, has_test=True)
+R50 = variant_config("BiT-R50x1", num_classes=10)
+
+
+class Grey:
+    """Two grey images of one size."""
+
+    classes = ("grey",)
+
+    def __init__(self, height: int, width: int) -> None:
+        self.image = np.zeros((height, width, 3), np.uint8)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), self.image, 0)
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> int:
+        return 0
+
+
+def planned(facts: DataFacts = FACTS, **explicit: object) -> Plan:
+    preprocess = Preprocess(image_size=(224, 224), resize="crop", crop_share=0.875)
+    base = TrainConfig().override(init="BiT-M-R50x1.npz")
+    return plan_by_hyperrule(base, R50, preprocess, facts, memory=10**13, explicit=explicit)
+
+
+def test_the_learning_rate_is_that_of_the_original_at_every_step_it_was_computed_for() -> None:
+    compared = 0
+    for case in GOLDEN["bit"]:
+        run = planned(FACTS._replace(images=case["dataset_size"])).config
+        rates = run.optimizer.schedule_of(RunLength(run.run.steps, 512, case["dataset_size"]))
+        for step, expected in zip(case["steps"], case["values"], strict=True):
+            if expected is None:
+                assert step >= run.run.steps
+            else:
+                assert rates(step) == pytest.approx(expected, abs=1e-6 * 0.003)
+                compared += 1
+        assert schedule_for(case["dataset_size"]).mixup == case["mixup"]
+    assert compared > 50
+
+
+@pytest.mark.parametrize(("side", "scaled", "size"), [(95, 160, 128), (96, 512, 480), (None, 512, 480)])
+def test_the_resolution_follows_the_area_of_the_images(side: int | None, scaled: int, size: int) -> None:
+    found = planned(FACTS._replace(side=side)).config
+    assert found.augment.crop_from == (scaled, scaled) and found.images.image_size == (size, size)
+    assert found.images.resize == "squash" and found.images.crop_share == 1 and found.augment.flip
+    assert found.augment.training_preprocess(found.images).image_size == (scaled, scaled)
+
+
+@pytest.mark.parametrize("case", GOLDEN["bit_resolution"], ids=lambda case: str(case["hw"]))
+def test_the_resolution_is_that_of_the_original(case: dict[str, list[int]]) -> None:
+    images = Splits(Grey(*case["hw"]), None, None)
+    found = planned(facts_of(images)).config
+    assert [found.augment.crop_from[0], found.images.image_size[0]] == case["precrop_crop"]
+
+
+def test_large_data_gets_mixup_and_small_data_does_not() -> None:
+    few, many = planned(), planned(FACTS._replace(images=20_000))
+    assert few.config.augment.settings.mixup == 0
+    assert many.config.augment.settings.mixup == 0.1 and many.config.augment.settings.mixup_per == "batch"
+    assert (few.config.run.steps, many.config.run.steps) == (500, 10_000)
+    for config in (few.config, many.config):
+        assert (config.optimizer.kind, config.optimizer.weight_decay, config.optimizer.clip) == ("sgd", 0, 0)
+        assert config.start.new_head and config.run.keep == "last" and config.data.validation_share == 0
+    assert few.rates == () and few.reasons[0] == "BiT-HyperRule for 2,040 training images"
+
+
+def test_the_rate_is_in_proportion_to_the_batch_size() -> None:
+    optimizer = planned(batch_size=64).config.optimizer
+    assert optimizer.for_batch_size(64).learning_rate == pytest.approx(0.003 / 8)
+
+
+def test_the_rule_is_for_resnets() -> None:
+    with pytest.raises(ConfigError, match="protocol='bit' is the rule of Big Transfer for BiT ResNets"):
+        plan_by_hyperrule(
+            TrainConfig(), variant_config("ViT-B/16"), Preprocess(image_size=(224, 224)), FACTS, memory=10**13
+        )
+
+
+def test_a_small_resnet_is_fine_tuned(colours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    config = ResNetConfig(depths=(1, 1), width=32, image_size=(32, 32), num_classes=4)
+    bundle = Bundle(build(config).eval(), ("a", "b", "c", "d"), Preprocess(image_size=(32, 32)))
+    model = bundle.save(tmp_path / "model")
+    explicit = {
+        "data": str(colours), "init": str(model), "steps": 5, "batch_size": 6, "precision": "float32",
+        "image_size": (24, 28), "crop_from": (32, 32), "device": "cpu",
+    }  # fmt: skip
+    base = TrainConfig().override(**explicit)
+    data = base.data.open_whole()
+    config = plan(bundle, data, base, "bit", explicit).config
+    assert [config.optimizer.schedule_of(RunLength(5, 512, 40))(step) for step in range(5)] == pytest.approx(
+        [0.0, 0.003, 0.0003, 0.00003, 0.000003]
+    )
+    found = finetune(config, data, bundle)
+    assert found.split == "test" and found.report is not None and found.report.images == 12
+    assert found.run.bundle.preprocess.image_size == (24, 28)

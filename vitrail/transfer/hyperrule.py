@@ -1,0 +1,120 @@
+"""BiT-HyperRule (1912.11370, section 3.3): settings for fine-tuning a BiT ResNet from the size of data and images."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError
+from vitrail.models.variants import AnyConfig
+from vitrail.training.config import TrainConfig
+from vitrail.training.optimization.duration import Duration
+from vitrail.training.optimization.optimizer import OptimizerConfig
+from vitrail.transfer.rules import (
+    NO_SETTINGS,
+    SMALL_SIDE,
+    Choices,
+    DataFacts,
+    Explicit,
+    Plan,
+    check_images,
+    check_rate,
+    choose_accumulation,
+    choose_all_images,
+    choose_task,
+)
+
+__all__ = ["SCHEDULES", "StepSchedule", "plan_by_hyperrule", "schedule_for"]
+
+
+class StepSchedule(NamedTuple):
+    """A row of the rule. It applies to data sets with fewer than `max_images` training images."""
+
+    max_images: float
+    warmup: int
+    """Steps in which the learning rate rises from 0."""
+    decays: tuple[int, ...]
+    """Last steps before the learning rate is divided by ten."""
+    steps: int
+    mixup: float
+
+
+SCHEDULES = (
+    StepSchedule(20_000, 100, (200, 300, 400), 500, 0.0),
+    StepSchedule(500_000, 500, (3000, 6000, 9000), 10_000, 0.1),
+    StepSchedule(math.inf, 500, (6000, 12_000, 18_000), 20_000, 0.1),
+)
+"""The rows of the rule, with the steps of the original code."""
+
+LEARNING_RATE, BATCH_SIZE = 0.003, 512
+SMALL, LARGE = (160, 128), (512, 480)
+"""Side to which training images are scaled, and side of the box that is cut out of them, of small and large images."""
+
+
+def schedule_for(images: int) -> StepSchedule:
+    """Return the row for this many training images."""
+    return next(row for row in SCHEDULES if images < row.max_images)
+
+
+def plan_by_hyperrule(
+    base: TrainConfig,
+    network: AnyConfig,
+    preprocess: Preprocess,
+    facts: DataFacts,
+    *,
+    memory: int,
+    explicit: Explicit = NO_SETTINGS,
+) -> Plan:
+    """Return the settings of BiT-HyperRule for fine-tuning a ResNet with this config and preprocessing.
+
+    All training images are learned from, because the rule chooses nothing on held-out images. `memory` is in bytes.
+    Raise `ConfigError` if the network is not a BiT ResNet, if the data has no training image, or if an explicit
+    optimizer lacks a learning rate.
+    """
+    if network.architecture != "BiT":
+        raise ConfigError(
+            "protocol='bit' is the rule of Big Transfer for BiT ResNets, and the model is a Vision Transformer; choose "
+            "protocol='paper' or protocol='rule'"
+        )
+    check_images(base.data.spec, facts)
+    check_rate(base.override(**explicit).optimizer, explicit, "sgd")
+    row, choices = schedule_for(facts.images), Choices(explicit)
+    choices.reasons.append(f"BiT-HyperRule for {facts.images:,} training images")
+    small = facts.side is not None and facts.side < SMALL_SIDE
+    scaled, side = SMALL if small else LARGE
+    choices.add(
+        f"training images are scaled to {scaled} x {scaled}, and boxes of {side} x {side} are cut out: the images are "
+        + ("small" if small else f"not smaller than {SMALL_SIDE} x {SMALL_SIDE}"),
+        crop_from=(scaled, scaled),
+        image_size=(side, side),
+    )
+    choices.add(flip=True, resize="squash", crop_share=1.0)
+    batch = explicit.get("batch_size", BATCH_SIZE)
+    choices.add(batch_size=batch)
+    if "epochs" in explicit:
+        choices.add(steps=None)
+    else:
+        choices.add(f"{row.steps:,} steps of {batch} images", steps=row.steps)
+    # In a run of another length, the learning rate changes at the same fractions of the run.
+    is_own_length = "epochs" in explicit or "steps" in explicit
+    decays: tuple[Duration, ...] = tuple(
+        step / row.steps if is_own_length else f"{step + 1} steps" for step in row.decays
+    )
+    choose_accumulation(choices, network, explicit.get("image_size", (side, side)), batch, memory)
+    choices.add(
+        f"SGD with momentum 0.9; the learning rate {LEARNING_RATE:g} for a batch size of {BATCH_SIZE} is divided by "
+        f"ten after {', '.join(f'{step / row.steps:.0%}' for step in row.decays)} of the steps",
+        optimizer="sgd", momentum=0.9, weight_decay=0.0, clip=0.0, learning_rate=LEARNING_RATE,
+        base_batch_size=BATCH_SIZE, schedule="staircase", stair_at=decays,
+        warmup=row.warmup / row.steps if is_own_length else f"{row.warmup} steps", warmup_from_zero=True,
+    )  # fmt: skip
+    if row.mixup:
+        choices.add(f"mixup {row.mixup:g}, with one weight per batch", mixup=row.mixup, mixup_per="batch")
+    choose_task(choices, base.task.name, facts, label_smoothing=0.0)
+    choices.add("a new head of zeros", new_head=True)
+    choose_all_images(choices, facts)
+    choices.add(keep="last", checkpoints=5)
+    return choices.plan(replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment()))
