@@ -371,6 +371,20 @@ def test_what_has_no_image_or_no_label_does_not_count(memory_source: Sources) ->
     assert batch.targets is None and batch.counted.tolist() == [True, False, False]
 
 
+def test_fractions_of_levels_are_kept_for_evaluation_only(memory_source: Sources) -> None:
+    """Augmentation needs whole levels. A sample that cannot be decoded is black in either case."""
+    images = [np.random.default_rng(n).integers(0, 256, (9, 8, 3)).astype(np.uint8) for n in range(3)]
+    source = memory_source([*images, b"broken"], labels=[0, 1, 0, 1])
+    preprocess = Preprocess(image_size=(5, 7)).with_geometry("vision_transformer")
+    (measured,) = evaluation_batches(source, preprocess, batch_size=4, readers=Readers(0))
+    assert measured.images.dtype == torch.float32 and not measured.images[3].any()
+    for image, expected in zip(measured.images.numpy(), images, strict=False):
+        assert np.array_equal(image, preprocess.pixels(expected))
+    trained = next(TrainingBatches(source, preprocess, batch_size=4, seed=0, readers=Readers(0)))
+    assert trained.images.dtype == torch.uint8
+    assert torch.equal(trained.images[trained.samples.argsort()], measured.images.round().to(torch.uint8))
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_processes_have_no_say_in_the_order(colour_folder: Path, processes: int) -> None:
     """Also not in what is resumed, and they end with the iterator."""

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,27 @@ def test_settings_are_the_papers() -> None:
     assert (config.data.spec, config.start.init, config.data.validation_share) == ("pets", "B_16.npz", 0.1)
     assert found.config.start.new_head
     assert found.rates == (0.001, 0.003, 0.01, 0.03) and "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]
+
+
+@pytest.mark.parametrize("preprocess", [
+    Preprocess(image_size=(224, 224), resize="crop", crop_share=0.9, interpolation="bicubic", mean=(0.4,)),
+    Preprocess(image_size=(224, 224), scaled_decode=True),
+    Preprocess(image_size=(224, 224)).with_geometry("big_vision-crop"),
+])  # fmt: skip
+def test_images_are_scaled_as_in_the_original_code(preprocess: Preprocess) -> None:
+    """Whichever library the weights came from; the mean and the standard deviation stay theirs."""
+    network = variant_config("ViT-B/16", num_classes=3)
+
+    def images(**explicit: Any) -> Preprocess:
+        base = TrainConfig().override(init="model")
+        plan = plan_by_paper(base, network, preprocess, FACTS, memory=10**12, explicit=explicit)
+        return plan.config.images
+
+    found = images()
+    assert found == replace(preprocess, image_size=(384, 384)).with_geometry("vision_transformer")
+    assert images(resize="pad") == replace(found, resize="pad")
+    shape = replace(preprocess, image_size=(384, 384), resize="squash", crop_share=1.0, scaled_decode=False)
+    assert images(antialias=True) == replace(shape, antialias=True)
 
 
 def test_a_patch_that_does_not_divide_the_size_is_cut_as_in_the_original_and_parts_fit() -> None:

@@ -84,7 +84,8 @@ class Batch:
     """
 
     images: Shaped[Tensor, "b c h w"]
-    """uint8 as they leave the pipeline, float once normalised."""
+    """Levels from 0 to 255, until they are normalised: uint8 for training, float32 for evaluation if the resampler of
+    the preprocessing keeps fractions of levels."""
     labels: Int64[Tensor, " b"]
     """Class indices. The value is -1 if there is no label or if only `targets` can hold the target."""
     valid: Bool[Tensor, " b"]
@@ -166,6 +167,8 @@ class _Loader:
     samples."""
     length: int | None = None
     views: int = 1
+    whole_levels: bool = False
+    """Return uint8 pixels, which augmentation needs."""
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
@@ -186,12 +189,12 @@ class _Loader:
         """Return the pixels of each view. The image is decoded once for all views, except if the size of the box
         changes the decoding."""
         if self.crop is None:
-            return [self.preprocess.pixels(image)] * self.views
+            return [self.preprocess.pixels(image, whole_levels=self.whole_levels)] * self.views
         if self.views > 1 and not self.preprocess.scaled_decode:
             image = decode(image, self.preprocess.channels)
         size = image_size_of(image)
         boxes = [self.crop(epoch, place, *size, view=view) for view in range(self.views)]
-        return [self.preprocess.pixels(image, box) for box in boxes]
+        return [self.preprocess.pixels(image, box, whole_levels=self.whole_levels) for box in boxes]
 
     def _values(self, target: Target) -> np.ndarray | None:
         """Return the numbers of a target or the amount of each class. Return None if the class index is enough."""
@@ -267,7 +270,7 @@ class TrainingBatches(Iterator[Batch]):
             .MapDataset.range(length)
             .shuffle(seed=_order_seed(seed, number))
             .repeat()
-            .map_with_index(_Loader(source, preprocess, self._kind, crop, first, length, views))
+            .map_with_index(_Loader(source, preprocess, self._kind, crop, first, length, views, whole_levels=True))
             for number, (first, length, _) in enumerate(parts)
         ]
         order = orders[0] if len(orders) == 1 else _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])

@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, overload
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, UndecodableImage
 from vitrail.machine import Precision, pick_device
 from vitrail.models.predictor import Predictor
@@ -143,7 +143,7 @@ class Bundle:
         return torch.cat(parts)
 
     def probabilities(
-        self, pixels: Sequence[UInt8[np.ndarray, "c h w"]], *, precision: Precision = "float32"
+        self, pixels: Sequence[Pixels], *, precision: Precision = "float32"
     ) -> Float[Tensor, "b classes"]:
         """Return the probability of every class for images that `preprocess.pixels` made. Raise `ConfigError` if the
         model's output is "numbers"."""
@@ -187,7 +187,7 @@ class Bundle:
     def _normalised(self, pixels: Sequence[np.ndarray]) -> Float[Tensor, "b c h w"]:
         return self.preprocess.normalise(torch.from_numpy(np.stack(pixels)).to(self.device))
 
-    def _pixels(self, image: ImageLike) -> UInt8[np.ndarray, "c h w"] | UndecodableImage:
+    def _pixels(self, image: ImageLike) -> Pixels | UndecodableImage:
         try:
             return self.preprocess.pixels(read_image(image) if isinstance(image, str | Path) else image)
         except UndecodableImage as error:

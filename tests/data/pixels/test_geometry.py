@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.data.pixels.geometry import Placement, place, scaled_side
+from vitrail.data.pixels.geometry import Placement, place, place_like_big_vision, scaled_side
 from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess
 from vitrail.errors import ConfigError
 
@@ -300,3 +300,19 @@ def test_a_map_of_another_image_is_refused() -> None:
     for method in (placement.mask, placement.map):
         with pytest.raises(ConfigError, match=message):
             method(np.zeros((7, 5)))
+
+
+@pytest.mark.parametrize(("old", "new", "resize", "share", "scaled", "start"), [
+    ((61, 47), (20, 20), "crop", 20 / 24, (31, 24), (5, 2)),  # 61 * 24 / 47 = 31.1; torchvision starts at row 6
+    ((29, 40), (20, 20), "crop", 20 / 24, (24, 33), (2, 6)),
+    ((375, 500), (224, 224), "crop", 0.875, (256, 341), (16, 58)),
+    ((61, 47), (24, 24), "pad", 1.0, (24, 18), (0, -3)),
+    ((29, 40), (24, 24), "pad", 1.0, (17, 24), (-3, 0)),
+    ((30, 50), (10, 20), "crop", 1.0, (12, 20), (1, 0)),
+    ((30, 50), (10, 20), "squash", 1.0, (10, 20), (0, 0)),
+])  # fmt: skip
+def test_sizes_and_starts_of_big_vision(
+    old: Any, new: Any, resize: Any, share: float, scaled: tuple[int, int], start: tuple[int, int]
+) -> None:
+    found = place_like_big_vision(old, new, resize, share)
+    assert found == Placement(old, (0, 0, *old), scaled, new, *start)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.weights.layouts.bit import BIT, BIT_TORCH
@@ -47,7 +48,7 @@ def test_the_npz_gives_the_same_outputs(golden: Callable[..., Any], write_file: 
     bundle = load(path, device="cpu", image_size=(64, 96))
     assert reference.difference(bundle) < 1e-5 and bundle.provenance["layout"] == "bit"
     assert bundle.network.config == ResNetConfig(image_size=(64, 96), depths=(1, 1, 1, 1), num_classes=7)
-    assert bundle.preprocess.resize == "squash" and bundle.preprocess.mean == (0.5,)
+    assert bundle.preprocess == Preprocess(image_size=(64, 96)).with_geometry("vision_transformer")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])

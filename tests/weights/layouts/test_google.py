@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
@@ -119,12 +120,25 @@ def test_what_is_not_the_image_networks_is_left_out(
     assert "2 tensors do not belong to the image network and were skipped" in bundle.notes
 
 
-def test_each_has_its_preprocessing(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
-    for name, resize, share in (("google_vit_gap", "squash", 1.0), ("bigvision_map", "crop", 0.875)):
-        path = write_file(golden(name).tensors, tmp_path / f"{name}.npz")
-        preprocess = load(path, device="cpu", image_size=(32, 48)).preprocess
-        assert (preprocess.resize, preprocess.crop_share, preprocess.interpolation) == (resize, share, "bilinear")
-        assert (preprocess.mean, preprocess.std) == ((0.5,), (0.5,))
+@pytest.mark.parametrize(
+    ("name", "form", "geometry"),
+    [
+        ("google_vit_gap", "params", "vision_transformer"),
+        ("google_hybrid", "opt/target", "vision_transformer"),
+        ("bigvision_gap_sincos", "params", "big_vision-crop"),
+        ("bigvision_map", "opt/target", "big_vision-crop"),
+        ("bigvision_map", "params/img", "big_vision-squash"),
+        ("bigvision_map", "opt/target/img", "big_vision-squash"),
+    ],
+)
+def test_each_has_the_preprocessing_of_its_code(
+    name: str, form: str, geometry: Any, golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    reference = golden(name)
+    path = write_file(FORMS[form](reference.tensors), tmp_path / "x.npz")
+    preprocess = load(path, device="cpu", image_size=reference.image_size).preprocess
+    assert preprocess == Preprocess(image_size=reference.image_size).with_geometry(geometry)
+    assert (preprocess.mean, preprocess.std) == ((0.5,), (0.5,))
 
 
 def test_the_original_arithmetic(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:

@@ -425,6 +425,8 @@ def test_preprocessing_that_cannot_be_written(tmp_path: Path, make_bundle: Make)
     ]  # fmt: skip
     bundle.preprocess = Preprocess(image_size=(28, 28), scaled_decode=True)
     assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["scaled_decode=True"]
+    bundle.preprocess = Preprocess(image_size=(28, 28)).with_geometry("big_vision-crop")
+    assert list(HUGGINGFACE.write(bundle, tmp_path / "model")) == ["resampler='tensorflow-uint8'"]
 
 
 # --- writing

@@ -111,6 +111,8 @@ def test_what_timm_has_no_words_for_is_said(folder: Callable[..., Path], tmp_pat
     )
     bundle.preprocess = replace(bundle.preprocess, resize="crop", antialias=True, scaled_decode=True)
     assert TIMM.write(bundle, tmp_path / "out")[-1] == "scaled_decode=True"
+    bundle.preprocess = bundle.preprocess.with_geometry("vision_transformer")
+    assert TIMM.write(bundle, tmp_path / "out")[-2:] == ("antialias=False", "resampler='tensorflow'")
 
 
 @pytest.mark.parametrize(("side", "edge"), [(32, 37), (48, 186), (16, 93), (224, 232)])

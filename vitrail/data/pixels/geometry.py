@@ -1,4 +1,4 @@
-"""Geometry of scaling, cropping and mirroring an image, with the rounding of torchvision and timm."""
+"""Geometry of scaling, cropping and mirroring an image, with the rounding of torchvision and timm, or of big_vision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped
 
 from vitrail.errors import ConfigError
 
-__all__ = ["Box", "Placement", "Resize", "place", "scaled_side"]
+__all__ = ["Box", "Placement", "Resize", "place", "place_like_big_vision", "scaled_side"]
 
 Resize = Literal["squash", "crop", "pad"]
 
@@ -210,6 +210,24 @@ def place(old: Size, new: Size, resize: Resize, share: float) -> Placement:
     target = scaled_side(new[0], share), scaled_side(new[1], share)
     scaled = target if resize == "squash" else _in_proportion(old, target, cover=resize == "crop")
     top, left = (_begin(whole, part) for whole, part in zip(scaled, new, strict=True))
+    return Placement(old, (0, 0, *old), scaled, new, top, left)
+
+
+def place_like_big_vision(old: Size, new: Size, resize: Resize, share: float) -> Placement:
+    """Return the placement of `place` with the rounding of big_vision (`resize_small`, `resize_long`, `central_crop`).
+
+    Both sides of the scaled image are the old ones times one float32 factor, rounded to the nearest integer (halves to
+    even). The start of the window is rounded down.
+    """
+    scaled = target = scaled_side(new[0], share), scaled_side(new[1], share)
+    if resize != "squash":
+        factors = [np.float32(side) / np.float32(was) for side, was in zip(target, old, strict=True)]
+        factor = max(factors) if resize == "crop" else min(factors)
+        height, width = (max(1, int(np.rint(np.float32(side) * factor))) for side in old)
+        scaled = height, width
+    top, left = (
+        (whole - part) // 2 if whole >= part else _begin(whole, part) for whole, part in zip(scaled, new, strict=True)
+    )
     return Placement(old, (0, 0, *old), scaled, new, top, left)
 
 

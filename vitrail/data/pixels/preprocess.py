@@ -4,22 +4,48 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Float32, UInt8
 from PIL import Image
 from torch import Tensor
 
 from vitrail.data.pixels.decode import MAX_PIXELS, Opened, decode, open_image
-from vitrail.data.pixels.geometry import Box, Placement, Resize, place
+from vitrail.data.pixels.geometry import Box, Placement, Resize, place, place_like_big_vision
+from vitrail.data.pixels.tensorflow_resize import resize as tensorflow_resize
 from vitrail.errors import ConfigError, UndecodableImage
 
-__all__ = ["Box", "Interpolation", "Preprocess", "Resize"]
+__all__ = ["GEOMETRIES", "Box", "Geometry", "Interpolation", "Pixels", "Preprocess", "Resampler", "Resize"]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
+
+Resampler = Literal["pillow", "tensorflow", "tensorflow-uint8"]
+
+Pixels = UInt8[np.ndarray, "c h w"] | Float32[np.ndarray, "c h w"]
+"""Levels from 0 to 255, whole or with fractions."""
+
+Geometry = Literal["vision_transformer", "big_vision-crop", "big_vision-squash"]
+
+GEOMETRIES: dict[Geometry, dict[str, Any]] = {
+    "vision_transformer": {
+        "resize": "squash", "crop_share": 1.0, "interpolation": "bilinear", "antialias": False,
+        "scaled_decode": False, "resampler": "tensorflow",
+    },
+    "big_vision-crop": {
+        "resize": "crop", "crop_share": 0.875, "interpolation": "area", "antialias": True,
+        "scaled_decode": False, "resampler": "tensorflow-uint8",
+    },
+    "big_vision-squash": {
+        "resize": "squash", "crop_share": 1.0, "interpolation": "bilinear", "antialias": False,
+        "scaled_decode": False, "resampler": "tensorflow-uint8",
+    },
+}  # fmt: skip
+"""The fields of `Preprocess` with which the original code evaluates: vision_transformer and Big Transfer; big_vision's
+classifiers ("resize_small(256)|central_crop(224)"); and the image networks of big_vision's models of images and texts
+("resize(224)")."""
 
 FILTERS: dict[Interpolation, Image.Resampling] = {
     "nearest": Image.Resampling.NEAREST,
@@ -40,8 +66,9 @@ class Preprocess:
     """Preprocessing of images: size, crop, padding and normalisation.
 
     `pixels` scales and crops one image at a time on the CPU. `normalise` works on a batch, on the network's device. The
-    fields can express the evaluation transforms of torchvision (`Resize`, `CenterCrop`) and of timm ("center", "squash"
-    and "border") with identical pixels. Raise `ConfigError` if a field is out of its range.
+    fields can express the evaluation transforms of torchvision (`Resize`, `CenterCrop`), of timm ("center", "squash"
+    and "border") and of vision_transformer and big_vision (`with_geometry`) with identical pixels. Raise `ConfigError`
+    if a field is out of its range.
     """
 
     image_size: tuple[int, int]
@@ -63,6 +90,9 @@ class Preprocess:
     antialias: bool = True
     """Widen the interpolation filter when an image is shrunk. If False, "bilinear" reads only 2 x 2 pixels and
     "bicubic" 4 x 4, like OpenCV or torchvision's antialias=False; use it only for models that were trained this way."""
+    resampler: Resampler = "pillow"
+    """Code whose arithmetic the scaling follows: pillow rounds to whole levels; tensorflow keeps fractions of levels,
+    as vision_transformer and Big Transfer do; tensorflow-uint8 truncates to whole levels, as big_vision does."""
     scaled_decode: bool = False
     """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size, which is faster but changes pixels slightly. Each side keeps
     at least twice the pixels that are needed. Other formats are decoded at full size."""
@@ -82,7 +112,7 @@ class Preprocess:
             problems.append(f"image_size={self.image_size} must be at least 1")
         if self.channels not in (1, 3):
             problems.append(f"channels={self.channels} is not one of 1 (grey), 3 (RGB)")
-        for name, choices in (("resize", Resize), ("interpolation", Interpolation)):
+        for name, choices in (("resize", Resize), ("interpolation", Interpolation), ("resampler", Resampler)):
             if getattr(self, name) not in get_args(choices):
                 allowed = ", ".join(map(repr, get_args(choices)))
                 problems.append(f"{name}={getattr(self, name)!r} is not one of {allowed}")
@@ -101,18 +131,33 @@ class Preprocess:
             problems.append("interpolation='area' averages, which antialias=False rules out")
         if self.scaled_decode and (not self.antialias or self.interpolation == "nearest"):
             problems.append("scaled_decode=True averages, which interpolation='nearest' and antialias=False rule out")
+        if self.scaled_decode and self.resampler != "pillow":
+            problems.append(f"scaled_decode=True changes pixels, which resampler={self.resampler!r} rules out")
         return problems
 
-    def pixels(self, image: bytes | np.ndarray | Image.Image, box: Box | None = None) -> UInt8[np.ndarray, "c h w"]:
+    def with_geometry(self, geometry: Geometry) -> Preprocess:
+        """Return the preprocessing with the resizing and cropping of the original code. The image size, the channels,
+        the mean and the standard deviation stay."""
+        return replace(self, **GEOMETRIES[geometry])
+
+    def pixels(
+        self, image: bytes | np.ndarray | Image.Image, box: Box | None = None, *, whole_levels: bool = False
+    ) -> Pixels:
         """Decode, crop and scale an image by `placement`. The image is an encoded file, an array or a Pillow image.
 
-        Pixels outside `box` do not affect the result. Raise `UndecodableImage` if decoding fails, and `ConfigError` if
-        `box` does not lie in the image.
+        The result is float32 if `resampler` is "tensorflow", unless `whole_levels` is True, which rounds the levels
+        because augmentation needs uint8. Otherwise the result is uint8. Pixels outside `box` do not affect the result.
+        Raise `UndecodableImage` if decoding fails, and `ConfigError` if `box` does not lie in the image.
         """
         array = decode(image, self.channels) if isinstance(image, np.ndarray) else None
         if array is None or array.shape[:2] != self.image_size or self.crop_share != 1 or box is not None:
             array = self._fit(open_image(image), box)
-        return np.ascontiguousarray(array.reshape(*self.image_size, self.channels).transpose(2, 0, 1))
+        array = array.reshape(*self.image_size, self.channels).transpose(2, 0, 1)
+        if self.resampler == "tensorflow" and whole_levels:
+            array = np.rint(array).clip(0, 255).astype(np.uint8)
+        elif self.resampler == "tensorflow":
+            array = array.astype(np.float32)
+        return np.ascontiguousarray(array)
 
     def placement(self, size: tuple[int, int], box: Box | None = None) -> Placement:
         """Return the placement of an image of this height and width.
@@ -121,15 +166,16 @@ class Preprocess:
         ignored. Training draws random boxes. Raise `ConfigError` if `box` does not lie in the image.
         """
         if box is None:
-            return place(size, self.image_size, self.resize, self.crop_share)
+            found = place if self.resampler == "pillow" else place_like_big_vision
+            return found(size, self.image_size, self.resize, self.crop_share)
         _check_box(box, size)
         return Placement(size, box, self.image_size, self.image_size)
 
-    def normalise(self, images: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    def normalise(self, images: UInt8[Tensor, "b c h w"] | Float32[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
         """Return (value / 255 - mean) / std in float32, on the device of `images`."""
         mean = _constant(tuple(255 * value for value in self.mean), images.device)
         scale = _constant(tuple(1 / (255 * value) for value in self.std), images.device)
-        return images.float().sub_(mean).mul_(scale)
+        return images.to(torch.float32, copy=True).sub_(mean).mul_(scale)
 
     def _fit(self, opened: Opened, box: Box | None) -> np.ndarray:
         """Return the scaled and cropped image, or a box of it, with shape h w or h w c."""
@@ -151,8 +197,29 @@ class Preprocess:
             picture = self._scaled(picture, part, placement.scaled)
         else:
             picture = picture if box is None else picture.crop((left, top, left + taken[1], top + taken[0]))
+            if self.resampler != "pillow":
+                return self._like_tensorflow(np.asarray(picture), placement)
             picture = self._scaled(picture, None, placement.scaled)
         return self._window(picture, placement)
+
+    def _like_tensorflow(self, picture: np.ndarray, placement: Placement) -> np.ndarray:
+        """Return the scaled picture or box, its window cut out or padded, with shape h w c."""
+        picture = picture.reshape(*picture.shape[:2], self.channels)
+        inside, kept = [], []
+        for start, size, scaled in zip((placement.top, placement.left), self.image_size, placement.scaled, strict=True):
+            kept.append(slice(max(start, 0), min(start + size, scaled)))
+            inside.append(slice(max(-start, 0), max(-start, 0) + kept[-1].stop - kept[-1].start))
+        levels = tensorflow_resize(
+            picture, placement.scaled, self.interpolation, antialias=self.antialias, window=(kept[0], kept[1])
+        )
+        if self.resampler == "tensorflow-uint8":
+            levels = levels.clip(0, 255).astype(np.uint8)
+        if levels.shape[:2] == self.image_size:
+            return levels
+        canvas = np.empty((*self.image_size, self.channels), levels.dtype)
+        canvas[:] = self.pad_value
+        canvas[inside[0], inside[1]] = levels
+        return canvas
 
     def _scaled(self, picture: Image.Image, part: Part | None, size: tuple[int, int]) -> Image.Image:
         """Return the picture, or the region `part` of it, scaled to a height and width."""

@@ -48,10 +48,11 @@ class Bit:
         tensors = checkpoint.tensors
         config = self._config(tensors, hints)
         assumed = f"the file does not contain its image size, so {config.image_size} is assumed"
+        preprocess = default_preprocess(config)  # the PyTorch code scales with Pillow
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=default_preprocess(config),
+            preprocess=preprocess.with_geometry("vision_transformer") if self.npz else preprocess,
             pairs=tuple(self.pairs(config)),
             notes=() if hints.image_size else (assumed,),
         )

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from vitrail.data.pixels.preprocess import Geometry
 from vitrail.errors import BundleError
 from vitrail.models.pooling import Pool
 from vitrail.models.positions import Covered
@@ -49,7 +49,8 @@ from vitrail.weights.tensors import TensorFile, save_tensors
 
 __all__ = ["BIG_VISION", "GOOGLE", "Google"]
 
-PREFIXES = ("params/img/", "opt/target/img/", "opt/target/", "params/")
+BESIDE_TEXT = ("params/img/", "opt/target/img/")
+PREFIXES = (*BESIDE_TEXT, "opt/target/", "params/")
 """Prefixes of the image network's parameters. A file may also hold an optimiser's state or a text network, which are
 ignored."""
 OLD_PARTS = {
@@ -89,14 +90,21 @@ class Google:
             notes.append(f"{others} tensors do not belong to the image network and were skipped")
         if config.positions == "sincos-2d" and hints.image_size is None:
             notes.append(f"the file does not contain its image size, so {config.image_size} is assumed")
-        fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.875} if self.big_vision else {"resize": "squash"}
         return Description(
             tensors=tensors,
             config=config,
-            preprocess=default_preprocess(config, **fields),
+            preprocess=default_preprocess(config).with_geometry(self._geometry(checkpoint)),
             pairs=tuple(self.pairs(config)),
             notes=tuple(notes),
         )
+
+    def _geometry(self, checkpoint: Checkpoint) -> Geometry:
+        """Return the resizing and cropping of the code that wrote the file. In big_vision, the image networks beside a
+        text network squash images, and classifiers crop them."""
+        if not self.big_vision:
+            return "vision_transformer"
+        beside_text = any(name.startswith(BESIDE_TEXT) for name in checkpoint.tensors.shapes)
+        return "big_vision-squash" if beside_text else "big_vision-crop"
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         config = bundle.network.config

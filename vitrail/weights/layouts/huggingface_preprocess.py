@@ -30,7 +30,7 @@ PREPROCESS: Table = dict.fromkeys(
     (
         "image_size", "channels", "interpolation", "mean", "std",
         # `preprocessor_config` reports these losses itself:
-        "resize", "crop_share", "pad_value", "antialias", "scaled_decode",
+        "resize", "crop_share", "pad_value", "antialias", "resampler", "scaled_decode",
     ),
     KEPT,
 )  # fmt: skip
@@ -196,6 +196,8 @@ def preprocessor_config(preprocess: Preprocess) -> tuple[dict[str, Any], tuple[s
             lost.append(f"crop_share={preprocess.crop_share} (written as {height} of {edge} pixels)")
     if not preprocess.antialias:
         lost.append("antialias=False")
+    if preprocess.resampler != "pillow":
+        lost.append(f"resampler={preprocess.resampler!r}")
     if preprocess.scaled_decode:
         lost.append("scaled_decode=True")
     if preprocess.channels == 1:

@@ -67,7 +67,7 @@ VIT: Table = {
 PREPROCESS: Table = dict.fromkeys(
     (
         "image_size", "channels", "resize", "crop_share", "interpolation", "mean", "std",
-        "pad_value", "antialias", "scaled_decode",  # `lost_preprocess` reports these losses itself
+        "pad_value", "antialias", "resampler", "scaled_decode",  # `lost_preprocess` reports these losses itself
     ),
     KEPT,
 )  # fmt: skip

@@ -110,6 +110,7 @@ def lost_preprocess(preprocess: Preprocess) -> tuple[str, ...]:
     return (
         *((f"pad_value={preprocess.pad_value} (its code uses the mean, {levels})",) if others else ()),
         *(("antialias=False",) if not preprocess.antialias else ()),
+        *((f"resampler={preprocess.resampler!r}",) if preprocess.resampler != "pillow" else ()),
         *(("scaled_decode=True",) if preprocess.scaled_decode else ()),
     )
 
