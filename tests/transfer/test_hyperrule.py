@@ -73,7 +73,7 @@ def test_the_learning_rate_is_that_of_the_original_at_every_step_it_was_computed
 def test_the_resolution_follows_the_area_of_the_images(side: int | None, scaled: int, size: int) -> None:
     found = planned(FACTS._replace(side=side)).config
     assert found.augment.crop_from == (scaled, scaled) and found.images.image_size == (size, size)
-    assert found.images.resize == "squash" and found.images.crop_share == 1 and found.augment.flip
+    assert found.images == found.images.with_geometry("vision_transformer") and found.augment.flip
     assert found.augment.training_preprocess(found.images).image_size == (scaled, scaled)
 
 

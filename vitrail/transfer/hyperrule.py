@@ -24,6 +24,7 @@ from vitrail.transfer.rules import (
     check_rate,
     choose_accumulation,
     choose_all_images,
+    choose_geometry,
     choose_task,
 )
 
@@ -91,7 +92,8 @@ def plan_by_hyperrule(
         crop_from=(scaled, scaled),
         image_size=(side, side),
     )
-    choices.add(flip=True, resize="squash", crop_share=1.0)
+    choices.add(flip=True)
+    choose_geometry(choices)
     batch = explicit.get("batch_size", BATCH_SIZE)
     choices.add(batch_size=batch)
     if "epochs" in explicit:

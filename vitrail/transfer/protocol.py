@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from vitrail.data.augmentation.augment import Augment
-from vitrail.data.pixels.preprocess import GEOMETRIES, Preprocess
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
@@ -32,6 +32,7 @@ from vitrail.transfer.rules import (
     check_rate,
     choose_accumulation,
     choose_all_images,
+    choose_geometry,
     choose_task,
     exact_size,
 )
@@ -133,7 +134,7 @@ def plan_by_paper(
     if network.architecture == "ViT" and network.nearest_size(*size) != size:
         choices.add("pixels that fill no patch are ignored, as in the original code", cut_uneven=True)
         network = replace(network, cut_uneven=True)
-    _choose_geometry(choices)
+    choose_geometry(choices)
     batch = explicit.get("batch_size", BATCH_SIZE)
     choices.add(batch_size=batch)
     if "epochs" in explicit:
@@ -169,19 +170,6 @@ def plan_by_paper(
     )
     choices.add(evaluations=10)
     return choices.plan(base, rates)
-
-
-def _choose_geometry(choices: Choices) -> None:
-    """Choose the resizing and cropping of vision_transformer, whichever library the weights came from.
-
-    If the user chose an interpolation, antialiasing or a resampler, the other two of them stay those of the model.
-    """
-    scaling = dict(GEOMETRIES["vision_transformer"])
-    shape = {name: scaling.pop(name) for name in ("resize", "crop_share")}
-    choices.add("images squashed to the image size, as in the original code", **shape)
-    choices.add(scaled_decode=scaling.pop("scaled_decode"))
-    if not scaling.keys() & choices.explicit.keys():
-        choices.add("images scaled bilinearly without antialiasing, as in the original code", **scaling)
 
 
 def choose_rate(

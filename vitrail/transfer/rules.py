@@ -17,7 +17,7 @@ import torch
 
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.decode import image_size_of
-from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.pixels.preprocess import GEOMETRIES, Preprocess
 from vitrail.data.source import Source, TargetKind, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
@@ -39,6 +39,7 @@ __all__ = [
     "check_rate",
     "choose_accumulation",
     "choose_all_images",
+    "choose_geometry",
     "choose_task",
     "exact_size",
     "facts_of",
@@ -210,6 +211,19 @@ def choose_all_images(choices: Choices, facts: DataFacts) -> None:
     choices.add(evaluations=0)
     if not facts.has_test:
         choices.add(validation="train")
+
+
+def choose_geometry(choices: Choices) -> None:
+    """Choose the resizing and cropping of vision_transformer and Big Transfer, whichever library the weights came from.
+
+    If the user chose an interpolation, antialiasing or a resampler, the other two of them stay those of the model.
+    """
+    scaling = dict(GEOMETRIES["vision_transformer"])
+    shape = {name: scaling.pop(name) for name in ("resize", "crop_share")}
+    choices.add("images squashed to the image size, as in the original code", **shape)
+    choices.add(scaled_decode=scaling.pop("scaled_decode"))
+    if not scaling.keys() & choices.explicit.keys():
+        choices.add("images scaled bilinearly without antialiasing, as in the original code", **scaling)
 
 
 def choose_accumulation(choices: Choices, network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> None:

@@ -70,7 +70,7 @@ def _interpolated(image: np.ndarray, rows: _Taps, columns: _Taps) -> np.ndarray:
     """Return the weighted means of 2 x 2 pixels. The order of the operations is TensorFlow's, because it decides where
     fractions are truncated to different levels."""
     picked = image.take(rows.indices.ravel(), 0)
-    left, right = (picked.take(index, 1).astype(np.float32) for index in columns.indices)
+    left, right = (_columns(picked, index).astype(np.float32) for index in columns.indices)
     right -= left
     right *= columns.weights[1][:, None]
     left += right
@@ -81,11 +81,19 @@ def _interpolated(image: np.ndarray, rows: _Taps, columns: _Taps) -> np.ndarray:
     return above
 
 
+def _columns(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return some columns. numpy copies single numbers faster than the few channels of a pixel together."""
+    rows, _, channels = values.shape
+    places = (index[:, None] * channels + np.arange(channels)).ravel()
+    return values.reshape(rows, -1).take(places, 1).reshape(rows, -1, channels)
+
+
 def _sums(values: np.ndarray, taps: _Taps, axis: int) -> np.ndarray:
     """Return the weighted sums of pixels along an axis."""
     total: np.ndarray | None = None
     for index, weight in zip(taps.indices, taps.weights, strict=True):
-        part = values.take(index, axis).astype(np.float32, copy=False)
+        part = _columns(values, index) if axis == 1 else values.take(index, 0)
+        part = part.astype(np.float32, copy=False)
         part *= weight.reshape((-1, 1, 1) if axis == 0 else (-1, 1))
         total = part if total is None else np.add(total, part, out=total)
     assert total is not None
