@@ -222,23 +222,23 @@ class BufferLeftOut(Whole):
 
 
 BROKEN: list[tuple[Callable[[int], Any], str]] = [
-    (lambda _: torch.sigmoid, "a network is an nn.Module, not builtin_function_or_method"),
-    (OtherFeatures, r"features\(\) returns Features, not tuple"),
-    (GridTurned, r"features\(\)\.grid is \(2, 3\) for images of \(12, 10\); grid_of says \(3, 2\)"),
-    (PatchMissing, r"patches of \(3, 5, 12\), not \(3, 6, 12\)"),
-    (NarrowRegisters, r"registers of \(3, 1, 11\)"),
-    (ClassTokenOfManyAxes, r"the class token is not \(b, width\)"),
-    (WideEmbed, r"embed of \(3, 24\), not \(3, 12\), for images of \(12, 10\)"),
-    (ManyLogits, r"logits of \(3, 14\), not \(3, 7\), for images of \(12, 10\)"),
+    (lambda _: torch.sigmoid, "the network must be an nn.Module, not builtin_function_or_method"),
+    (OtherFeatures, r"features\(\) must return Features, not tuple"),
+    (GridTurned, r"features\(\)\.grid is \(2, 3\) for images of \(12, 10\), but grid_of\(\) returns \(3, 2\)"),
+    (PatchMissing, r"features\(\)\.patches has the shape \(3, 5, 12\), not \(3, 6, 12\)"),
+    (NarrowRegisters, r"features\(\)\.registers has the shape \(3, 1, 11\)"),
+    (ClassTokenOfManyAxes, r"the class token must have the shape \(3, "),
+    (WideEmbed, r"embed has the shape \(3, 24\), not \(3, 12\), for images of \(12, 10\)"),
+    (ManyLogits, r"logits has the shape \(3, 14\), not \(3, 7\), for images of \(12, 10\)"),
     (NotANumber, r"logits has numbers that are not finite, for images of \(12, 10\)"),
-    (HeadThatStays, "a network of 0 classes has head None"),
-    (OtherThanEmbed, "without a head, the network is its embed"),
-    (TakesAnyChannels, "images of another number of channels are not refused with ConfigError"),
-    (EmbedsAnyChannels, "images of another number of channels are not refused with ConfigError"),
-    (TakesNothing, "images of a height of 0 are not refused with ConfigError"),
-    (Random, "the same images give other logits the second time"),
-    (SeesItsNeighbours, r"an image's logits change by [\d.e-]+ with the others of its batch"),
-    (CoarseInBf16, r"logits in bfloat16 differ from float32's by (19|20|21)\.\d% of their norm"),
+    (HeadThatStays, "the head of a network with 0 classes must be None"),
+    (OtherThanEmbed, r"without a head, the network must return the same as embed\(\)"),
+    (TakesAnyChannels, "images with another number of channels must be refused with ConfigError"),
+    (EmbedsAnyChannels, "images with another number of channels must be refused with ConfigError"),
+    (TakesNothing, "images with a height of 0 must be refused with ConfigError"),
+    (Random, "the same images must give the same logits in every call"),
+    (SeesItsNeighbours, r"the logits of an image change by [\d.e-]+ with the other images in its batch"),
+    (CoarseInBf16, r"the logits in bfloat16 differ from those in float32 by (19|20|21)\.\d% of their norm"),
     (WithExtra, "no gradient reaches extra"),
     (UsedForNothing, "the gradient of extra is zero"),
     (GradientNotFinite, "the gradient of extra is not finite"),
@@ -276,7 +276,7 @@ class OtherError(Whole):
 
 
 def test_another_error_than_ours_is_named() -> None:
-    with pytest.raises(AssertionError, match="are refused with RuntimeError, not ConfigError"):
+    with pytest.raises(AssertionError, match="must be refused with ConfigError, but RuntimeError was raised"):
         check_network(OtherError, image_sizes=SIZES)
 
 
@@ -314,15 +314,15 @@ def switch_mode(outputs: Outputs, *sources: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("evaluator", "message"),
     [
-        (3, "int is not callable"),
-        (lambda *_: [1.0], "an evaluator returns a dict of metrics, not list"),
-        (lambda *_: {"": 1.0}, "the name of a metric is ''"),
+        (3, "int must be callable"),
+        (lambda *_: [1.0], "an evaluator must return a dict of metrics, not list"),
+        (lambda *_: {"": 1.0}, "names of metrics must be str, not ''"),
         (lambda *_: {"accuracy": 1}, "metric 'accuracy' is 1, not a float"),
         (lambda *_: {"images": 1.0}, "the metrics lack 'skipped'"),
-        (lambda *_: {"images": 1.0, "skipped": 1e6}, "images and skipped are 1e.06 together, of"),
+        (lambda *_: {"images": 1.0, "skipped": 1e6}, "images and skipped add up to 1e.06, but there are"),
         (lambda *_: {"a": 0.5, "a_low": 0.6, "a_high": 0.7, "images": 1.0, "skipped": 0.0}, "a=0.5 is outside of its"),
-        (spoil_weights, "the evaluator changes the model's weights"),
-        (switch_mode, "the evaluator leaves the network in another mode"),
+        (spoil_weights, "the evaluator must not change the model's weights"),
+        (switch_mode, "the evaluator must not change the mode of the network"),
         (lambda *_: {"a": float(torch.rand(())), "images": 1.0, "skipped": 0.0}, "it gives another a"),
     ],
 )
@@ -375,23 +375,23 @@ def counted(outputs: Outputs, train: Any, held_out: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (int, "int is not a Task"),
+        (int, "int must be a Task"),
         (
             type("Task", (Classification,), {"loss_metric": "error"}),
             "loss_metric='error' is not one of the",
         ),
         (
             type("Task", (Classification,), {"objective": lambda *_: nn.Identity()}),
-            "an Objective, not Identity",
+            r"objective\(\) must return an Objective, not Identity",
         ),
         (type("Task", (Classification,), {"evaluator": lambda *_: counted}), "does not measure 'cross_entropy'"),
-        (broken(lambda objective, batch: 3.0), "an objective returns a LossOutput, not float"),
+        (broken(lambda objective, batch: 3.0), "an objective must return a LossOutput, not float"),
         (
             broken(lambda objective, batch: LossOutput(batch.images.mean((1, 2, 3)), {})),
-            "loss is not one finite",
+            "loss must be one finite",
         ),
         (broken(lambda objective, batch: LossOutput(objective.network.norm.weight.sum(), {})), "no gradient reaches"),
-        (broken(all_pixels), "an image that cannot be decoded changes the loss"),
+        (broken(all_pixels), "an image that cannot be decoded must not change the loss"),
     ],
 )
 def test_a_broken_task_is_named(task: type[Any], message: str, splits: Splits, types_unchecked: None) -> None:

@@ -1,4 +1,4 @@
-"""Vision Transformers, whole: pre-train, transfer, look inside, serve."""
+"""Vision Transformers in PyTorch: pre-training, fine-tuning, evaluation and prediction."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class DataError(UserError):
 
 
 class UndecodableImage(DataError):
-    """A file is not an image, is truncated, or declares too many pixels."""
+    """An image cannot be decoded: it is not an image, is truncated, or declares too many pixels."""
 
 
 class RunError(UserError):
@@ -94,7 +94,8 @@ class DestinationError(UserError):
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the closest choices, or all choices if none is close."""
+    """Return the end of a message about an unknown name: the most similar choices, or all choices if none is
+    similar."""
     names = list(choices)
     likeness = {name: difflib.SequenceMatcher(None, value.lower(), name.lower()).ratio() for name in names}
     close = sorted((name for name in names if likeness[name] >= 0.5), key=likeness.__getitem__, reverse=True)[:3]
@@ -108,6 +109,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return names joined by commas. More than `most` names are shortened, such as "a, b, c, d, e and 12 more"."""
+    """Return names joined by commas. A list of more than `most` names is shortened, such as "a, b, c, d, e and 12
+    more".
+    """
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"

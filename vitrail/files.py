@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, checks of output paths, and checksums."""
+"""Writing of files and folders completely or not at all, checks of output paths, and checksums."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cache_folder(name: str) -> Path:
 
 @contextmanager
 def saving(what: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `SaveError` that names the file and the problem."""
+    """Turn an `OSError` in the `with` block into a `SaveError` that names the file and the problem."""
     try:
         yield
     except OSError as error:

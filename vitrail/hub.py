@@ -24,8 +24,8 @@ NAME = re.compile(
     r"(?:@(?P<revision>(?!.*\.\.)\w[\w./+-]*))?",
     re.ASCII,
 )
-"""Names that the hub allows, with an optional revision. A revision with two dots in a row is refused, because it
-becomes a path in the cache."""
+"""Names that the hub allows, with an optional revision. A revision with two dots in a row is refused, because it would
+become a path in the cache."""
 
 
 class Repository(NamedTuple):
@@ -33,7 +33,7 @@ class Repository(NamedTuple):
 
     kind: Literal["model", "dataset"]
     given: str
-    """The name in the user's spelling, for messages."""
+    """The name as the user spelled it, for messages."""
     name: str
     """The name on the hub, as org/name."""
     revision: str
@@ -45,7 +45,7 @@ class Repository(NamedTuple):
 
     @property
     def error(self) -> type[BundleError] | type[DataError]:
-        """The class of errors that the user can correct."""
+        """The class of the errors that the user can correct."""
         return BundleError if self.kind == "model" else DataError
 
     @property
@@ -55,7 +55,7 @@ class Repository(NamedTuple):
 
 
 def parse(kind: Literal["model", "dataset"], given: str, text: str) -> Repository | None:
-    """Return the repository that `text` names as "org/name" or "org/name@revision", or None for other texts."""
+    """Return the repository that `text` names as "org/name" or "org/name@revision". For any other text, return None."""
     match = NAME.fullmatch(text)
     return None if match is None else Repository(kind, given, match["name"], match["revision"] or "main")
 
@@ -69,14 +69,14 @@ def client() -> ModuleType:
 
 
 def listing(repository: Repository) -> tuple[str, list[str]] | str:
-    """Return the commit of the revision and its files, or the reason why the hub cannot be reached.
+    """Return the commit of the revision and its files. If the hub cannot be reached, return the reason instead.
 
     Raise `Repository.error` if the hub does not have the repository or the revision, or refuses access.
     """
     hub = client()
     if hub.constants.HF_HUB_OFFLINE:
         return "offline mode is on (HF_HUB_OFFLINE)"
-    # The exceptions of a lost connection depend on the client's version, which has changed its HTTP library twice.
+    # Exceptions of a lost connection depend on the client's version, which has changed its HTTP library twice.
     try:
         found = hub.HfApi().repo_info(
             repository.name,
@@ -93,9 +93,9 @@ def listing(repository: Repository) -> tuple[str, list[str]] | str:
 
 
 def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) -> Path:
-    """Return the path of a file in the cache, and download it if it is not there yet.
+    """Download a file unless it is in the cache, and return its path there.
 
-    The client resumes lost connections; if it gives up, the download is tried `attempts` times in all. Raise
+    The client resumes lost connections. If it gives up, the download is tried again, `attempts` times in all. Raise
     `Repository.error`, or `SaveError` if the cache cannot be written.
     """
     hub = client()
@@ -105,7 +105,7 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
         except Exception as error:  # any exception, as in `listing`
             cause = error.__cause__
             if isinstance(error, hub.errors.LocalEntryNotFoundError) and isinstance(cause, Exception):
-                error = cause  # the cause says why the client could not ask for the file's size
+                error = cause  # the cause tells why the client could not ask for the file's size
             _raise_if_final(repository, error)
             reason = _line(error)
         if attempt + 1 < attempts:
@@ -117,11 +117,10 @@ def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) 
 
 
 def keep_branch(repository: Repository, commit: str, file: str) -> None:
-    """Record in the cache that the branch points to `commit`, so that the branch can be used offline. `file` is a file
-    of this commit in the cache.
+    """Record in the cache that the branch points to `commit`, so that the branch can be used offline.
 
-    The client records this when a file is requested by the branch. Call this function last, so that after an
-    interrupted download the branch still stands for a complete commit.
+    `file` is a file of this commit in the cache. The client records the branch when a file is requested by the branch's
+    name. Call this function last. After an interrupted download, the branch then still points to a complete commit.
     """
     if commit != repository.revision:
         with contextlib.suppress(Exception):
@@ -155,13 +154,14 @@ def cached_folder(repository: Repository, why: str) -> Path:
 
 
 def _raise_if_final(repository: Repository, error: Exception) -> None:
-    """Raise the error that the user gets if the hub refuses the request or the disk fails.
+    """Raise an error for the user if the hub refuses the request or the disk fails.
 
-    Return if the hub could not be reached or failed itself, because another attempt or the cache may help then.
+    Return if the hub could not be reached or had an error of its own, because another attempt or the cache may help
+    then.
     """
     hub = client()
     title = repository.title
-    # Errors of the HTTP libraries are of the same class as those of the operating system, but have no number.
+    # Errors of the HTTP libraries have the same class as those of the operating system, but no error number.
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
         raise SaveError(f"{title} cannot be written to the cache {hub.constants.HF_HUB_CACHE}: {error}") from None
     if not isinstance(error, hub.errors.HfHubHTTPError):
@@ -186,8 +186,8 @@ def _raise_if_final(repository: Repository, error: Exception) -> None:
 
 
 def _revisions(repository: Repository) -> str:
-    """Return the end of the message about a revision that does not exist: the nearest names."""
-    with contextlib.suppress(Exception):  # the message is useful without this end, too
+    """Return the end of the message about a revision that does not exist, with similar names."""
+    with contextlib.suppress(Exception):  # without this end, the message is still useful
         refs = client().HfApi().list_repo_refs(repository.name, repo_type=repository.kind)
         return "; " + nearest(repository.revision, [ref.name for ref in (*refs.branches, *refs.tags)])
     return ""

@@ -37,7 +37,7 @@ TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """Return the device with a name. "auto" is the first GPU if there is one, else the CPU. Raises `ConfigError`."""
+    """Return the device of this name. "auto" is the first GPU if there is one, else the CPU. Raises `ConfigError`."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -93,7 +93,7 @@ def _check_float8(device: torch.device) -> None:
 
 
 def autocast(precision: TrainingPrecision, device: torch.device) -> torch.autocast:
-    """Return a context in which matrix products run in bfloat16. For "float32" the context changes nothing.
+    """Return a context in which matrix products are computed in bfloat16. For "float32" the context changes nothing.
 
     Weights, gradients and the optimizer's state stay in float32, so no master copy of the weights is needed.
     """
@@ -104,8 +104,8 @@ def keep_freed_memory() -> bool:
     """Make this process keep the memory that it frees. Return True if the C library supports that, as glibc does.
 
     Each training step frees the memory that the next step allocates. By default glibc returns that memory to the
-    system, which has to zero it page by page at the next allocation. The page faults take a considerable fraction of
-    a step on a CPU (docs/performance.md). After this call the process returns no memory to the system until it exits.
+    system, which fills it with zeros page by page at the next allocation. On a CPU this takes a considerable fraction
+    of a step (docs/performance.md). After this call, the process returns no memory to the system until it exits.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None:
@@ -127,7 +127,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def total_memory() -> int:
-    """Return the memory in bytes of the GPU if there is one, else of the machine or container."""
+    """Return the memory of the GPU in bytes. Without a GPU, return the memory of the machine or container."""
     device = pick_device()
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

@@ -48,7 +48,7 @@ figcaption { font-size: .72rem; line-height: 1.25; overflow-wrap: anywhere; marg
 
 
 GENERATOR = '<meta name="generator" content="vitrail">'
-"""Tag in the head of every page. Later commands recognise pages of Vitrail by it."""
+"""Tag in the head of every page that Vitrail writes. Vitrail recognises its pages by this tag."""
 
 
 def is_our_page(path: Path) -> bool:
@@ -59,7 +59,8 @@ def is_our_page(path: Path) -> bool:
 def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
     """Return an HTML document with a heading followed by the parts.
 
-    `title` is plain text for the heading and the window. `parts` are HTML. `style` is appended to `STYLE`.
+    `title` is the plain text of the heading and of the window's title. `parts` are HTML. `style` is appended to
+    `STYLE`.
     """
     name = escape(title)
     head = [
@@ -87,8 +88,7 @@ def escape(text: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table whose cells are plain text. If the table is wider than the window, only the table
-    scrolls."""
+    """Return an HTML table whose cells are plain text. A table that is wider than the window scrolls by itself."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heads)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'

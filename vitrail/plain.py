@@ -1,4 +1,4 @@
-"""Conversion of frozen dataclasses to plain JSON values and back, and of sizes such as 4GB to bytes."""
+"""Conversion of frozen dataclasses to plain JSON values and back, and of texts like 4GB to bytes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ NOUNS: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "values that are true or false"),
     str: ("a text", "texts"),
 }
-"""Names of JSON's types in messages, singular and plural."""
+"""Names of JSON's types in messages, in singular and plural."""
 
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, nested ones included. Tuples become lists when they are written as JSON."""
+    """Return the fields of a dataclass and of the dataclasses inside it. Tuples become lists when they are written as
+    JSON.
+    """
     return dataclasses.asdict(value)
 
 
 def from_plain(cls: type[T], values: Any) -> T:
-    """Return the dataclass that `to_plain` took apart. A missing field takes its default.
+    """Return the dataclass from the values that `to_plain` returned. A missing field takes its default.
 
-    If a field is unknown, missing or has a wrong value, raise `ConfigError` with the name of the first such field.
-    Errors that the dataclass itself raises pass through.
+    Raise `ConfigError` with the first field that is unknown, missing or has a wrong value. Errors of the dataclass's
+    own checks are raised unchanged.
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{cls.__name__} must be an object of named fields, not {type(values).__name__}")
@@ -51,7 +53,8 @@ def from_plain(cls: type[T], values: Any) -> T:
 
 
 def byte_count(text: str, field: str) -> int:
-    """Return the number of bytes that "1500000000", "1.5GB" or "2GiB" means. Raise `ConfigError`."""
+    """Return the number of bytes for a text like "1500000000", "1.5GB" or "2GiB". Raise `ConfigError` for other
+    texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kMGT]?)(i?)B)?", text.strip())
     if match is None:
         raise ConfigError(f"{field}={text!r} is not a size in bytes; write for example 4GB, 1.5GiB or 1500000000")
@@ -77,8 +80,7 @@ def _field_names(cls: Any) -> list[str]:
 
 
 class _Boolean:
-    """Wrapper for a boolean where a number is expected. Python accepts True and False as numbers, but dacite refuses
-    this type."""
+    """Wrapper that makes dacite refuse booleans as numbers. Python accepts True and False as numbers."""
 
     def __init__(self, value: bool) -> None:
         self.value = value
@@ -92,7 +94,7 @@ def _int(value: Any) -> Any:
 
 
 def _float(value: Any) -> Any:
-    """Return whole numbers as floats, because JSON writers other than ours may write 1.0 as 1."""
+    """Return whole numbers as floats, because other JSON writers may write 1.0 as 1."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else _int(value)
 
 

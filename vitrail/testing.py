@@ -40,9 +40,9 @@ __all__ = ["check_evaluator", "check_network", "check_source", "check_task"]
 def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int, int]]) -> None:
     """Check that a network fulfils the contract of `vitrail.models.network.Network`.
 
-    `make(num_classes)` returns a new network; for 0 classes the network has no head. `image_sizes` are heights and
-    widths in pixels that the network must accept. At least one size must not be square. Raises `AssertionError`, which
-    names the broken rule.
+    `make(num_classes)` returns a new network, without a head if there are 0 classes. `image_sizes` are heights and
+    widths in pixels that the network must accept. At least one size must not be square. Raises `AssertionError` with
+    the broken rule.
     """
     assert any(height != width for height, width in image_sizes), "give at least one size that is not square"
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def check_network(make: Callable[[int], Any], *, image_sizes: Sequence[tuple[int
 
 def _randomised(network: Any) -> Any:
     """Add small random numbers to the initial weights. Weights of zero would hide errors in parts of the network."""
-    assert isinstance(network, nn.Module), f"a network is an nn.Module, not {type(network).__name__}"
+    assert isinstance(network, nn.Module), f"the network must be an nn.Module, not {type(network).__name__}"
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -73,27 +73,37 @@ def _check_shapes(network: Any, size: tuple[int, int]) -> None:
     config = network.config
     images = torch.rand(3, config.channels, *size) * 2 - 1
     features = network.features(images)
-    assert isinstance(features, Features), f"features() returns Features, not {type(features).__name__}"
+    assert isinstance(features, Features), f"features() must return Features, not {type(features).__name__}"
     grid = config.grid_of(*size)
-    assert features.grid == grid, f"features().grid is {features.grid} for images of {size}; grid_of says {grid}"
+    assert features.grid == grid, (
+        f"features().grid is {features.grid} for images of {size}, but grid_of() returns {grid}"
+    )
     width = features.patches.shape[-1]
     expected = (3, math.prod(grid), width)
-    assert features.patches.shape == expected, f"patches of {tuple(features.patches.shape)}, not {expected}"
-    assert features.registers.shape[::2] == (3, width), f"registers of {tuple(features.registers.shape)}"
-    assert features.cls is None or features.cls.shape == (3, width), "the class token is not (b, width)"
+    assert features.patches.shape == expected, (
+        f"features().patches has the shape {tuple(features.patches.shape)}, not {expected}"
+    )
+    assert features.registers.shape[::2] == (3, width), (
+        f"features().registers has the shape {tuple(features.registers.shape)}, not (3, registers, {width})"
+    )
+    assert features.cls is None or features.cls.shape == (3, width), f"the class token must have the shape (3, {width})"
     for name, tensor, length in (
         ("embed", network.embed(images), config.embed_width),
         ("logits", network(images), config.num_classes),
     ):
-        assert tensor.shape == (3, length), f"{name} of {tuple(tensor.shape)}, not {(3, length)}, for images of {size}"
+        assert tensor.shape == (3, length), (
+            f"{name} has the shape {tuple(tensor.shape)}, not {(3, length)}, for images of {size}"
+        )
         assert tensor.isfinite().all(), f"{name} has numbers that are not finite, for images of {size}"
 
 
 @torch.no_grad()
 def _check_no_head(network: Any, images: Tensor) -> None:
-    assert network.head is None and network.config.num_classes == 0, "a network of 0 classes has head None"
+    assert network.head is None and network.config.num_classes == 0, "the head of a network with 0 classes must be None"
     if getattr(network.config, "head_hidden", 0) == 0:
-        assert torch.equal(network(images), network.embed(images)), "without a head, the network is its embed"
+        assert torch.equal(network(images), network.embed(images)), (
+            "without a head, the network must return the same as embed()"
+        )
 
 
 def _check_wrong_images(network: Any, images: Tensor) -> None:
@@ -108,16 +118,18 @@ def _check_wrong_images(network: Any, images: Tensor) -> None:
                 continue
             except Exception as error:
                 name = type(error).__name__
-                raise AssertionError(f"images of {what} are refused with {name}, not ConfigError") from error
-            raise AssertionError(f"images of {what} are not refused with ConfigError")
+                raise AssertionError(
+                    f"images with {what} must be refused with ConfigError, but {name} was raised"
+                ) from error
+            raise AssertionError(f"images with {what} must be refused with ConfigError")
 
 
 @torch.no_grad()
 def _check_independence(network: Any, images: Tensor) -> None:
     both = network(images)
-    assert torch.equal(both, network(images)), "the same images give other logits the second time"
+    assert torch.equal(both, network(images)), "the same images must give the same logits in every call"
     difference = (both[1:] - network(images[1:])).abs().max()
-    assert difference < 1e-4, f"an image's logits change by {difference:.2g} with the others of its batch"
+    assert difference < 1e-4, f"the logits of an image change by {difference:.2g} with the other images in its batch"
 
 
 @torch.no_grad()
@@ -126,7 +138,7 @@ def _check_bf16(network: Any, images: Tensor) -> None:
     with torch.autocast(images.device.type, torch.bfloat16):
         coarse = network(images).float()
     difference = (exact - coarse).norm() / exact.norm()
-    assert difference < 0.1, f"logits in bfloat16 differ from float32's by {difference:.1%} of their norm"
+    assert difference < 0.1, f"the logits in bfloat16 differ from those in float32 by {difference:.1%} of their norm"
 
 
 def _check_gradients(network: Any, images: Tensor) -> None:
@@ -155,28 +167,32 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
     """Check that an evaluator fulfils the contract of `vitrail.evaluation.evaluators.Evaluator`. Return its metrics.
 
     The evaluator is called three times with the model of `bundle`, so the sources should be small. Raises
-    `AssertionError`, which names the broken rule.
+    `AssertionError` with the broken rule.
     """
-    assert isinstance(evaluator, Evaluator), f"{type(evaluator).__name__} is not callable"
+    assert isinstance(evaluator, Evaluator), f"{type(evaluator).__name__} must be callable"
     before, was_training = weights_sha256(bundle.network), bundle.network.training
     outputs = Outputs(bundle, batch_size=8)
     metrics = evaluator(outputs, train, held_out)
-    assert isinstance(metrics, dict), f"an evaluator returns a dict of metrics, not {type(metrics).__name__}"
+    assert isinstance(metrics, dict), f"an evaluator must return a dict of metrics, not {type(metrics).__name__}"
     for name, value in metrics.items():
-        assert isinstance(name, str) and name, f"the name of a metric is {name!r}"
+        assert isinstance(name, str) and name, f"names of metrics must be str, not {name!r}"
         assert type(value) is float, f"metric {name!r} is {value!r}, not a float"
     for name in ("images", "skipped"):
         assert name in metrics, f"the metrics lack {name!r}"
     counted = metrics["images"] + metrics["skipped"]
-    assert 0 <= counted <= len(held_out), f"images and skipped are {counted:g} together, of {len(held_out)} samples"
+    assert 0 <= counted <= len(held_out), (
+        f"images and skipped add up to {counted:g}, but there are {len(held_out)} samples"
+    )
     for name in metrics:
         low, high = metrics.get(f"{name}_low", metrics[name]), metrics.get(f"{name}_high", metrics[name])
         rounding = 1e-9 * abs(metrics[name])
         assert low - rounding <= metrics[name] <= high + rounding, (
             f"{name}={metrics[name]} is outside of its interval, {low} to {high}"
         )
-    assert weights_sha256(bundle.network) == before, "the evaluator changes the model's weights"
-    assert bundle.network.training is was_training, "the evaluator leaves the network in another mode"
+    assert weights_sha256(bundle.network) == before, "the evaluator must not change the model's weights"
+    assert bundle.network.training is was_training, (
+        "the evaluator must not change the mode of the network (train or eval)"
+    )
     for how, again in (("a second time", outputs), ("with new outputs", Outputs(bundle, batch_size=5))):
         repeated = evaluator(again, train, held_out)
         assert repeated.keys() == metrics.keys(), f"called {how}, it returns other metrics"
@@ -189,14 +205,14 @@ def check_evaluator(evaluator: Any, bundle: Bundle, train: Source, held_out: Sou
 def check_task(task: Any, splits: Splits) -> None:
     """Check that a task fulfils the contract of `vitrail.tasks.task.Task`.
 
-    Every method that training calls is called with a small network for images of 28 x 21 pixels. The splits should be
-    small and must include a validation split. Raises `AssertionError`, which names the broken rule.
+    Every method that training uses is called with a small network for images of 28 x 21 pixels. The splits should be
+    small and must include a validation split. Raises `AssertionError` with the broken rule.
     """
-    assert isinstance(task, Task), f"{type(task).__name__} is not a Task"
+    assert isinstance(task, Task), f"{type(task).__name__} must be a Task"
     names = [metric.name for metric in task.metrics]
     assert task.loss_metric in names, f"loss_metric={task.loss_metric!r} is not one of the task's metrics: {names}"
     settings = json.loads(json.dumps(to_plain(task)))
-    assert from_plain(type(task), settings) == task, "the settings differ after they were written as JSON and read"
+    assert from_plain(type(task), settings) == task, "the settings change when they are written as JSON and read again"
     task.check_data(splits)
     selection = task.selection(splits).name
     outputs = task.output_names(splits)
@@ -206,7 +222,7 @@ def check_task(task: Any, splits: Splits) -> None:
         "ViT-Pico/7", image_size=(28, 21), width=16, depth=1, heads=2, mlp_width=16, num_classes=len(outputs)
     )
     objective = task.objective(network, splits)
-    assert isinstance(objective, Objective), f"objective() returns an Objective, not {type(objective).__name__}"
+    assert isinstance(objective, Objective), f"objective() must return an Objective, not {type(objective).__name__}"
     batches = TrainingBatches(
         splits.train, preprocess, batch_size=4, seed=0, readers=Readers(threads=0), views=task.views
     )
@@ -215,8 +231,8 @@ def check_task(task: Any, splits: Splits) -> None:
     _check_objective(objective, replace(batch, images=preprocess.normalise(batch.images)))
     objective.eval()
     bundle = task.bundle(objective, outputs, preprocess, {})
-    assert bundle.classes == outputs, f"bundle() has the outputs {bundle.classes}, and output_names() has {outputs}"
-    assert splits.validation is not None, "give splits with a validation split"
+    assert bundle.classes == outputs, f"bundle() has the outputs {bundle.classes}, but output_names() returns {outputs}"
+    assert splits.validation is not None, "the splits must include a validation split"
     metrics = check_evaluator(task.evaluator(objective), bundle, splits.train, splits.validation)
     for name in (task.loss_metric, selection):
         assert name in metrics, f"the evaluator does not measure {name!r}"
@@ -228,9 +244,9 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
         return objective(batch)
 
     output = loss_of(batch)
-    assert isinstance(output, LossOutput), f"an objective returns a LossOutput, not {type(output).__name__}"
+    assert isinstance(output, LossOutput), f"an objective must return a LossOutput, not {type(output).__name__}"
     for name, value in {"loss": output.loss, **output.metrics}.items():
-        assert value.ndim == 0 and value.isfinite(), f"{name} is not one finite number: {value}"
+        assert value.ndim == 0 and value.isfinite(), f"{name} must be one finite number, not {value}"
     loss: Tensor = output.loss
     torch.autograd.backward(loss)
     for name, parameter in objective.named_parameters():
@@ -244,23 +260,27 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
     with torch.no_grad():
         first = loss_of(replace(batch, valid=valid)).loss
         second = loss_of(replace(batch, valid=valid, images=images)).loss
-    assert torch.allclose(first, second, atol=1e-6), "an image that cannot be decoded changes the loss: use batch.valid"
+    assert torch.allclose(first, second, atol=1e-6), (
+        "an image that cannot be decoded must not change the loss; use batch.valid"
+    )
 
 
 def check_source(source: Any, *, decodes: bool = True) -> None:
     """Check that a source fulfils the contract of `vitrail.data.source.Source`.
 
     A source gives random access, and returns the same samples in every thread and process. With `decodes`, every image
-    must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`, which
-    names the broken rule.
+    must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError` with
+    the broken rule.
     """
     assert isinstance(source, Source), f"{type(source).__name__} lacks a method or the classes of a Source"
     count, classes = len(source), source.classes
-    assert count > 0, "give a source of at least one sample"
-    assert isinstance(classes, tuple) and all(isinstance(name, str) for name in classes), "classes are a tuple of names"
-    assert len(set(classes)) == len(classes), f"a class is there twice: {classes}"
+    assert count > 0, "the source must have at least one sample"
+    assert isinstance(classes, tuple) and all(isinstance(name, str) for name in classes), (
+        "classes must be a tuple of names"
+    )
+    assert len(set(classes)) == len(classes), f"a class occurs twice: {classes}"
     keys, labels = [source.key(index) for index in range(count)], [source.target(index) for index in range(count)]
-    assert len(set(keys)) == count, "two samples have the same key"
+    assert len(set(keys)) == count, "two samples must not have the same key"
     kind = target_kind(source)
     for key, label in zip(keys, labels, strict=True):
         if kind == "numbers":
@@ -268,13 +288,15 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
         else:
             _check_label(key, label, len(classes))
     if kind != "numbers":
-        assert len({type(label) is tuple for label in labels}) == 1, "some samples have one label and others several"
+        assert len({type(label) is tuple for label in labels}) == 1, (
+            "either all samples or none may have several labels"
+        )
     first = [source[index] for index in range(count)]
     for sample, key, label in zip(first, keys, labels, strict=True):
         assert (sample.key, repr(sample.target)) == (key, repr(label)), (
-            f"source[...] and key/target disagree on {key!r}"
+            f"the key and target of source[...] must equal key() and target(), but differ for {key!r}"
         )
-        assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} is neither bytes nor an array"
+        assert isinstance(sample.image, bytes | np.ndarray), f"the image of {key!r} must be bytes or an array"
         if decodes:
             decode(sample.image, 3 if isinstance(sample.image, bytes) else sample.image.shape[2])
     for past in (count, count + 7):
@@ -282,12 +304,14 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
             source[past]
         except IndexError:
             continue
-        raise AssertionError(f"source[{past}] of {count} samples does not raise IndexError")
+        raise AssertionError(f"source[{past}] must raise IndexError, because the source has {count} samples")
     backwards = [source[index] for index in reversed(range(count))][::-1]
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(source.__getitem__, [*range(count)] * 2))
     elsewhere = pickle.loads(pickle.dumps(source))
-    assert [elsewhere.key(index) for index in range(count)] == keys, "pickled, as for another process, it has others"
+    assert [elsewhere.key(index) for index in range(count)] == keys, (
+        "after pickling, as for another process, the source has other keys"
+    )
     for how, again in (
         ("backwards", backwards), ("by several threads", together[:count]), ("by several threads", together[count:]),
         ("after pickling", [elsewhere[index] for index in range(count)]),
@@ -296,25 +320,33 @@ def check_source(source: Any, *, decodes: bool = True) -> None:
             assert one.key == other.key and repr(one.target) == repr(other.target), (
                 f"{one.key!r} differs when read {how}"
             )
-            assert np.array_equal(_comparable(one.image), _comparable(other.image)), f"{one.key!r} differs, read {how}"
+            assert np.array_equal(_comparable(one.image), _comparable(other.image)), (
+                f"the image of {one.key!r} differs when read {how}"
+            )
 
 
 def _check_numbers(key: str, target: Any, count: int) -> None:
-    assert isinstance(key, str) and key, f"a key is a name, not {key!r}"
+    assert isinstance(key, str) and key, f"a key must be a name, not {key!r}"
     numbers = target if isinstance(target, tuple) else ()
     fits = target is None or (len(numbers) == count and all(type(one) is float for one in numbers))
     assert fits, (
-        f"the target of {key!r} is {target!r}: a tuple of {count} floats, one for each name in classes, or None"
+        f"the target of {key!r} must be None or a tuple of {count} floats, one for each name in classes, not {target!r}"
     )
-    assert not any(map(math.isinf, numbers)), f"the target of {key!r} is {target!r}: a number is finite, NaN if unknown"
+    assert not any(map(math.isinf, numbers)), (
+        f"numbers must be finite, or NaN if unknown, but the target of {key!r} is {target!r}"
+    )
 
 
 def _check_label(key: str, label: Any, classes: int) -> None:
-    assert isinstance(key, str) and key, f"a key is a name, not {key!r}"
+    assert isinstance(key, str) and key, f"a key must be a name, not {key!r}"
     several = label if isinstance(label, tuple) else () if label is None else (label,)
-    assert all(type(one) is int for one in several), f"the label of {key!r} is {label!r}: an int, a tuple of them, None"
-    assert all(0 <= one < classes for one in several), f"the label of {key!r} is {label!r}, of {classes} classes"
-    assert list(several) == sorted(set(several)), f"the labels of {key!r} are not in rising order: {label!r}"
+    assert all(type(one) is int for one in several), (
+        f"the label of {key!r} must be an int, a tuple of them, or None, not {label!r}"
+    )
+    assert all(0 <= one < classes for one in several), (
+        f"the label of {key!r} must be from 0 to {classes - 1}, not {label!r}"
+    )
+    assert list(several) == sorted(set(several)), f"the labels of {key!r} must be in rising order, not {label!r}"
 
 
 def _comparable(image: bytes | np.ndarray) -> np.ndarray:

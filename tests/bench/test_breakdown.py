@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitrail.bench.breakdown import CATEGORIES, breakdown, category_of
-from vitrail.bench.contenders import OURS, Entry, make_step
+from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
 
 

@@ -9,7 +9,7 @@ import torch
 from vitrail.bench.measure import Spread, interleave, timed, waits_for
 
 
-def test_rounds_run_every_contender_once_in_turn() -> None:
+def test_rounds_run_every_timer_once_in_turn() -> None:
     calls: list[str] = []
 
     def timer(name: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.bench.contenders import OURS, Entry
+from vitrail.bench.entries import OURS, Entry
 from vitrail.bench.memory import find_largest, largest_batch, measure_memory
 from vitrail.bench.workload import Format, Workload
 from vitrail.errors import ConfigError
@@ -87,7 +87,7 @@ def test_what_fails_in_a_process_is_said_here(tiny_work: Callable[..., Workload]
 @linux
 def test_a_limit_on_the_process_limits_the_batch(tiny_work: Callable[..., Workload]) -> None:
     work = tiny_work(**BIG)
-    with pytest.raises(ConfigError, match=r"bytes is not above the [\d,]+ that Python and torch take") as refused:
+    with pytest.raises(ConfigError, match=r"bytes is not above the [\d,]+ bytes that Python and torch use") as refused:
         largest_batch(work, 1_000_000)
     taken = int(str(refused.value).split("above the ")[1].split()[0].replace(",", ""))
     found = largest_batch(work, taken + 40_000_000)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.bench.contenders import OURS, Entry, make_step
+from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.products import Operand, Product, Products, record
 from vitrail.bench.workload import Workload
 

@@ -40,7 +40,7 @@ def test_tokens_of_a_resnet(tiny_work: Callable[..., Workload]) -> None:
 @pytest.mark.parametrize(
     ("fields", "axis", "message"),
     [
-        ({"batch": 1}, "batch", "--scaling batch needs at least two values; ViT-Pico/7 has only 1 here"),
+        ({"batch": 1}, "batch", "--scaling batch needs at least two values, but here ViT-Pico/7 has only 1"),
         ({"depth": 1}, "depth", "needs at least two values"),
         (
             {"variant": "BiT-R26x1"},

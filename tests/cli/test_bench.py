@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from vitrail.bench.compare import ALONE, Comparison, Row
-from vitrail.bench.contenders import Entry
+from vitrail.bench.entries import Entry
 from vitrail.bench.loading import LOADS, PROCESSES, Loading
 from vitrail.bench.measure import Spread
 from vitrail.bench.memory import LargestBatch
@@ -42,10 +42,10 @@ def test_json_of_training(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         "skipped",
     ]  # fmt: skip
     assert result["workload"]["image_size"] == [28, 21] and result["workload"]["precision"] == "bf16"
-    assert [row["contender"] for row in result["rows"]] == ["vitrail", "products alone"]
+    assert [row["library"] for row in result["rows"]] == ["vitrail", "products alone"]
     for row in result["rows"]:
         assert list(row) == [
-            "contender", "settings", "ran_with", "seconds", "images_per_second", "gflops", "share_of_limit",
+            "library", "settings", "ran_with", "seconds", "images_per_second", "gflops", "share_of_limit",
             "vitrail_times_as_fast", "memory_bytes",
         ]  # fmt: skip
         assert len(row["seconds"]) == 2 and list(row["images_per_second"]) == ["median", "low", "high"]
@@ -131,7 +131,9 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "…" not in text and "vitrail predict" in text and "safetensors.torch.load_file" in text
     assert "skipped: timm: is not installed\nskipped: torchvision: is not installed" in text
-    assert "One large product achieves 512,345 GFLOP/s; of that, vitrail: 80% (bf16 compiled)" in " ".join(text.split())
+    assert "One large product achieves 512,345 GFLOP/s. vitrail achieves of that: 80% (bf16 compiled)" in " ".join(
+        text.split()
+    )
     assert "fits into 4.00 GB: 1,234 images" in text and "100.00 GB" in text and "10.25x" in text
 
 
@@ -151,10 +153,10 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "ViT-Pico/7", "--num-classes", "0"], "--num-classes: 0 leaves nothing to train"),
         (["train", "ViT-Pico/7", "--against", "timn"], "unknown library 'timn' in --against; nearest: timm"),
         (["train", "BiT-R50x1", "--against", "timm"], "a BiT ResNet has no counterpart"),
-        (["load", "ViT-Pico/7", "--against", "timm"], "--against: bench load has no such measurement"),
+        (["load", "ViT-Pico/7", "--against", "timm"], "--against: bench load does not measure this"),
         (["train", "ViT-Pico/7", "--scaling", "batch", "--best"], "--scaling and --best exclude each other"),
-        (["infer", "ViT-Pico/7", "--largest-batch"], "--largest-batch: only a training step"),
-        (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "--memory-limit: '1GB' needs --largest-batch"),
+        (["infer", "ViT-Pico/7", "--largest-batch"], "--largest-batch: this is measured only for training steps"),
+        (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "--memory-limit: '1GB' limits only --largest-batch"),
         (
             ["train", "ViT-Pico/7", "--largest-batch", "--memory-limit", "lots"],
             "--memory-limit: 'lots' is not",

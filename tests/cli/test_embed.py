@@ -141,7 +141,7 @@ def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
 
 def test_wrong_words(embed: Embed, tmp_path: Path) -> None:
     for words, message in (
-        (("--split", "validation"), "has no validation split; it has: train, test"),
+        (("--split", "validation"), "has no validation split; choose one that it has: train, test"),
         (("--no-cache", "--cache", "x"), "--cache and --no-cache exclude each other"),
         (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
     ):

@@ -97,7 +97,7 @@ def test_a_split_that_is_not_there_is_an_error(
 ) -> None:
     (labelled / "T-shirt-top").rename(tmp_path / "aside")
     assert main(["evaluate", str(model), "--data", str(labelled), "--split", "test"]) == 2
-    assert "has no test split; it has: train, validation" in capsys.readouterr().err
+    assert "has no test split; choose one that it has: train, validation" in capsys.readouterr().err
 
 
 # --- by features, with detail, with other names
@@ -348,7 +348,7 @@ def test_numbers_are_measured_by_head_and_features(tmp_path: Path, capsys: pytes
     for options, message in (
         (("--by", "accuracy"), "accuracy needs classes, but the targets of this data are numbers; use regression"),
         (("--by", "fewshot"), "fewshot needs images with one label each, but these have numbers and no classes"),
-        (("--confusion",), "--per-class and --confusion are for classes, and this model predicts numbers; leave them"),
+        (("--confusion",), "--per-class and --confusion are for classes, but this model predicts numbers; leave them"),
     ):
         code, _, errors = evaluate(*options)
         assert code == 2 and message in " ".join(errors.split())

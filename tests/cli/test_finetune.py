@@ -178,7 +178,7 @@ def test_the_papers_protocol(
         ([], "--data is missing; usage: vitrail finetune MODEL --data SPEC"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", "{badges}", "--variant", "ViT-B/16"], "the model fixes the architecture"),
-        (["--data", "{badges}", "--init", "other"], "is what fine-tuning starts from; leave --init out"),
+        (["--data", "{badges}", "--init", "other"], "--init: the initial model is MODEL"),
         (["--data", "{badges}", "--image-size", "33", "32"], "is not a multiple of patch_size"),
         (["--data", "{badges}", "--train-blocks", "7"], "--train-blocks: 7"),
         (["--data", "{badges}", "--lora-rank", "4", "--train-blocks", "1"], "exclude each other"),
@@ -188,7 +188,7 @@ def test_the_papers_protocol(
             ["--data", "{badges}", "--protocol", "paper", "--patience", "3"],
             "--patience: 3 cannot be used when learning",
         ),
-        (["--data", "{badges}", "--protocol", "paper", "--validation-share", "0"], "leaves no labelled image to"),
+        (["--data", "{badges}", "--protocol", "paper", "--validation-share", "0"], "leaves no labelled image for"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(
@@ -219,7 +219,7 @@ def test_a_rate_that_is_given_is_the_papers_too(
     assert main(["finetune", *words]) == 0
     record, out = json.loads((run / "run.json").read_text()), capsys.readouterr().out
     assert record["config"]["optimizer"]["learning_rate"] == 0.02 and record["data"]["validation"] == 0
-    assert "all training images are learned from" in out
+    assert "the run trains on all training images" in out
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -235,7 +235,7 @@ def test_a_stopped_trial_goes_on_with_the_same_command(
     error, trial = capsys.readouterr().err, tmp_path / "run-learning-rates" / "0.001"
     assert "to continue, give the first command again" in error and "--resume" not in error
     assert main(["finetune", "--resume", str(trial)]) == 2
-    assert f"run {trial} only tries a learning rate" in capsys.readouterr().err
+    assert f"run {trial} is a trial of a learning rate" in capsys.readouterr().err
     assert main(words) == 0
     assert "was the best of 4" in capsys.readouterr().out and (run / "model").is_dir()
 

@@ -138,7 +138,7 @@ def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
     expected = [{**layer._asdict(), "tokens": 289, "width": 768} for layer in layer_costs(289, 768)]
     assert rows == expected and [row["kind"] for row in rows] == ["self-attention", "recurrence", "convolution"]
     lines = lines_of(capsys, "--layers")
-    assert lines[0].strip() == "Mixing 197 tokens of width 768, as ViT-B/16 has them"
+    assert lines[0].strip() == "Mixing 197 tokens of width 768, as in ViT-B/16"
     (line,) = (line for line in lines if "recurrence" in line)
     assert line.split() == ["recurrence", "0.116", "197", "197"]
 

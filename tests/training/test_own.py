@@ -106,7 +106,7 @@ def test_an_own_network_is_trained_and_predicts(config: Callable[..., TrainConfi
     assert torch.equal(again(images), result.bundle.network.eval()(images))
     with pytest.raises(BundleError, match="unknown layout"):
         vitrail.load(result.folder / "model")
-    with pytest.raises(ConfigError, match=r"^embed: a network of your own class is known by its outputs only"):
+    with pytest.raises(ConfigError, match=r"^embed: Vitrail knows only the outputs of a network of your own class"):
         result.bundle.embed([Stripes()[0].image])
     saved = result.bundle.save(tmp_path / "copy")
     assert [path.name for path in saved.iterdir()] == ["model.safetensors"]

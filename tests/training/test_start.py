@@ -99,10 +99,10 @@ def test_as_many_classes_of_other_names_are_other_classes(
 @pytest.mark.parametrize(
     ("classes", "names", "new_head", "kept", "note"),
     [
-        (COLOURS, COLOURS, False, True, "is kept: its outputs are the same"),
+        (COLOURS, COLOURS, False, True, "is kept, because its outputs are the same"),
         (COLOURS, COLOURS, True, False, "the new head has 3 classes; its weights start at zero"),
         (("0", "1", "2"), ("0", "1", "2"), False, False, "because the classes have numbers instead of names"),
-        (("1", "2", "3"), ("1", "2", "3"), False, True, "is kept: its outputs are the same"),
+        (("1", "2", "3"), ("1", "2", "3"), False, True, "is kept, because its outputs are the same"),
     ],
 )
 def test_a_head_is_kept_for_named_classes_alone(

@@ -169,7 +169,7 @@ def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tiny_bundle: 
 
 def test_no_held_out_image_is_refused(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     config = base.override(validation_share=0.0, evaluations=0)
-    with pytest.raises(ConfigError, match="leaves no labelled image to choose the learning rate by; set learning_rate"):
+    with pytest.raises(ConfigError, match="leaves no labelled image for choosing the learning rate; set learning_rate"):
         tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
     assert not (tmp_path / "rates").exists(), "no run was done for it"
 
@@ -225,15 +225,19 @@ def test_a_given_rate_leaves_nothing_to_hold_out() -> None:
     assert (found.config.optimizer.learning_rate, found.config.data.validation_share) == (0.02, 0.0)
     assert found.config.run.evaluations == 0 and found.config.run.keep == "last"
     assert found.rates == () and not any("best" in reason for reason in found.reasons)
-    assert any("all training images are learned from" in reason for reason in found.reasons)
+    assert any("the run trains on all training images" in reason for reason in found.reasons)
 
 
 def test_what_the_last_run_cannot_do_is_refused(base: TrainConfig, colours: Path, tmp_path: Path) -> None:
     splits = final_config(base, 0.1).data.open()
     check_final_run(base, splits)
-    with pytest.raises(ConfigError, match=r"patience=2 cannot be used when learning rates are tried.*; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"patience=2 cannot be used when learning rates are tried.*; leave patience out"
+    ):
         check_final_run(base.override(patience=2), splits)
-    with pytest.raises(ConfigError, match=r"probe='knn' cannot be used when learning rates are tried.*; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"probe='knn' cannot be used when learning rates are tried.*; leave probe out"
+    ):
         check_final_run(base.override(probe="knn"), splits)
     shutil.copytree(colours / "train", tmp_path / "data" / "train")
     shutil.copytree(colours / "test", tmp_path / "data" / "val")

@@ -156,7 +156,7 @@ def named(config: TrainConfig, name: str) -> object:
 
 
 def test_another_optimizer_needs_its_own_learning_rate() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer='sgd' needs a learning_rate as well: .* are for 'adamw'"):
+    with pytest.raises(ConfigError, match=r"optimizer='sgd' also needs a learning_rate, because .* are for 'adamw'"):
         ruled(facts(), optimizer="sgd")
     assert ruled(facts(), optimizer="sgd", learning_rate=0.1).config.optimizer.kind == "sgd"
 

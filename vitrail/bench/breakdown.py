@@ -36,8 +36,8 @@ def category_of(operation: str) -> str:
 def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 3) -> dict[str, float]:
     """Return the fraction of the step time that each category takes. The fractions add up to 1.
 
-    The time of an operation excludes the time of operations that it calls. On a CPU, the category of all remaining time
-    includes the Python code between operations. On a GPU, only the time of kernels counts. The profiler adds some time,
+    The time of an operation excludes the time of the operations that it calls. On a CPU, the category of all remaining
+    time includes the Python code between operations. On a GPU, only kernels are timed. The profiler adds some time,
     mostly to small operations.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -50,7 +50,7 @@ def breakdown(step: Callable[[], object], device: torch.device, *, steps: int = 
             torch.cuda.synchronize(device)
     seconds = dict.fromkeys([*CATEGORIES, REST], 0.0)
     for event in profiler.key_averages():
-        if device.type == "cuda":  # each kernel is also listed by itself, and must not count twice
+        if device.type == "cuda":  # each kernel is also listed on its own and must not be counted twice
             on_cpu = event.device_type == torch.profiler.DeviceType.CPU
             seconds[category_of(event.key)] += event.self_device_time_total if on_cpu else 0.0
         else:

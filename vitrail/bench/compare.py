@@ -1,4 +1,4 @@
-"""Comparison of the step times of our network, of its matrix products alone, and of other libraries' networks."""
+"""Comparison of the step times of our network, of its matrix products, and of other libraries' networks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from vitrail.bench.contenders import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
+from vitrail.bench.entries import COMPILED, OURS, PRODUCTS, Entry, Runner, entries
 from vitrail.bench.measure import Spread, interleave
 from vitrail.bench.memory import measure_memory
 from vitrail.bench.peers import check_peers
@@ -28,7 +28,7 @@ class Row:
 
     entry: Entry
     settings: str
-    """Description of the settings for tables, such as "bf16 compiled"."""
+    """Description of the settings in tables, such as "bf16 compiled"."""
     seconds: tuple[float, ...]
     """Seconds of the step in each round."""
     images_per_second: Spread
@@ -40,7 +40,7 @@ class Row:
     """Speed of our network divided by the speed of this row, as the median over rounds. A compiled library is compared
     with our compiled network."""
     memory: int | None = None
-    """Peak bytes of a step, or None if they were not measured. The memory of compiled networks is never measured."""
+    """Peak bytes of a step, if they were measured. The memory of compiled networks is never measured."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Comparison:
 
     rows: tuple[Row, ...]
     product_flops: int
-    """FLOPs of the replayed matrix products. The matrix product that a fused attention kernel computes twice counts
+    """FLOPs of the replayed matrix products. A product that a fused attention kernel computes twice is counted
     twice."""
     large_gflops: float
     """Billions of FLOPs per second of one large square matrix product in the workload's number format."""
     breakdown: dict[str, float] | None
-    """Fraction of our step time per category of operation, or None if it was not measured."""
+    """Fraction of our step time for each category of operation, if it was measured."""
     skipped: dict[str, str]
-    """Libraries that could not be measured, each with the reason."""
+    """Reasons for skipping libraries, by the library's name."""
 
 
 def compare(
@@ -97,9 +97,9 @@ ALONE = Entry(PRODUCTS)
 
 
 def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tuple[dict[Entry, Worker], dict[str, str]]:
-    """Start a process for each entry, and return the processes and the reasons of those that failed.
+    """Start a process for each entry, and wait until it has run its first step.
 
-    Each process has run its first step.
+    Return the processes, and the reasons why entries failed.
     """
     found: dict[Entry, Worker] = {}
     skipped: dict[str, str] = {}
@@ -114,7 +114,7 @@ def _ready(wanted: Sequence[Entry], workload: Workload, stack: ExitStack) -> tup
         except Exception as error:
             if entry.settings not in COMPILED:
                 raise
-            # A failure of the compiler is not our error: it may be missing or may not support this network.
+            # The compiler may be missing or may not support this network, so its failure is not an error of ours.
             skipped[entry.library + COMPILED[entry.settings]] = (str(error).splitlines() or [""])[0]
             continue
         stack.callback(worker.close)
@@ -127,7 +127,7 @@ def _row(entry: Entry, workload: Workload, times: dict[Entry, list[float]], memo
     flops = workload.flops if entry.library in (OURS, PRODUCTS) else workload.whole_flops
 
     def beside(other: Entry) -> float:
-        """Return the median over rounds of the ratio of times. Within a round the load of the machine is similar."""
+        """Return the ratio of times, as the median over rounds. The machine's load is similar within a round."""
         return statistics.median(a / b for a, b in zip(times[other], seconds, strict=True))
 
     return Row(

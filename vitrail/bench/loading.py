@@ -26,8 +26,8 @@ from vitrail.weights.load import load
 __all__ = ["LOADS", "PROCESSES", "Loading", "measure_loading"]
 
 LOADS = ("vitrail.load", "safetensors.torch.load_file", "plain read")
-"""Ways to read the weights. `vitrail.load` also verifies the SHA-256 and builds the network; the other two are lower
-bounds."""
+"""Functions that read the weights. `vitrail.load` also verifies the SHA-256 and builds the network; the other two are
+lower bounds."""
 
 PROCESSES = ("python", "import torch", "import vitrail", "from vitrail import load", "vitrail predict")
 """Programs that are timed in new processes. The last one predicts one image."""
@@ -96,14 +96,14 @@ def _write(config: AnyConfig, folder: Path) -> tuple[Path, Path]:
 
 
 def _forget(path: Path) -> None:
-    """Ask the system to drop a file from its cache. If the system complies, the next read comes from the disk."""
+    """Ask the system to drop a file from its cache, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _process(command: list[str]) -> Callable[[], object]:
-    """Return a function that runs `python COMMAND` in a new process, with as many threads as this process."""
+    """Return a function that runs `python COMMAND` in a new process, with the number of threads of this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     def run() -> None:

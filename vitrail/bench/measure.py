@@ -44,7 +44,7 @@ def interleave(
 
 
 def timed(step: Callable[[], object], synchronise: Callable[[], object] = lambda: None) -> Callable[[], float]:
-    """Return a function that runs a step and returns the seconds.
+    """Return a function that runs a step and returns its time in seconds.
 
     `synchronise` is called before and after the step. It waits for an asynchronous device.
     """

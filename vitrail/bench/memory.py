@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vitrail.bench.contenders import OURS, Entry, make_step
+from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.processes import ProcessKilled, Worker
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
@@ -36,15 +36,15 @@ class LargestBatch:
     batch: int
     """Largest batch whose training step fits, or 0 if even one image does not fit."""
     predicted: int
-    """Largest batch that fits according to the closed form of the memory."""
+    """Largest batch that should fit by the formula for memory."""
     limit: int
     """Memory limit of the process in bytes."""
     left: int
-    """Bytes that remain for the step after Python and torch have taken theirs."""
+    """Memory limit minus the memory that Python and torch use, in bytes."""
 
 
 def measure_memory(entry: Entry, workload: Workload) -> int:
-    """Return the peak bytes of a step: network, optimizer, batch and activations, but not Python and torch.
+    """Return the peak bytes of a step: network, optimizer, batch and activations, without Python and torch.
 
     Raises `ConfigError` if the operating system does not report memory, and `VitrailError` if the process fails.
     """
@@ -62,7 +62,10 @@ def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
     limit = available_memory(workload.device) if limit is None else limit
     taken = 0 if workload.device.type == "cuda" else _in_process(_own_memory, workload, torch.get_num_threads())
     if limit <= taken:
-        raise ConfigError(f"memory_limit={limit:,} bytes is not above the {taken:,} that Python and torch take")
+        raise ConfigError(
+            f"memory_limit={limit:,} bytes is not above the {taken:,} bytes that Python and torch use; choose a "
+            "higher limit"
+        )
 
     def fits(batch: int) -> bool:
         trial = replace(workload, batch=batch)
@@ -78,8 +81,10 @@ def largest_batch(workload: Workload, limit: int | None = None) -> LargestBatch:
 
 
 def find_largest(fits: Callable[[int], bool]) -> int:
-    """Return a batch size that fits and is within 3 % of the largest such size. It is found by doubling and
-    bisection."""
+    """Return a batch size that fits and is within 3 % of the largest such size.
+
+    The search doubles the batch size until it does not fit, and then bisects.
+    """
     low = 0
     while low < LARGEST and fits(max(1, 2 * low)):
         low = max(1, 2 * low)
@@ -91,8 +96,10 @@ def find_largest(fits: Callable[[int], bool]) -> int:
 
 
 def _in_process(work: Callable[..., int], *arguments: Any) -> int:
-    """Return the result of `work` in a new process. Raises the errors of `work`, and `VitrailError` if the process
-    dies."""
+    """Return the result of `work` in a new process.
+
+    Raises the errors of `work`, and `VitrailError` if the process dies.
+    """
     worker = Worker(partial, work, *arguments)
     try:
         return int(worker.call("__call__"))
@@ -101,7 +108,7 @@ def _in_process(work: Callable[..., int], *arguments: Any) -> int:
 
 
 def _peak(entry: Entry, workload: Workload, threads: int) -> int:
-    """Return the increase of this process's memory from before the steps to the peak, in bytes."""
+    """Return the number of bytes by which the peak memory of the steps exceeds the memory before them."""
     _settle(entry, workload, threads)
     if workload.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -122,7 +129,7 @@ def _fits(workload: Workload, limit: int, threads: int) -> bool:
         total = torch.cuda.get_device_properties(workload.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), workload.device)
     else:
-        # The system limits the reserved memory, which is larger than the memory in use.
+        # The system limits reserved memory, which exceeds the memory in use.
         addresses = _status("VmData") + limit - _status("VmRSS")
         resource.setrlimit(resource.RLIMIT_DATA, (addresses, addresses))
     try:
@@ -137,7 +144,7 @@ def _fits(workload: Workload, limit: int, threads: int) -> bool:
 
 
 def _own_memory(workload: Workload, threads: int) -> int:
-    """Return the bytes of a process that is ready for its first step."""
+    """Return the memory in bytes of a process that is ready for its first step."""
     _settle(Entry(OURS), workload, threads)
     return _status("VmRSS")
 
@@ -154,7 +161,7 @@ def _settle(entry: Entry, workload: Workload, threads: int) -> None:
 
 
 def _hand_back() -> None:
-    """Return freed memory to the system. If the process kept it, the next step would reuse it and appear too small."""
+    """Return freed memory to the system. The next step would reuse it and would seem to need less memory."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc
@@ -173,4 +180,4 @@ def _status(field: str) -> int:
         with open("/proc/self/status", encoding="utf-8") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
     except (OSError, StopIteration):
-        raise ConfigError("memory on a CPU is measured by /proc/self/status, which only Linux has") from None
+        raise ConfigError("memory on a CPU is measured with /proc/self/status, which only Linux has") from None

@@ -1,4 +1,4 @@
-"""Vision Transformers of other libraries, with the same sizes as ours. A library is imported only when it is used."""
+"""Vision Transformers of other libraries with the sizes of our networks. A library is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = ("image_size", "patch_size", "channels", "width", "depth", "heads", "mlp
 """Fields that every library can set. All other fields must have the values of the paper, which every library uses."""
 
 NO_MATTER = ("norm_eps", "head_bias", "position_std", "position_resize")
-"""Fields that may differ between libraries, because they do not change the amount of arithmetic."""
+"""Fields that may differ between libraries, because they do not change the number of operations."""
 
 
 def check_peers(names: Sequence[str], config: AnyConfig) -> None:
@@ -36,7 +36,8 @@ def check_peers(names: Sequence[str], config: AnyConfig) -> None:
 def build_peer(name: str, config: AnyConfig) -> nn.Module:
     """Return the library's network with the sizes in `config`. The network returns logits.
 
-    Raises `ConfigError` if the library cannot build the network. The message is written to follow the library's name.
+    Raises `ConfigError` if the library cannot build the network. The message continues a sentence that begins with the
+    library's name.
     """
     check_peers([name], config)
     assert config.architecture == "ViT"
@@ -57,7 +58,7 @@ def _import(name: str) -> ModuleType:
         its_own = (error.name or "").partition(".")[0] == name.partition(".")[0]
         missing = "" if its_own else f" ({error})"
         raise ConfigError(f"is not installed{missing}") from None
-    except Exception as error:  # a library built for another torch can raise any error at import
+    except Exception as error:  # an incompatible build can raise any error at import
         raise ConfigError(f"cannot be imported ({type(error).__name__}: {_first_line(error)})") from None
 
 

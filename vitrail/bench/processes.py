@@ -1,4 +1,4 @@
-"""Worker processes, so that measured libraries share neither memory nor settings.
+"""Worker processes, which keep the measured libraries from sharing memory or settings.
 
 Workers are forked from one process that has only imported torch ("forkserver"), so they start clean and quickly.
 """
@@ -24,13 +24,13 @@ class ProcessKilled(VitrailError):
 class Worker:
     """A process that makes an object and calls the object's methods on request.
 
-    The constructor raises the error if making the object fails, and `ProcessKilled` if the process dies.
+    The constructor raises the error of making the object, and `ProcessKilled` if the process dies.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         # Creating the first optimizer imports torch._dynamo, which is slow.
-        context.set_forkserver_preload(["vitrail.bench.contenders", "torch._dynamo"])
+        context.set_forkserver_preload(["vitrail.bench.entries", "torch._dynamo"])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
@@ -63,14 +63,14 @@ class Worker:
 
 
 def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides what libraries print when memory runs out, which is expected
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the expected messages of libraries that run out of memory
     try:
         made = make(*arguments)
         connection.send((None, None))
         while True:
             value = getattr(made, connection.recv())()
             connection.send((None, value))
-    except EOFError:  # the connection was closed by the other side
+    except EOFError:  # the other side has closed the connection
         return
     except Exception as error:
         connection.send((_portable(error), None))

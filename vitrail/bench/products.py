@@ -1,7 +1,7 @@
-"""The matrix products of a step, without all other operations. Their total time is a lower bound for the step.
+"""The matrix products of a step without all other operations. Their total time is a lower bound for the step.
 
-The products are recorded from a real step of our network and replayed on random numbers with the same shapes, strides
-and dtypes.
+The products are recorded during a real step of our network. They are replayed with random numbers of the same shapes,
+strides and dtypes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Operand", "Product", "Products", "record"]
 
 
 class Operand(NamedTuple):
-    """The properties of a tensor that determine how fast it is multiplied."""
+    """The properties of a tensor that determine the speed of its multiplication."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -35,7 +35,7 @@ class Product(NamedTuple):
     """One matrix product: the operation, its operands and its other arguments."""
 
     operation: str
-    """mm, bmm, convolution or convolution_backward."""
+    """Name of the operation: mm, bmm, convolution or convolution_backward."""
     operands: tuple[Operand, ...]
     arguments: tuple[Any, ...] = ()
 
@@ -65,7 +65,7 @@ class Products:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of all products. If a fused kernel computes a product twice, it counts twice."""
+        """The FLOPs of all products. A product that a fused kernel computes twice is counted twice."""
         return sum(product.flops for product in self.recorded)
 
     @torch.no_grad()
@@ -116,8 +116,10 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator[Product]]:
-    """Return a reader for an operation that multiplies the arguments `first` and `first` + 1. Other arguments are
-    ignored."""
+    """Return a reader for an operation that multiplies its arguments number `first` and `first` + 1.
+
+    Other arguments are ignored.
+    """
 
     def read(args: Any, result: Any) -> Iterator[Product]:
         yield Product(operation, (_operand(args[first]), _operand(args[first + 1])))
@@ -161,8 +163,10 @@ def _attention(args: Any, result: Any) -> Iterator[Product]:
 
 
 def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
-    """Yield the product of the scores, which a fused kernel recomputes, and those of the gradients of v, softmax, q and
-    k."""
+    """Yield the products of the backward pass: the scores, which a fused kernel recomputes, and four gradients.
+
+    The gradients are those of v, the softmax, q and k.
+    """
     _, q, k, v = args[:4]
     (m, d), n, e = q.shape[-2:], k.shape[-2], v.shape[-1]
     yield _heads(q, (m, d), (d, n), turned="second")
@@ -173,8 +177,9 @@ def _attention_backward(args: Any, result: Any) -> Iterator[Product]:
 
 
 def _heads(like: Tensor, first: tuple[int, int], second: tuple[int, int], turned: str = "") -> Product:
-    """Return a batched product over all heads of all images, on dense tensors. `turned` says which factor is
-    transposed."""
+    """Return a batched product over all heads of all images, with dense tensors. `turned` says which factor is
+    transposed.
+    """
 
     def operand(rows: int, columns: int, turn: bool) -> Operand:
         stride = (rows * columns, 1, rows) if turn else (rows * columns, columns, 1)
@@ -193,7 +198,8 @@ READERS: dict[str, Callable[[Any, Any], Iterator[Product]]] = {
     "mkldnn::_linear_pointwise": _linear(1),
     "mkldnn::_linear_pointwise.binary": _linear(2),
 }
-"""Functions by operation name. Each returns the matrix products of an operation from the arguments and the result."""
+"""Functions by the name of an operation. Each returns the matrix products of the operation from its arguments and its
+result."""
 
 REPLAYS: dict[str, Callable[..., object]] = {
     "mm": torch.mm,

@@ -1,4 +1,4 @@
-"""Throughput of reading files into batches, compared with decoding alone and with a simple loop with Pillow."""
+"""Speed of reading files into batches, compared with decoding alone and with a simple loop that uses Pillow."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Reading:
     image_bytes: float
     """Mean size of an encoded image in bytes."""
     seconds: dict[str, list[float]]
-    """Seconds of every round for each data set, `DECODING` and `LOOP`, by name."""
+    """Seconds of every round, by the name of the data set or of the reference (`DECODING` and `LOOP`)."""
     grown: dict[str, int]
-    """Bytes that the process gained after the first quarter of a round. It is the median over rounds for each data
+    """Bytes that the process gained after the first quarter of a round, as the median over rounds, for each data
     set."""
 
 
@@ -67,7 +67,7 @@ class Opening:
     again_seconds: float
     """Seconds of the second opening, which can use files that the first opening saved."""
     peak_bytes: int
-    """Peak bytes that were added by opening, holding out a validation split and computing the fingerprint."""
+    """Peak bytes added by opening the data, holding out a validation split and computing the fingerprint."""
 
 
 def measure_reading(
@@ -80,7 +80,7 @@ def measure_reading(
     repetitions: int,
     warmup: int,
 ) -> Reading:
-    """Time reading `images` images of each source and two references. Each round measures all of them once.
+    """Time the reading of `images` images from each source and by two references. Each round measures all of them once.
 
     All sources must hold the same images. `DECODING` decodes and scales encoded images in memory, with as many threads
     as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. Both
@@ -100,7 +100,7 @@ def measure_reading(
         before = 0
         for step in range(steps):
             next(batches)
-            if step == steps // 4:  # buffers and threads have their memory by now
+            if step == steps // 4:  # by now the buffers and threads have their memory
                 before = _resident()
         grown[name].append(_resident() - before)
         batches.close()
@@ -126,7 +126,7 @@ def _loop(encoded: Sequence[bytes], preprocess: Preprocess, batch_size: int) -> 
 
 
 def measure_opening(images: int) -> Opening:
-    """Make a folder of `images` files, which are links to a few images, and open it twice in new processes."""
+    """Make a folder of `images` files, which are hard links to a few images. Open it twice in new processes."""
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         root = Path(name)
         _write_links(root / "images", images)
@@ -148,8 +148,10 @@ def _open(spec: str) -> tuple[float, int]:
 
 
 def _write_links(root: Path, count: int) -> None:
-    """Write class folders of 10,000 files each. All files of a folder are hard links to one image, because file systems
-    limit the number of links to a file."""
+    """Write class folders with 10,000 files each.
+
+    All files of a folder are hard links to one image, because file systems limit the number of links to a file.
+    """
     data = io.BytesIO()
     Image.new("RGB", (3, 2)).save(data, "PNG")
     for start in range(0, count, 10_000):
@@ -161,7 +163,7 @@ def _write_links(root: Path, count: int) -> None:
 
 
 def write_photographs(root: Path, count: int, *, classes: int = 4) -> Path:
-    """Write a folder of JPEG files of 500 x 375 pixels and about 35 kB, with noise at all scales like photographs."""
+    """Write a folder of JPEG files of 500 x 375 pixels and about 35 kB, with noise at all scales as in photographs."""
     random = np.random.default_rng(0)
     for number in range(count):
         folder = root / f"class-{number % classes}"

@@ -1,4 +1,4 @@
-"""Growth of time and memory with batch, tokens, depth or width, compared with the growth of the closed forms."""
+"""Growth of time and memory with batch, tokens, depth or width, compared with the growth that formulas predict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vitrail.bench.contenders import OURS, Entry, make_step
+from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.measure import Spread, interleave, timed, waits_for
 from vitrail.bench.memory import measure_memory
 from vitrail.bench.workload import Workload
@@ -18,7 +18,8 @@ from vitrail.models.vit import ViTConfig
 __all__ = ["Axis", "Point", "Scaling", "exponent", "scaling", "sweep"]
 
 Axis = Literal["batch", "tokens", "depth", "width"]
-"""Quantity that grows. Tokens grow with the image size. With the width, the MLP's width grows in proportion."""
+"""Quantity that grows. The number of tokens grows with the image size. The MLP's width grows in proportion to the
+width."""
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 SIDES = (0.5, 0.75, 1.0, 1.25, 1.5)
@@ -47,12 +48,12 @@ class Scaling:
     axis: Axis
     points: tuple[Point, ...]
     exponents: dict[str, float | None]
-    """Exponents of the measured seconds and bytes, and of the closed forms of FLOPs, step memory and activation memory.
-    The last two are None for predictions, which store no activations."""
+    """Exponents of the measured seconds and bytes, and of the FLOPs, step memory and activation memory by formula. The
+    last two are None for predictions, which store no activations."""
 
 
 def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) -> Scaling:
-    """Measure the times of the sweep in interleaved rounds, and the memory of each point. Raises `ConfigError` like
+    """Measure the times of a sweep in interleaved rounds, and the memory of each point. Raises the errors of
     `sweep`."""
     values = sweep(workload, axis)
     keep_freed_memory()
@@ -76,12 +77,14 @@ def scaling(workload: Workload, axis: Axis, *, repetitions: int, warmup: int) ->
 
 
 def sweep(workload: Workload, axis: Axis) -> dict[int, Workload]:
-    """Return the workloads by value of the axis, at most five. Raises `ConfigError` for fewer than two different
-    values."""
+    """Return at most five workloads by their value of the axis. Raises `ConfigError` if there are fewer than two
+    values.
+    """
     found = {"batch": _batches, "tokens": _tokens, "depth": _depths, "width": _widths}[axis](workload)
     if len(found) < 2:
         raise ConfigError(
-            f"--scaling {axis} needs at least two values; {workload.name} has only {', '.join(map(str, found))} here"
+            f"--scaling {axis} needs at least two values, but here {workload.name} has only "
+            f"{', '.join(map(str, found))}"
         )
     return dict(sorted(found.items()))
 
@@ -95,7 +98,7 @@ def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
 
 
 def _batches(workload: Workload) -> dict[int, Workload]:
-    """Return the workload at its batch size, halved zero to four times."""
+    """Return workloads with the given batch size, halved zero to four times."""
     values = [workload.batch // 2**halvings for halvings in range(5)]
     return {value: replace(workload, batch=value) for value in values if value >= 1}
 
@@ -119,7 +122,7 @@ def _depths(workload: Workload) -> dict[int, Workload]:
 
 
 def _widths(workload: Workload) -> dict[int, Workload]:
-    """Return the workload at smaller widths. The number of heads stays the same, so each head becomes narrower."""
+    """Return workloads with smaller widths. The number of heads stays the same, so each head becomes narrower."""
     config = _transformer(workload, "width")
     head = config.width // config.heads
     found = {}

@@ -46,14 +46,15 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """The FLOPs of all matrix products of a step, by closed form."""
+        """The FLOPs of all matrix products of a step, by formula."""
         each = self.config.training_flops() if self.task == "train" else self.config.inference_flops()
         return self.batch * each
 
     @property
     def whole_flops(self) -> int:
         """The FLOPs of all matrix products in other libraries, whose last block also computes tokens that the head
-        ignores."""
+        ignores.
+        """
         if self.config.architecture == "BiT" or self.config.pool != "cls":
             return self.flops
         return replace(self, config=replace(self.config, pool="gap", class_token=True)).flops
@@ -65,7 +66,7 @@ class Workload:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """The bytes of a training step by closed form. None for predictions and float8, which have no closed form."""
+        """Bytes of a training step, by formula. None for predictions and float8, for which there is no formula."""
         if self.task == "infer" or self.float8:
             return None
         return training_bytes(self.config, self.batch, precision=self.precision)

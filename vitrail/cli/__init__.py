@@ -91,13 +91,14 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
     except KeyboardInterrupt:
         print("vitrail: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe closes it early, as `head` does
+    except BrokenPipeError:  # `head` and other readers close a pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _no_verb(typed: list[str]) -> int:
-    """Print the verbs to choose from, because the typed verb is incomplete or unknown. Return the exit code."""
+    """Print the verbs to choose from, because the typed verb is missing, incomplete or unknown. Return the exit
+    code."""
     if group := {verb: text for verb, text in VERBS.items() if verb.split()[0] == typed[0]}:
         if len(typed) == 1 or typed[1] in HELP:
             print(f"usage: vitrail {typed[0]} VERB ...\n\n{_verb_list(group)}")

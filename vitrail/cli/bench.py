@@ -35,12 +35,11 @@ class Bench:
     """Options of `vitrail bench`."""
 
     task: Annotated[str, Positional("train|infer|load")]
-    """Measurement: training steps, inference, or the time to load a model and predict."""
+    """What to measure: training steps, inference, or the time to load a model and predict."""
     variant: Annotated[str, Positional("[VARIANT]")] = "ViT-S/16"
     """Network size and patch. `vitrail models` lists the sizes."""
     image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. By default the variant's own size: 224 x 224 for most; `vitrail models` shows
-    it."""
+    """Image height and width in pixels. By default the variant's own size, which is 224 x 224 for most variants."""
     channels: int = 3
     """Number of image channels: 3 for RGB, 1 for grey."""
     num_classes: int = 1000
@@ -74,7 +73,8 @@ class Bench:
     """Other libraries to compare with, separated by commas: timm, transformers, vit-pytorch, torchvision. Libraries
     that are not installed are skipped."""
     best: bool = False
-    """Also measure every library with torch.compile. Vitrail compiles each block, other libraries the whole network."""
+    """Also measure every library with torch.compile. Vitrail compiles each block, and other libraries the whole
+    network."""
     profile: bool = True
     """Show the fraction of vitrail's step time that each kind of operation takes."""
     memory: bool = False
@@ -134,7 +134,7 @@ def main(call: Call) -> int:
 
 
 def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
-    """Return a title, the measurements as JSON values, and the same as tables."""
+    """Return a title, the measurements as JSON values, and tables of the measurements."""
     machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
     if options.task == "load":
         loading = measure_loading(config, device=device, **rounds)
@@ -198,13 +198,13 @@ def _check(options: Bench) -> None:
     }
     given = [name for name, is_given in modes.items() if is_given]
     if options.task == "load" and given:
-        raise ConfigError(f"{given[0]}: bench load has no such measurement; use bench train or bench infer")
+        raise ConfigError(f"{given[0]}: bench load does not measure this; use bench train or bench infer")
     if len(given) > 1 and given[0] in ("--scaling", "--largest-batch"):
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give only one of them")
     if options.largest_batch and options.task != "train":
-        raise ConfigError("--largest-batch: only a training step is measured so; use bench train")
+        raise ConfigError("--largest-batch: this is measured only for training steps; use bench train")
     if options.memory_limit is not None and not options.largest_batch:
-        raise ConfigError(f"memory_limit={options.memory_limit!r} needs --largest-batch")
+        raise ConfigError(f"memory_limit={options.memory_limit!r} limits only --largest-batch; add that option")
 
 
 def _peers(options: Bench) -> list[str]:

@@ -156,8 +156,8 @@ def _what(reading: Reading, options: BenchData) -> str:
 
 def _read(reading: Reading) -> Any:
     caption = (
-        "Each round timed every row once. images/s and ratios are medians over rounds. grown: memory that the process "
-        "gained after the first quarter of a round, as the median over rounds."
+        "In each round, every row was timed once. images/s and ratios are medians over rounds. grown: memory "
+        "that the process gained after the first quarter of a round (median over rounds)."
     )
     table = plain_table(("", "images/s", "low..high", "to decoding alone", "to the loop", "grown"), caption)
     for name, seconds in reading.seconds.items():
@@ -169,7 +169,7 @@ def _read(reading: Reading) -> Any:
 
 
 def _ratio(theirs: list[float], ours: list[float]) -> str:
-    """Return our speed relative to theirs, as the median over rounds, or "" if theirs was not measured."""
+    """Return our speed divided by theirs, as the median over rounds. Return "" if theirs was not measured."""
     ratios = [other / mine for other, mine in zip(theirs, ours, strict=False)]
     return f"{Spread.of(ratios).median:.2f}x" if ratios else ""
 

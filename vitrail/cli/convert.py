@@ -21,7 +21,7 @@ class Convert:
     """Options of `vitrail convert`."""
 
     source: Annotated[str, Positional("SRC")]
-    """Folder or file of a model, or name of a model on the Hugging Face hub."""
+    """Folder or file of a model, or the name of a model on the Hugging Face hub."""
     destination: Annotated[Path, Positional("DST")]
     """File or folder to write: a new path or an empty folder."""
     to: str

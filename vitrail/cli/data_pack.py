@@ -25,7 +25,7 @@ from vitrail.training.monitoring.stop import StopRequest
 __all__ = ["Pack", "main"]
 
 SHOWN = 10
-"""Largest number of unreadable images that are printed. The file dataset.json lists all of them."""
+"""Maximum number of unreadable images that are printed. The file dataset.json lists all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

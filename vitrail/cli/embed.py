@@ -115,14 +115,16 @@ def main(call: Call) -> int:
 
 
 def _sources(options: Embed) -> tuple[dict[str, Source], tuple[str, ...]]:
-    """Return the splits by name, and notes for the user."""
+    """Return the splits to embed by their names, and notes for the user."""
     splits = open_data(options.data, validation_share=0.0, unlabelled=True)
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     there = {name: source for name, source in named.items() if source is not None}
     if options.split == "all":
         return there, splits.notes
     if options.split not in there:
-        raise DataError(f"data {options.data!r} has no {options.split} split; it has: {', '.join(there)}")
+        raise DataError(
+            f"data {options.data!r} has no {options.split} split; choose one that it has: {', '.join(there)}"
+        )
     return {options.split: there[options.split]}, splits.notes
 
 
@@ -154,7 +156,7 @@ def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console
 
 
 def _about(bundle: Bundle, split: str, options: Embed) -> dict[str, Any]:
-    """Return the description that is saved with the features."""
+    """Return a description of the model, the data and the settings, which is saved with the features."""
     return {
         "model": options.model, "data": options.data, "split": split, "precision": options.precision,
         "image_size": list(bundle.preprocess.image_size),

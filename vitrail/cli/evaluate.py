@@ -15,7 +15,7 @@ from vitrail.cli.options.fields import Positional, flag
 from vitrail.cli.output.bars import images_bar
 from vitrail.errors import ConfigError
 
-if TYPE_CHECKING:  # keeps PyTorch out of --help, which is then faster
+if TYPE_CHECKING:  # without PyTorch, --help is faster
     from vitrail.data.source import Source
     from vitrail.evaluation.outputs import Outputs
     from vitrail.evaluation.predictions.report import ClassificationReport
@@ -151,7 +151,7 @@ def _one(options: Evaluate, console: Console) -> int:
     from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of, measure
 
     heads = set(BY_HEAD.values())
-    evaluators_of(options.by or "accuracy", _settings(options))  # reports wrong options before loading the model
+    evaluators_of(options.by or "accuracy", _settings(options))  # checks options before the model is loaded
     bundle = _load(options)
     evaluators = evaluators_of(options.by or BY_HEAD[bundle.output], _settings(options))
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
@@ -159,7 +159,7 @@ def _one(options: Evaluate, console: Console) -> int:
     if options.per_class or options.confusion:
         if bundle.output == "numbers":
             raise ConfigError(
-                "--per-class and --confusion are for classes, and this model predicts numbers; leave them out"
+                "--per-class and --confusion are for classes, but this model predicts numbers; leave them out"
             )
         if "accuracy" not in by_head:
             raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
@@ -197,7 +197,7 @@ def _show(
     options: Evaluate,
     console: Console,
 ) -> None:
-    """Print the results of each split."""
+    """Print the results for each split."""
     from vitrail.cli.output.evaluate_tables import confusion_table, metrics_table, per_class_table
 
     if options.json:
@@ -247,7 +247,7 @@ def _load(options: Evaluate) -> Bundle:
 
 
 def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
-    """Return the settings of each evaluator, by its name."""
+    """Return the settings of each evaluator by the evaluator's name."""
     names = {
         "accuracy": ("bootstrap", "real", "class_names"),
         "regression": ("bootstrap",),
@@ -283,7 +283,7 @@ def _reports(outputs: Outputs, sources: dict[str, Source]) -> dict[str, Classifi
 
 
 def _detail(report: ClassificationReport | None, options: Evaluate, bundle: Bundle) -> dict[str, Any]:
-    """Return the JSON values of a split other than metrics."""
+    """Return all results of a split except its metrics, as JSON values."""
     from vitrail.plain import to_plain
 
     detail: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from vitrail.weights.bundle import Bundle
 __all__ = ["Measured", "open_for_features", "open_for_head"]
 
 USUAL_SHARE = 0.1
-"""Fraction of images to hold out if the model does not record the fraction of its training."""
+"""Fraction of images to hold out if the model does not record the fraction that its training held out."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Measured:
 
 
 def open_for_features(bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...]) -> Measured:
-    """Return the data with its own classes as targets.
+    """Return the data with its own classes as targets, and the splits to measure.
 
     For regression the targets are the columns `numbers`, by default the columns that the model predicts. Images are
-    held out for validation only if the validation split is measured. Otherwise a classifier can learn from all
-    training images.
+    held out for validation only if the validation split is measured. Otherwise a classifier can learn from all training
+    images.
     """
     opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
     splits = _splits_of(bundle, opened, share=0.0)
@@ -48,7 +48,7 @@ def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: 
     """Return the data with the model's classes or numbers as targets. Raise `DataError` if they do not match.
 
     `class_names` is a file with the WordNet id and name of each model output, or "". `own` is the data with its own
-    classes if it is already open, else None.
+    classes, if it is already open.
     """
     opened = None if own is None or class_names or own.opened.whole.classes != bundle.classes else own.opened
     class_map = None
@@ -57,7 +57,7 @@ def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: 
             classes = None if bundle.output == "numbers" else bundle.classes or None
             opened = open_whole(spec, classes=classes, numbers=_numbers_of(bundle))
         except DataError:
-            pass  # the classes differ; any other error is raised again below
+            pass  # if the classes differ, they are mapped below; any other error is raised again there
     if opened is None:
         opened = open_whole(spec, numbers=_numbers_of(bundle)) if own is None else own.opened
         class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
@@ -75,20 +75,22 @@ def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) ->
         assert splits.held_out is not None, "a validation split was cut if there was none"
         name, source = splits.held_out
         chosen = {name: source}
-        notes = [] if name == "test" else [*notes, "measuring the validation split; --split all measures every image"]
+        notes = (
+            [] if name == "test" else [*notes, "measuring the validation split; use --split all to measure every image"]
+        )
     elif split == "all":
         chosen = existing
     elif split in existing:
         chosen = {split: existing[split]}
     else:
-        raise DataError(f"data {opened.spec!r} has no {split} split; it has: {', '.join(existing)}")
+        raise DataError(f"data {opened.spec!r} has no {split} split; choose one that it has: {', '.join(existing)}")
     known = bundle.provenance
     was_cut = opened.whole.validation is None or known.get("validation", "auto") != "auto"
     held_nothing_out = known.get("validation_share") == 0 and was_cut
     if "validation" in chosen and split != "all" and held_nothing_out:
         notes.append(
-            "this model was trained without held-out images: if it was trained on this data, it has seen the images "
-            "that are measured"
+            "this model was trained without held-out images; if it was trained on this data, the measured "
+            "images were among its training images"
         )
     return Measured(chosen, splits.train, tuple(notes), opened)
 

@@ -37,7 +37,7 @@ __all__ = ["main"]
 AGAIN = "to continue, give the first command again"
 
 ARCHITECTURE = tuple(name for name in ("variant", *override_fields()) if name not in WITHOUT_WEIGHTS)
-"""Options that the model to start from decides."""
+"""Options that the initial model decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def main(call: Call) -> int:
             )
     except Stopped as stop:
         how = (
-            f"The run tries a learning rate; {AGAIN}"
+            f"The run is a trial of a learning rate; {AGAIN}"
             if is_trial(stop.run)
             else f"Continue with: vitrail finetune --resume {stop.run}"
         )
@@ -133,9 +133,9 @@ def main(call: Call) -> int:
 
 
 def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
-    """Finish a run that was stopped, and measure it if that is missing."""
+    """Finish a run that was stopped, and measure it if it has not been measured."""
     if is_trial(folder):
-        raise RunError(f"run {folder} only tries a learning rate; {AGAIN}")
+        raise RunError(f"run {folder} is a trial of a learning rate; {AGAIN}")
     config = read_record(folder).config
     data = config.data.open_whole()
     run = None if (folder / "report.html").exists() else finished(folder)
@@ -144,10 +144,10 @@ def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
 
 
 def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData, Bundle]:
-    """Return the settings of the run, the open data that they were chosen for, and the model to start from."""
+    """Return the settings of the run, the open data that they were chosen for, and the initial model."""
     model, protocol = given["model"], given.get("protocol", "rule")
     if "init" in given:
-        raise ConfigError(f"--init: MODEL {model} is what fine-tuning starts from; leave --init out")
+        raise ConfigError(f"--init: the initial model is MODEL, here {model}; leave --init out")
     rates, row = given.get("learning_rates"), given.get("table_row")
     own = ("model", "protocol", "learning_rates", "table_row")
     explicit = {name: value for name, value in given.items() if name not in own}
@@ -166,11 +166,11 @@ def _tried(trial: Trial) -> str:
 
 
 def _worst_classes(report: AnyReport) -> Iterator[str]:
-    """Yield a line for each of the three classes that are recognised least often, if there are classes."""
+    """Yield a line for each of the three classes with the lowest accuracy, if the model predicts classes."""
     if isinstance(report, ClassificationReport):
         for row in sorted(report.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)[:3]:
             if row.accuracy is not None and row.accuracy < 1:
-                yield f"difficult class: {row.name}, {row.accuracy:.1%} of {row.images:,} images are right"
+                yield f"difficult class: {row.name}, {row.accuracy:.1%} of {row.images:,} images are correct"
 
 
 def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
@@ -178,7 +178,7 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
     if result.trials:
         display.say(f"learning rate {result.trials[0].rate:g} was the best of {len(result.trials)}")
     if found is None:
-        hint = "" if result.trials else "; --validation-share 0.1 holds out a tenth"
+        hint = "" if result.trials else "; use --validation-share 0.1 to hold out a tenth"
         display.say(f"no image with a label is held out, so this model was not measured{hint}")
     else:
         table = Table(title=f"{result.split} split, {found.images:,} images", title_justify="left", box=SIMPLE_HEAD)

@@ -26,8 +26,7 @@ class Models:
     """Options of `vitrail models`."""
 
     image_size: tuple[int, int] | None = None
-    """Image height and width in pixels. By default each variant's own size, which the table shows: 224 x 224 for
-    most."""
+    """Image height and width in pixels. By default each variant's own size, which the table shows."""
     num_classes: int = 1000
     """Number of outputs of the head."""
     batch_size: int = 32
@@ -137,7 +136,7 @@ def _layer_rows(options: Models) -> list[dict[str, Any]]:
 
 
 def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
-    title = f"Mixing {rows[0]['tokens']} tokens of width {rows[0]['width']}, as ViT-B/16 has them"
+    title = f"Mixing {rows[0]['tokens']} tokens of width {rows[0]['width']}, as in ViT-B/16"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("layer", "GMAC", "steps in sequence", "longest path"):
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)

@@ -99,8 +99,10 @@ def _plain(path: Path, result: AnyPrediction | UndecodableImage) -> dict[str, ob
 
 
 def _image_paths(places: Sequence[Path]) -> list[Path]:
-    """Return the image files. Folders are replaced by all images in and below them, sorted. Raise `DataError` if a path
-    does not exist or a folder has no images."""
+    """Return the image files. A folder is replaced by all images in it and its subfolders, sorted.
+
+    Raise `DataError` if a path does not exist or a folder has no images.
+    """
     paths: list[Path] = []
     for path in places:
         if not path.exists():

@@ -103,9 +103,9 @@ def main(call: Call) -> int:
 
 
 def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
-    """Return the config of the run and the model to start from, or None.
+    """Return the config of the run, and the initial model, if there is one.
 
-    The network and the preprocessing of that model replace the recipe's.
+    The network and the preprocessing of the initial model replace those of the recipe.
     """
     recipe, initial = recipe_for(given), None
     if (init := given.get("init")) is not None:
@@ -145,8 +145,8 @@ def _report(console: Console, result: RunResult) -> None:
     if summary["steps"] < (planned := result.bundle.provenance["steps"]):
         console.print(f"ended early, after {summary['steps']:,.0f} of {planned:,} steps", highlight=False)
     console.print(
-        f"{summary['images_per_second']:,.0f} images/s; waiting for data {summary['waiting_share']:.1%} of a step; "
-        f"first step after {summary['seconds_to_first_step']:.1f} s; peak memory "
+        f"{summary['images_per_second']:,.0f} images/s; {summary['waiting_share']:.1%} of the time spent "
+        f"waiting for data; first step after {summary['seconds_to_first_step']:.1f} s; peak memory "
         f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB; {summary['seconds']:,.0f} s in all",
         highlight=False,
     )

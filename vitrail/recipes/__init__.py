@@ -1,4 +1,4 @@
-"""Recipes: functions that return the `TrainConfig` of a complete run, with its expected result in their docstrings."""
+"""Recipes: functions that return the `TrainConfig` of a complete run. Their docstrings state the expected result."""
 
 from __future__ import annotations
 

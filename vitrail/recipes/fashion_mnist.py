@@ -1,4 +1,4 @@
-"""The whole of Fashion-MNIST."""
+"""The recipe for the whole of Fashion-MNIST."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training from scratch on any folder of images."""
+"""The recipe for training from scratch on any folder of images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model around a network of the user's own class. Only the weights of such a network can be saved."""
+"""A model with a network of the user's own class. Only the weights of such a network can be saved."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ WEIGHTS = "model.safetensors"
 
 @dataclass
 class OwnModel(Bundle):
-    """A network of the user's own class with everything that is needed to predict.
+    """A network of the user's own class with everything that its use needs.
 
-    `predict` works like `Bundle.predict`. `save` writes only the weights, because no file can describe what the
-    network's class computes. To use them later, make the network again and load them:
+    `predict` works like `Bundle.predict`. `save` writes only the weights, because no file can describe the computation
+    of the network's class. To use the weights later, make the network again and load them:
     `network.load_state_dict(safetensors.torch.load_file("model/model.safetensors"))`.
     """
 
     network: Any
 
     def __post_init__(self) -> None:
-        """Skip the checks of `Bundle`, because the network has no config. Training has already checked the network."""
+        """Skip the checks of `Bundle`, because the network has no config. Training has checked the network."""
 
     def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
         """Raise `ConfigError`, because a network of the user's own class need not have embeddings."""
-        raise ConfigError("embed: a network of your own class is known by its outputs only; call a method of it")
+        raise ConfigError(
+            "embed: Vitrail knows only the outputs of a network of your own class; call a method of the network"
+        )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the weights into a folder as `model.safetensors`. Raises as `Bundle.save` does."""
+        """Write the weights into a folder as `model.safetensors`. Raises the errors of `Bundle.save`."""
         check_new_folder(path := Path(path), (WEIGHTS,), overwrite=overwrite)
         write_weights(self, path)
         return path
@@ -54,7 +56,7 @@ def has_known_architecture(network: nn.Module) -> bool:
 
 
 def without_adapters(bundle: Bundle) -> Bundle:
-    """Return the model with its adapters merged into a plain network. A network of the user's own class has none."""
+    """Return the model with its adapters merged into the weights. A network of the user's own class has no adapters."""
     return bundle if isinstance(bundle, OwnModel) else replace(bundle, network=merged(bundle.network))
 
 

@@ -1,7 +1,7 @@
 """The contract of a task, such as classification or regression.
 
-Training gets the objective, the validation metrics and the model to save from the task. The training loop, the
-evaluation between steps and the run have no code for any particular task.
+A task provides the objective, the validation metrics and the model to save. The training loop, the evaluation between
+steps and the run have no code for any particular task.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Objective(nn.Module, ABC):
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """A metric of a task's evaluator, with the settings of its display."""
+    """A metric of a task's evaluator, and how to display it."""
 
     name: str
     """Name of the metric in the journal."""
@@ -91,10 +91,10 @@ class TaskMetric:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """The settings of a task, and all of training that depends on the task.
+    """The settings of a task, and the methods that depend on the task.
 
-    The constructor raises `ConfigError`, naming every field that does not fit. The command line and run.json can name a
-    task only if it is in `TASKS`.
+    The constructor raises `ConfigError` if fields have invalid values. The message names all of them. The command line
+    and run.json can name a task only if it is in `TASKS`.
     """
 
     name: ClassVar[str]
@@ -108,7 +108,8 @@ class Task(ABC):
     metrics: ClassVar[tuple[TaskMetric, ...]]
     """Metrics of the evaluator that can choose the best weights."""
     loss_metric: ClassVar[str]
-    """Metric of the evaluator that shows diverged weights: it is not finite if the weights are not finite."""
+    """Metric of the evaluator that detects diverged weights. If the weights are not finite, the metric is not
+    finite."""
 
     select: str | None = None
     """Metric on the validation split that chooses the best weights. By default the task's main metric."""
@@ -117,7 +118,7 @@ class Task(ABC):
         raise_problems(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        """Yield a message for every setting that does not fit. Tasks with more settings extend this method."""
+        """Yield a message for every invalid setting. Tasks with more settings extend this method."""
         names = [metric.name for metric in self.metrics]
         if self.select is not None and self.select not in names:
             yield (f"select={self.select!r} is not a metric of the task {self.name}; {nearest(self.select, names)}")
@@ -125,7 +126,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def output(self) -> OutputKind:
-        """The meaning of the outputs of the saved model."""
+        """Meaning of the outputs of the saved model."""
 
     @abstractmethod
     def check_data(self, splits: Splits) -> None:
@@ -148,18 +149,19 @@ class Task(ABC):
         """Return the name of the metric that chooses the best weights if `select` is None."""
 
     def output_names(self, splits: Splits) -> tuple[str, ...]:
-        """Return the names of the network's outputs; () for a network without a head."""
+        """Return the names of the network's outputs, or () for a network without a head."""
         return splits.classes
 
     def load_head(self, network: nn.Module, splits: Splits) -> None:  # noqa: B027
-        """Change the head of a saved model into the form that the objective trains. By default the head stays the
-        same."""
+        """Change the head of a saved model into the form that the objective trains. By default the head is not
+        changed."""
 
     def bundle(
         self, objective: Objective, names: tuple[str, ...], preprocess: Preprocess, provenance: dict[str, Any]
     ) -> Bundle:
         """Return the model as it would be saved now. If the network is of the user's own class, only its weights can be
-        saved."""
+        saved.
+        """
         network = objective.saved_network()
         kind = Bundle if has_known_architecture(network) else OwnModel
         return kind(network, names, preprocess, output=self.output, provenance=provenance)
@@ -175,8 +177,8 @@ class Task(ABC):
         return [metric.text(values[metric.name], digits) for metric in known]
 
     def summary(self, result: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of an evaluation that describe the model, by name. The result is empty if no image was
-        evaluated."""
+        """Return the metrics that describe the model, by name. If no image was evaluated, return an empty
+        dictionary."""
         if not result["images"]:
             return {}
         names = (metric.name for metric in self.metrics if metric.describes_model)
@@ -184,7 +186,7 @@ class Task(ABC):
 
 
 def mean_of_counted(values: Float[Tensor, " b"], counted: Bool[Tensor, " b"]) -> Float[Tensor, ""]:
-    """Return the mean over the samples that are counted, or 0 if no sample is counted."""
+    """Return the mean over the counted samples, or 0 if no sample is counted."""
     weights = counted.float()
     return (values * weights).sum() / weights.sum().clamp(min=1)
 

@@ -1,1 +1,1 @@
-"""A pre-trained model on other tasks: fine-tuned, or measured on suites of them."""
+"""Transfer of a pre-trained model to other tasks: fine-tuning, and evaluation on suites of data sets."""

@@ -13,7 +13,7 @@ UNBOUNDED = (-math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Axis:
-    """The range of values that a chart shows, and the round values at which it has ticks."""
+    """The range of values that a chart shows, and the values of its ticks."""
 
     low: float
     high: float
@@ -26,7 +26,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def label(self, tick: float, unit: str = "") -> str:
-        """Return a tick's text, with enough digits to tell it from the next tick."""
+        """Return a tick's label, with enough digits to distinguish neighbouring ticks."""
         largest = max(abs(self.low), abs(self.high))
         if 1e-4 <= largest < 1e7:
             return f"{tick:,.{max(_decimals(self.step), 0)}f}{unit}"
@@ -62,7 +62,10 @@ def make_axis(
 
 
 def _decimals(step: float) -> int:
-    """Return the decimal places that a step of 1, 2 or 5 times a power of ten needs; negative for steps from 10 on."""
+    """Return the number of decimal places that a step needs. It is negative for steps of 10 and more.
+
+    The step is 1, 2 or 5 times a power of ten.
+    """
     return -math.floor(math.log10(step) + 1e-9)
 
 

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Point = tuple[float, float]
-"""x and y, in the units of the axes."""
+"""A point (x, y) in the units of the axes."""
 
 STYLE = """
 :root { --heat: #0e3158; --on-heat: #fff; }
@@ -55,31 +55,31 @@ svg .strong { fill: CanvasText; font-weight: 600; }
 .heat { fill: var(--heat); }
 svg .count { fill: CanvasText; } svg .count.on { fill: var(--on-heat); }
 """
-"""Style rules of the charts. They follow those of `vitrail.page`, whose colours they use.
-
-The cells of a confusion matrix are shades of `--heat`. Its numbers have a contrast of at least 4.5 to 1 in light and in
-dark mode: on shades up to `INVERT_ABOVE` in the colour of text, on darker ones in `--on-heat`.
-"""
+"""CSS rules of the charts. They use the colours that `vitrail.page` defines. The cells of a confusion matrix are shades
+of `--heat`. Up to a shade of `INVERT_ABOVE` the numbers in cells have the colour of text, and on darker shades the
+colour `--on-heat`. Their contrast is at least 4.5 to 1 in light and in dark mode."""
 
 INVERT_ABOVE = 0.66
 """Opacity of a cell above which its number changes colour."""
 
 WIDTH, HEIGHT = 320.0, 200.0
-"""Size of a line chart in pixels: the width of a phone, and a third of the page's width on a desktop."""
+"""Width and height of a line chart in pixels. The width is that of a phone's screen, and a third of the page on a
+desktop."""
 
 DIGIT_WIDTH, BOLD_DIGIT_WIDTH = 7.0, 7.8
-"""Width in pixels of a digit at 11 pixels, in DejaVu, the widest of the usual system fonts."""
+"""Width in pixels of a digit and of a bold digit in DejaVu at 11 pixels. DejaVu is the widest of the usual system
+fonts."""
 
 MAX_DOTS = 40
-"""Number of points up to which each point of a line is also drawn as a dot."""
+"""Maximum number of points that a line draws as dots. A line with more points has no dots."""
 
 SERIES_CLASSES = ("one", "two")
-"""CSS classes of the first and the second series."""
+"""CSS classes of the first and of the second series."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line: its points in ascending order of x. A point whose y is not finite leaves a gap."""
+    """A line of a chart, with its points in ascending order of x. A point whose y is not finite leaves a gap."""
 
     name: str
     points: Sequence[Point]
@@ -107,7 +107,7 @@ def line_chart(
     bounds: tuple[float, float] = UNBOUNDED,
     mark: MarkedPoint | None = None,
 ) -> str:
-    """Return a chart of one or two lines over training steps, or "" if no point is finite.
+    """Return a chart of one or two lines over training steps. If no point is finite, return "".
 
     `label` describes the chart in a sentence for screen readers. With `from_zero` the y axis starts at 0. `bounds` are
     the smallest and the largest y that can occur.
@@ -136,10 +136,10 @@ def line_chart(
 
 
 def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[CalibrationBin] | None, *, label: str) -> str:
-    """Return a chart of accuracy over confidence: a dot for each bin, whose area is its fraction of the images.
+    """Return a reliability diagram: accuracy over confidence, with a dot for each bin (1706.04599, figure 4).
 
-    `before` and `after` are the bins before and after temperature scaling. If both are given, `after` is drawn in front
-    as the first series. Guo et al. (1706.04599, figure 4).
+    The area of a dot is the bin's fraction of the images. `before` and `after` are the bins before and after
+    temperature scaling. If both are given, `after` is drawn in front, as the first series.
     """
     width, height = 320.0, 310.0
     percent = make_axis([0.0, 100.0])
@@ -172,9 +172,9 @@ def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[Calibr
 
 
 def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) -> str:
-    """Return a chart of predicted over true values, with a dot per sample and the line on which both are equal.
+    """Return a scatter plot of predicted over true values, with a dot per sample and the line on which both are equal.
 
-    Each point is a true and a predicted value, both finite. `titles` describe the points, in their order.
+    Each point is a true and a predicted value, both finite. `titles` describe the points, in the same order.
     """
     common, longest = _common_axis([value for point in points for value in point])
     left, top, right = 26 + longest, 12.0, WIDTH - 2 - longest / 2
@@ -191,10 +191,10 @@ def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) 
 
 
 def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str], *, label: str) -> str:
-    """Return a confusion matrix: rows are true classes, columns predicted ones, the shade is the fraction of the row.
+    """Return a confusion matrix. Rows are true classes, and columns are predicted classes.
 
-    Each cell is a row, a column and a count that is not 0. The picture has a fixed size in pixels, so the page scrolls
-    it if it is too wide.
+    The shade of a cell is its fraction of the row. Each item of `cells` is a row, a column and a count above 0. The
+    picture has a fixed size in pixels, so the page scrolls it if it is too wide.
     """
     found = list(cells)
     totals = [0] * len(names)
@@ -203,7 +203,7 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
     short = [shorten(name, 15) for name in names]
     longest = DIGIT_WIDTH * max(map(_display_width, short))
     side = max(20, min(40, 480 // len(names)))
-    left, top = max(longest, BOLD_DIGIT_WIDTH * 11) + 12, max(0.75 * longest + 20, 36.0)  # the corner has text too
+    left, top = max(longest, BOLD_DIGIT_WIDTH * 11) + 12, max(0.75 * longest + 20, 36.0)  # the corner has text
     extent = len(names) * side
     width, height = left + extent + max(0.75 * longest - side / 2 + 6, 2.0), top + extent + 2
     lines = "".join(
@@ -222,7 +222,7 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
         parts.append(f'<text x="{x:g}" y="{y:g}" transform="rotate(-45 {x:g} {y:g})">{text}</text>')
     for row, column, count in found:
         fraction = count / totals[row]
-        opacity = 0.05 + 0.95 * fraction  # a single image among very many stays visible
+        opacity = 0.05 + 0.95 * fraction  # a minimum opacity keeps the cell of a single image visible
         text = f"{count:,}" if count < 10_000 else f"{count / 1000:.0f}k"
         font_size = min(11.0, 0.9 * side / (0.6 * len(text)))
         x, y = left + column * side, top + row * side
@@ -239,7 +239,7 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
 
 
 def legend(names: Sequence[str]) -> str:
-    """Return the names of a chart's lines with samples of them, for its caption; "" for a single line."""
+    """Return the names of a chart's lines with line samples, for the caption. For a single line, return ""."""
     if len(names) < 2:
         return ""
     samples = (
@@ -249,7 +249,7 @@ def legend(names: Sequence[str]) -> str:
 
 
 def shorten(name: str, max_width: int) -> str:
-    """Return a name as printable text of at most `max_width` letters, without its middle if it is longer.
+    """Return a name as printable text, shortened in the middle to at most `max_width` letters.
 
     East Asian letters count as two.
     """
@@ -267,7 +267,7 @@ def shorten(name: str, max_width: int) -> str:
 
 @dataclass(frozen=True)
 class _PlotArea:
-    """The part of a chart between its axes: its edges in pixels, and the axes that map values to pixels."""
+    """The part of a chart between its axes, with its edges in pixels and the axes that map values to pixels."""
 
     left: float
     top: float
@@ -298,7 +298,10 @@ class _PlotArea:
 
 
 def _common_axis(values: Sequence[float]) -> tuple[Axis, float]:
-    """Return an axis for x and y of a square chart, with ticks whose labels do not overlap, and the widest label."""
+    """Return an axis that a square chart uses for x and y, and the width of its widest label.
+
+    The labels of its ticks do not overlap.
+    """
     for steps in (5, 4, 3, 2):
         common = make_axis(values, steps=steps)
         widest = DIGIT_WIDTH * max(len(common.label(tick)) for tick in common.ticks)
@@ -313,7 +316,7 @@ def _diagonal(area: _PlotArea) -> str:
 
 
 def _path(area: _PlotArea, points: Sequence[Point]) -> str:
-    """Return the path data of straight lines from point to point, with gaps at points that are not finite."""
+    """Return the path data of straight lines between the points, with gaps at points that are not finite."""
     segments, starts = [], True
     for x, y in points:
         if not (math.isfinite(x) and math.isfinite(y)):
@@ -325,7 +328,7 @@ def _path(area: _PlotArea, points: Sequence[Point]) -> str:
 
 
 def _isolated(points: Sequence[Point]) -> list[Point]:
-    """Return the points between two gaps, which a line does not show."""
+    """Return the points between two gaps. A line does not show such points."""
     finite = [False, *(math.isfinite(x) and math.isfinite(y) for x, y in points), False]
     return [point for at, point in enumerate(points) if finite[at : at + 3] == [False, True, False]]
 
@@ -347,7 +350,7 @@ def _vertical_text(x: float, y: float, text: str) -> str:
 
 
 def _svg(width: float, height: float, label: str, parts: Sequence[str], *, fixed_size: bool = False) -> str:
-    """Return a picture that fills the width of the page, or with `fixed_size` one of this size in pixels."""
+    """Return a picture that fills the width of the page. With `fixed_size` its size in pixels is fixed."""
     size = f' width="{width:.0f}" height="{height:.0f}"' if fixed_size else ""
     body = "\n".join(parts)
     return f'<svg viewBox="0 0 {width:.0f} {height:.0f}"{size} role="img" aria-label="{escape(label)}">\n{body}\n</svg>'

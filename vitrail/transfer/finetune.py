@@ -1,4 +1,4 @@
-"""Fine-tuning of a model on other images, from the settings to the report: the steps of `vitrail finetune`."""
+"""Fine-tuning of a model on other images, from the settings to the report. `vitrail finetune` calls these functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["FinetuneResult", "Protocol", "evaluate_run", "finetune", "plan"]
 Protocol = Literal["rule", "paper", "bit"]
 
 MAX_POINTS = 500
-"""Images in a scatter plot of the report."""
+"""Maximum number of points in a scatter plot of the report."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class FinetuneResult:
 
     run: RunResult
     split: str | None
-    """The split that was measured: test, or validation if there is no test split; None if neither has a label."""
+    """The split that was measured: test if there is a test split, else validation. None if neither split has labels."""
     report: AnyReport | None
     page: Path | None
-    """The file of the report."""
+    """Path of the report, if there is one."""
     trials: tuple[Trial, ...] = ()
-    """Learning rates that were tried, best first."""
+    """Runs that tried a learning rate, best first."""
 
 
 def plan(
@@ -71,10 +71,11 @@ def plan(
     rates: tuple[float, ...] | None = None,
     row: TableRow | None = None,
 ) -> Plan:
-    """Return the settings for fine-tuning the bundle's network on this data, with the reasons for them.
+    """Return the settings for fine-tuning the bundle's network on this data, with the reasons for the settings.
 
-    The protocol replaces settings of `config` except those in `explicit`: our own rule, the paper's (`plan_by_paper`,
-    with a `row` of its Table 4), or BiT's (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images.
+    The protocol replaces the settings of `config` except those in `explicit`. It is our own rule, the paper's protocol
+    (`plan_by_paper`, with a `row` of its Table 4), or BiT's HyperRule (`plan_by_hyperrule`). `rates` are learning rates
+    to try on held-out images.
     Raise `ConfigError` if the data has no training image, if the protocol is not for the network, or if settings
     contradict each other.
     """
@@ -131,8 +132,9 @@ def finetune(
 ) -> FinetuneResult:
     """Train the model `initial` on the data with the settings of `config`, which `plan` returned, and evaluate it.
 
-    If there are `rates`, a run per learning rate is measured on held-out images first, in a folder beside the run's.
-    The model then learns from all training images at the best one. Raise the errors of `train` and `choose_rate`.
+    If there are several `rates`, a trial run for each learning rate is measured on held-out images first. The folder of
+    the trials is beside the run's folder. The final run then trains on all training images with the best learning rate.
+    Raise the errors of `train` and `choose_rate`.
     """
     trials: tuple[Trial, ...] = ()
     if rates:
@@ -155,9 +157,9 @@ def finetune(
 def evaluate_run(run: RunResult, config: TrainConfig, splits: Splits, trials: tuple[Trial, ...] = ()) -> FinetuneResult:
     """Measure the model of a finished run on its held-out split, and write `report.html` into the run's folder.
 
-    If there are labelled test and validation splits, the metrics are those of the test split, and the calibration
-    temperature is fitted on the validation split. Without a test split no temperature is fitted, because no other
-    images are left to judge it.
+    If the test and validation splits both have labels, metrics are measured on the test split, and the calibration
+    temperature is fitted on the validation split. Otherwise no temperature is fitted, because no other images are left
+    to measure its effect on.
     """
     named = (("test", splits.test), ("validation", splits.validation))
     held_out = {name: source for name, source in named if source is not None and truth_of(source).known.any()}
@@ -182,7 +184,7 @@ def evaluate_run(run: RunResult, config: TrainConfig, splits: Splits, trials: tu
 
 
 def _temperature(bundle: Bundle, source: Source, config: TrainConfig) -> float | None:
-    """Return the calibration temperature of a model, or None if images can have several labels."""
+    """Return the calibration temperature of a model. If images can have several labels, return None."""
     judged = _predictions(bundle, source, config).labelled()
     if not isinstance(judged.truth, SingleLabels) or not len(judged):
         return None
@@ -190,7 +192,7 @@ def _temperature(bundle: Bundle, source: Source, config: TrainConfig) -> float |
 
 
 def _numbers(config: TrainConfig) -> tuple[str, ...]:
-    """Return the option that names the numeric columns, if there are any."""
+    """Return the command-line option that names the numeric columns, if there are any."""
     return ("--numbers", *config.data.numbers) if config.data.numbers else ()
 
 

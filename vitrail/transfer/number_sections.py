@@ -1,4 +1,4 @@
-"""Sections of the report that show the metrics of predicted numbers: summary, scatter plots, residuals, errors."""
+"""Sections of the report for predicted numbers: summary, scatter plots, residuals and largest errors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from vitrail.transfer.sections import MAX_MISTAKES, MAX_NAME, UNDEFINED, interva
 __all__ = ["errors_section", "headline", "number_rows", "residuals_section", "scatter_section"]
 
 MAX_PLOTS = 12
-"""Largest number of outputs that have a scatter plot."""
+"""Maximum number of outputs that get a scatter plot."""
 
 
 def headline(report: RegressionReport) -> tuple[str, str]:
-    """Return the main metric and its interval."""
+    """Return the text of the main metric and of its interval."""
     r2 = report.metrics.r2
     name = "R²" if len(report.names) == 1 else "mean R²"
     return f"{name} {r2.value:.3f}", interval_text(r2, ".3f")
 
 
 def number_rows(report: RegressionReport) -> list[tuple[str, str, str]]:
-    """Return the names, values and intervals of the metrics of each number, and their mean R² if there are several.
+    """Return table rows with the name, value and interval of each metric of each number.
 
-    Errors are in the units of the number, so they have no mean over numbers.
+    If there are several numbers, the first row is their mean R². Errors are not averaged over numbers, because numbers
+    can have different units.
     """
     rows = []
     if len(report.names) > 1:
@@ -62,7 +63,7 @@ def scatter_section(report: RegressionReport) -> Iterator[str]:
 
 
 def residuals_section(report: RegressionReport) -> Iterator[str]:
-    """Yield a table of the residuals of each number: their mean and quantiles."""
+    """Yield a table with the mean and the quantiles of each number's residuals."""
     inner = [place for place, quantile in enumerate(QUANTILES) if 0 < quantile < 1]
     heads = ("number", "images", "mean", *(f"{QUANTILES[place]:.0%} quantile" for place in inner))
     rows = [
@@ -81,7 +82,7 @@ def residuals_section(report: RegressionReport) -> Iterator[str]:
 
 
 def errors_section(report: RegressionReport, source: Source) -> Iterator[str]:
-    """Yield the largest errors, in standard deviations of the true numbers, as pictures read from `source`."""
+    """Yield the largest errors, in standard deviations of the true numbers. Their pictures are read from `source`."""
     yield "<h2>Largest errors</h2>"
     if not report.worst:
         yield "<p>All numbers are predicted exactly.</p>"
@@ -107,6 +108,6 @@ def _row(name: str, metric: Metric, form: str) -> tuple[str, str, str]:
 
 
 def _description(output: OutputRow) -> str:
-    """Return a sentence that describes a scatter plot for screen readers."""
+    """Return a sentence that describes a scatter plot to screen readers."""
     assert output.metrics is not None, "only outputs with known numbers are drawn"
     return f"R² {output.metrics.r2.value:.3f}, mean absolute error {output.metrics.mean_absolute_error.value:.4g}."

@@ -1,4 +1,4 @@
-"""The paper's protocol of fine-tuning (Appendix B.1.1): SGD, and a learning rate chosen on held-out images."""
+"""The paper's fine-tuning protocol (Appendix B.1.1): SGD, with a learning rate chosen on held-out images."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class Row(NamedTuple):
     """One row of the paper's Table 4."""
 
     max_images: float
-    """The row applies by default to data sets with fewer training images; 0 if it has to be chosen."""
+    """By default the row applies to data sets with fewer training images. 0 if only the user can choose the row."""
     steps: int
     warmup: int
-    """Steps in which the learning rate rises."""
+    """Number of steps in which the learning rate rises."""
     rates: tuple[float, ...]
     held_out: float
     """Fraction of the training images that is held out to choose the learning rate. 0 if there is only one rate."""
     data: str
-    """The data sets that the paper's row is for."""
+    """The data sets for which the paper states this row."""
 
 
 TABLE_4: dict[TableRow, Row] = {
@@ -78,25 +78,26 @@ TABLE_4: dict[TableRow, Row] = {
     "imagenet": Row(math.inf, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01, "ImageNet"),
     "vtab": Row(0, 2500, 500, (0.01,), 0.0, "VTAB"),
 }
-"""Rows by name. The paper names data sets. The bounds between the first three rows are BiT's."""
+"""Rows by name. The paper gives data sets instead of numbers of images, so the bounds between the first three rows are
+BiT's."""
 
 VTAB_HELD_OUT = 0.2
 """Fraction of the 1,000 images of a VTAB task that is held out if several learning rates are tried."""
 
 BATCH_SIZE, LONGEST_SIDE = 512, 384
 CROP_AREA = (0.05, 1.0)
-"""Area of the random crops, as a fraction of the image, as in the original code."""
+"""Range of the area of random crops, as a fraction of the image, as in the original code."""
 
 TRIALS_SUFFIX = "-learning-rates"
 """Suffix of the folder that contains the trials of a run."""
 
 
 class Trial(NamedTuple):
-    """A run that tried a learning rate, and its main metric on the held-out images."""
+    """A run that tried a learning rate, with its main metric on the held-out images."""
 
     rate: float
     value: float
-    """The value of the metric."""
+    """Value of the metric."""
     metric: TaskMetric
     folder: Path
 
@@ -119,10 +120,10 @@ def plan_by_paper(
 ) -> Plan:
     """Return the paper's settings for fine-tuning a network with this config and preprocessing.
 
-    `row` is by default the one for this number of images, and `rates` are by default the row's. `facts.images` includes
-    the images that will be held out. If there is only one rate, or `explicit` has a learning rate, no rates are tried
-    and no image is held out. Raise `ConfigError` if the data has no training image, or if an explicit optimizer lacks a
-    learning rate.
+    By default, `row` is the row for this number of images, and `rates` are the rates of the row. `facts.images`
+    includes the images that will be held out. If there is only one rate, or `explicit` has a learning rate, no rates
+    are tried and no image is held out. Raise `ConfigError` if the data has no training image, or if `explicit` has an
+    optimizer but no learning rate.
     """
     check_images(base.data.spec, facts)
     check_rate(base.override(**explicit).optimizer, explicit, "sgd")
@@ -164,8 +165,8 @@ def plan_by_paper(
     share = found.held_out or VTAB_HELD_OUT
     shown = ", ".join(f"{rate:g}" for rate in rates)
     choices.add(
-        f"the best learning rate of {shown} on {share:.0%} of the training images (or on the validation split, if the "
-        "data has a test split as well); the model then learns from all training images",
+        f"the best learning rate of {shown}, chosen on {share:.0%} of the training images (or on the validation split, "
+        "if the data has a test split as well); the model then trains on all training images",
         validation_share=share,
     )
     choices.add(evaluations=10)
@@ -182,23 +183,24 @@ def choose_rate(
     display: Display | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[Trial, ...]:
-    """Train with each learning rate, and return the trials, best first; of equal ones the lower learning rate is first.
+    """Train with each learning rate, and return the trials, best first. Of equally good rates, the lower one comes
+    first.
 
-    Every trial has a folder inside `folder`. A finished trial is reused, and a stopped one continues. The test split is
-    not used. `data` is the data of `config`, and `initial` the model that every trial starts from.
+    Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
+    is not used. `data` is the data that `config` names, and `initial` is the model that every trial starts from.
 
     Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
     and all errors of `train`.
     """
     no_images = (
-        f"validation_share={config.data.validation_share} leaves no labelled image to choose the learning rate by; set "
-        "learning_rate, or use more images"
+        f"validation_share={config.data.validation_share} leaves no labelled image for choosing the learning "
+        "rate; set learning_rate, or use more images"
     )
     splits = config.data.cut(data)
     if not splits.validation:
         raise ConfigError(no_images)
     metric = config.task.selection(splits)
-    if not metric.describes_model:  # a run returns only the metrics that describe its model
+    if not metric.describes_model:  # a run returns only the metrics of its model
         metric = replace(config.task, select=None).selection(splits)
     name = f"validation_{metric.name}"
     start = fingerprint(splits.train, splits.validation, splits.test), weights_sha256(initial.network)
@@ -220,15 +222,15 @@ def choose_rate(
 
 
 def _finished_metrics(config: TrainConfig, place: Path, start: tuple[str, str]) -> dict[str, float] | None:
-    """Return the metrics of an existing trial, or None if it does not exist or is not finished.
+    """Return the metrics of an existing trial. Return None if the trial does not exist or is not finished.
 
-    `start` is the fingerprint of the data and the hash of the weights. Raise `RunError` if the trial has other ones, or
-    other settings.
+    `start` is the fingerprint of the data and the hash of the weights. Raise `RunError` if the trial has other
+    settings, data or weights.
     """
     if not (place / "run.json").is_file():
         return None
     record = read_record(place)
-    # The accumulation depends on the free memory, and changes no result.
+    # The accumulation depends on the free memory and does not change the result.
     same = config.override(precision=record.config.run.precision, accumulation=record.config.run.accumulation)
     other = "" if record.config == same else "settings"
     if not other and (record.fingerprint, record.origin and record.origin.sha256) != start:
@@ -253,24 +255,24 @@ def is_trial(folder: Path) -> bool:
 
 
 def check_final_run(config: TrainConfig, splits: Splits) -> None:
-    """Raise `ConfigError` for settings that the final run cannot have, before any trial starts.
+    """Raise `ConfigError` for settings that the final run cannot have. It is called before any trial starts.
 
     `splits` is the data of the final run.
     """
     if config.run.patience is not None:
         raise ConfigError(
-            f"patience={config.run.patience} cannot be used when learning rates are tried: the final run learns from "
-            "all images and has no evaluations; leave it out, or give one learning rate"
+            f"patience={config.run.patience} cannot be used when learning rates are tried, because the final run "
+            "trains on all images and has no evaluations; leave patience out, or give one learning rate"
         )
     if config.run.probe and not splits.validation:
         raise ConfigError(
-            f"probe={config.run.probe!r} cannot be used when learning rates are tried: the final run learns from all "
-            "images, so none is left to measure; leave it out, or give one learning rate"
+            f"probe={config.run.probe!r} cannot be used when learning rates are tried, because the final run trains on "
+            "all images and has none to measure; leave probe out, or give one learning rate"
         )
 
 
 def final_config(config: TrainConfig, rate: float) -> TrainConfig:
-    """Return the config of the final run: the chosen learning rate, and all training images."""
+    """Return the config of the final run, with the chosen learning rate and all training images."""
     return with_all_images(config).override(learning_rate=rate, evaluations=0, keep="last")
 
 

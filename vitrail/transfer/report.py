@@ -1,4 +1,4 @@
-"""The report of a finished run as one HTML file: its settings, training curves, metrics and largest errors."""
+"""The report of a finished run in one HTML file: settings, training curves, metrics and largest errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AnyReport = ClassificationReport | RegressionReport
 MAX_SKIPPED = 50
 
 MAX_POINTS = 300
-"""Points of a line, about one per pixel. With more, neighbouring points are averaged."""
+"""Maximum number of points of a line, about one per pixel. If there are more, neighbouring points are averaged."""
 
 STYLE = """
 pre { background: var(--soft); padding: .7rem 1rem; overflow-x: auto; font-size: .9rem; line-height: 1.6; }
@@ -53,7 +53,7 @@ td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7.7rem
 """
 
 METRIC_NAMES = {"r2": "R²"}
-"""Names of metrics whose name in the journal is not a text."""
+"""Display names of metrics whose name in the journal cannot be shown as it is."""
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 NO_AUGMENTATION = Augment(flip=False)
@@ -68,11 +68,11 @@ def write_report(
     *,
     next_commands: Sequence[str] = (),
 ) -> Path:
-    """Write `report.html` into a run's folder, replacing an earlier one, and return its path.
+    """Write `report.html` into a run's folder, replace an earlier report, and return the path.
 
-    `bundle` is the run's model. `report` holds its metrics on `source`, the split named `split`. The pictures of the
-    largest errors are read from `source`. `next_commands` are shown at the end of the page. Any run can have a report;
-    sections for which the run has no data, such as its evaluations, are omitted.
+    `bundle` is the run's model. `report` holds its metrics on `source`, the split with the name `split`. The pictures
+    of the largest errors are read from `source`. `next_commands` are shown at the end of the page. Sections without
+    data are omitted, for example the training curves of a run without evaluations.
 
     Raise `RunError` if `folder` is not the folder of a run, and `SaveError` if the file cannot be written.
     """
@@ -100,12 +100,12 @@ def write_report(
 
 
 def summary_rows(report: AnyReport) -> list[tuple[str, str, str]]:
-    """Return the names, values and intervals of the metrics over all images."""
+    """Return table rows with the names, values and intervals of the metrics over all images."""
     return number_rows(report) if isinstance(report, RegressionReport) else class_rows(report)
 
 
 def _results(report: AnyReport, source: Source) -> Iterator[str]:
-    """Yield the sections that show where the model errs."""
+    """Yield the sections with detailed metrics and the largest errors."""
     if isinstance(report, RegressionReport):
         yield from scatter_section(report)
         yield from residuals_section(report)
@@ -118,7 +118,7 @@ def _results(report: AnyReport, source: Source) -> Iterator[str]:
 
 
 def _headline(config: TrainConfig, split: str, report: AnyReport) -> Iterator[str]:
-    """Yield the main metric, the model and the data."""
+    """Yield the heading: the main metric, the model and the data."""
     if isinstance(report, RegressionReport):
         (main, interval), outputs = number_sections.headline(report), plural(len(report.names), "number")
     else:
@@ -138,7 +138,7 @@ def _headline(config: TrainConfig, split: str, report: AnyReport) -> Iterator[st
 def _settings(
     config: TrainConfig, record: dict[str, Any], events: Sequence[dict[str, Any]], bundle: Bundle
 ) -> Iterator[str]:
-    """Yield a table of the settings that decide a result, and of the run's time and memory."""
+    """Yield a table of the main settings, and of the run's time and memory."""
     rates, data, noun = config.optimizer, record["data"], config.task.output_noun
     splits = ", ".join(f"{data[name]:,} {name}" for name in ("train", "validation", "test") if data[name])
     height, width = bundle.preprocess.image_size
@@ -196,7 +196,7 @@ def _trained(config: TrainConfig) -> str:
 
 
 def _augmentation(augment: Augment) -> str:
-    """Return the names and values of the operations that are switched on."""
+    """Return the names and values of the enabled augmentation operations."""
     operations = []
     for name, value in to_plain(augment).items():
         if value != getattr(NO_AUGMENTATION, name):
@@ -213,7 +213,8 @@ def _duration(seconds: float) -> str:
 
 
 def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundle, metric: TaskMetric) -> Iterator[str]:
-    """Yield charts of the training loss, the validation metric and the learning rate that the journal has."""
+    """Yield charts of the training loss, the validation metric and the learning rate, as far as the journal has
+    them."""
     steps = [event for event in events if event["event"] == "step"]
     losses, group = _averaged([(float(event["step"]), event["loss"]) for event in steps])
     rates, _ = _averaged([(float(event["step"]), event["learning_rate"]) for event in steps])
@@ -244,7 +245,8 @@ def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundl
 def _metric_chart(
     events: Sequence[dict[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric
 ) -> tuple[str, str]:
-    """Return the caption and the chart of a validation metric, of averaged and trained weights if both exist.
+    """Return the caption and the chart of a validation metric. Averaged weights and weights in training get a line
+    each.
 
     The point of the saved weights is marked. Fractions are drawn in percent.
     """
@@ -269,9 +271,9 @@ def _metric_chart(
 
 
 def _averaged(points: list[Point]) -> tuple[list[Point], int]:
-    """Return at most `MAX_POINTS` points and the number of neighbours whose mean each of them is.
+    """Return at most `MAX_POINTS` points, and the number of neighbouring points that each of them is the mean of.
 
-    A mean stands at the step of its last point.
+    The x of a mean is the step of its last point.
     """
     size = max(math.ceil(len(points) / MAX_POINTS), 1)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
@@ -279,7 +281,7 @@ def _averaged(points: list[Point]) -> tuple[list[Point], int]:
 
 
 def _description(name: str, points: Sequence[Point]) -> str:
-    """Return a sentence that describes a line for screen readers."""
+    """Return a sentence that describes a line to screen readers."""
     if not points:
         return ""
     (first, start), (last, end) = points[0], points[-1]
@@ -287,9 +289,9 @@ def _description(name: str, points: Sequence[Point]) -> str:
 
 
 def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a table of the images that could not be decoded, in training or when the finished model was measured.
+    """Yield a table of the images that could not be decoded, during training or when the finished model was measured.
 
-    The journal names skipped images before the event that tells their split: a checkpoint or an evaluation.
+    In the journal, skipped images come before the event that tells their split: a checkpoint or an evaluation.
     """
     found: dict[tuple[str, str], str] = {}
     pending: list[dict[str, Any]] = []

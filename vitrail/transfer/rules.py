@@ -1,7 +1,7 @@
-"""The rule that chooses settings for fine-tuning from the size of the data, the model and the machine.
+"""The rule that chooses fine-tuning settings from the size of the data, the model and the machine.
 
-In the spirit of BiT's HyperRule (1912.11370, section 3.3), a few numbers are chosen once and work for most data.
-docs/transfer.md has the measurements behind them.
+Like BiT's HyperRule (1912.11370, section 3.3), it has a few numbers that are chosen once and work for most data.
+docs/transfer.md has the measurements behind these numbers.
 """
 
 from __future__ import annotations
@@ -48,24 +48,23 @@ __all__ = [
 ]
 
 Explicit = Mapping[str, Any]
-"""Values of settings that the user chose, by the names that `TrainConfig.override` takes."""
+"""Values of the settings that the user chose, under the names that `TrainConfig.override` takes."""
 
 NO_SETTINGS: Explicit = MappingProxyType({})
 
 SMALL_SIDE = 96
-"""Side in pixels below which images are small. BiT's bound."""
+"""Images with a shorter side (in pixels) count as small. The bound is BiT's."""
 
 SMALL_SIZE, LARGE_SIZE = 128, 384
-"""Longest side at which small images are used, as in BiT, and large images on a GPU, as in the paper."""
+"""Longest side in pixels to which inputs are scaled: SMALL_SIZE for small images, as in BiT, and LARGE_SIZE for large
+images on a GPU, as in the paper."""
 
 FEW, MANY = 20_000, 500_000
-"""Numbers of training images at which the steps of BiT's HyperRule change."""
+"""Numbers of training images at which BiT's HyperRule changes the number of steps."""
 
 RATES = {"all": 0.2, "lora": 1.2, "head": 2.5}
-"""Learning rate times network width at a batch size of 32, by the weights that are trained.
-
-Measured at width 96 (docs/transfer.md). For all weights of a ViT-B and a batch size of 1,024 the rule yields 0.0015.
-"""
+"""Learning rate times network width at a batch size of 32, for each choice of trained weights. docs/transfer.md has the
+measurements."""
 
 LAYER_DECAY = 0.9
 CROP_AREA = (0.8, 1.0)
@@ -74,38 +73,38 @@ MIXUP = 0.1
 MIN_STEPS = 100
 
 MAX_HEADERS = 64
-"""Number of images whose headers are read to measure the size of the data's images."""
+"""Maximum number of images whose headers are read to measure image sizes."""
 
 MEMORY_FRACTION = 0.7
-"""Fraction of the memory that a training step may need."""
+"""Fraction of the memory that a training step may use."""
 
 
 class DataFacts(NamedTuple):
     """Properties of the data that the rule uses."""
 
     images: int
-    """Training images."""
+    """Number of training images."""
     side: int | None
-    """Square root of the median image area in pixels; None if no image could be read."""
+    """Square root of the median image area, in pixels. None if no image could be read."""
     targets: TargetKind
     has_validation: bool
-    """True if there are held-out images to choose weights by."""
+    """True if there are held-out images to choose the best weights by."""
     has_test: bool = False
     """True if there are held-out images that choose nothing."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The config of a run, with reasons for the settings that were chosen for it."""
+    """The config of a run, with the reasons for the settings that were chosen."""
 
     config: TrainConfig
     reasons: tuple[str, ...]
     rates: tuple[float, ...] = ()
-    """Learning rates to try before the run. Empty if the config's learning rate is used."""
+    """Learning rates to try before the run. If empty, the run uses the learning rate of the config."""
 
 
 class Choices:
-    """Settings that a rule chooses one by one. Settings of the user are kept, and need no reason."""
+    """Settings that a rule chooses one by one. Settings that the user chose are kept, and get no reason."""
 
     def __init__(self, explicit: Explicit) -> None:
         self.explicit = explicit
@@ -113,19 +112,19 @@ class Choices:
         self.reasons: list[str] = []
 
     def add(self, reason: str = "", **settings: Any) -> None:
-        """Choose settings by their bare names. The reason is kept if at least one of them is not the user's."""
+        """Choose settings by their bare names. The reason is dropped if the user chose all of them."""
         chosen = {name: value for name, value in settings.items() if name not in self.explicit}
         self.settings |= chosen
         if chosen and reason:
             self.reasons.append(reason)
 
     def plan(self, base: TrainConfig, rates: tuple[float, ...] = ()) -> Plan:
-        """Return `base` with the chosen and the user's settings."""
+        """Return a plan: `base` with the chosen settings and those of the user."""
         return Plan(base.override(**self.settings, **self.explicit), tuple(self.reasons), rates)
 
 
 def facts_of(splits: Splits) -> DataFacts:
-    """Return the properties of the data. Read the headers of up to 64 training images, evenly spaced."""
+    """Return the properties of the data. The headers of up to 64 training images, evenly spaced, are read."""
     train = splits.train
     areas = list(_areas(train))
     side = math.floor(math.sqrt(float(np.median(areas)))) if areas else None
@@ -138,7 +137,7 @@ def _areas(source: Source) -> Iterator[int]:
         try:
             image = source[index].image
             yield math.prod(image_size_of(image) if isinstance(image, bytes) else image.shape[:2])
-        except DataError:  # training skips the image and reports it
+        except DataError:  # training will skip the image and report it
             continue
 
 
@@ -154,9 +153,10 @@ def plan_by_rule(
 ) -> Plan:
     """Return the settings for fine-tuning a network with this config and preprocessing on data with these properties.
 
-    The rule chooses the image size, the length of the run, the batch size, the optimizer, the augmentation and the loss
-    unless they are in `explicit`. All other settings are those of `base`. `memory` is in bytes, on the device that
-    trains. Raise `ConfigError` if the data has no training image, or if an explicit optimizer lacks a learning rate.
+    The rule chooses the image size, the length of the run, the batch size, the optimizer, the augmentation and the
+    loss, except for settings in `explicit`. Other settings are those of `base`. `memory` is the memory of the training
+    device in bytes. Raise `ConfigError` if the data has no training image, or if `explicit` has an optimizer but no
+    learning rate.
     """
     check_images(base.data.spec, facts)
     check_rate(base.override(**explicit).optimizer, explicit, "adamw")
@@ -186,16 +186,16 @@ def check_images(spec: str, facts: DataFacts) -> None:
 
 
 def check_rate(optimizer: OptimizerConfig, explicit: Explicit, usual: str) -> None:
-    """Raise `ConfigError` if the user chose another optimizer than the `usual` one and no learning rate for it."""
+    """Raise `ConfigError` if the user chose an optimizer other than `usual`, and no learning rate."""
     if optimizer.kind != usual and "optimizer" in explicit and "learning_rate" not in explicit:
         raise ConfigError(
-            f"optimizer={optimizer.kind!r} needs a learning_rate as well: the learning rates that are chosen "
-            f"automatically are for {usual!r}"
+            f"optimizer={optimizer.kind!r} also needs a learning_rate, because the automatic learning rates are "
+            f"for {usual}"
         )
 
 
 def choose_task(choices: Choices, task: str, facts: DataFacts, *, label_smoothing: float) -> None:
-    """Choose the loss of a task for the targets of the data. Only the softmax loss has label smoothing."""
+    """Choose the task's loss for the targets of the data. Label smoothing is used only with the softmax loss."""
     if task != Classification.name:
         choices.add(f"task {task}: the targets are {facts.targets}", task=task)
         return
@@ -205,9 +205,11 @@ def choose_task(choices: Choices, task: str, facts: DataFacts, *, label_smoothin
 
 
 def choose_all_images(choices: Choices, facts: DataFacts) -> None:
-    """Choose to learn from all training images, without evaluations during the run. The data's own validation split
-    measures the finished model if there is no test split."""
-    choices.add("all training images are learned from", validation_share=0.0)
+    """Choose to train on all training images, without evaluations during the run.
+
+    If there is no test split, the data's own validation split measures the finished model.
+    """
+    choices.add("the run trains on all training images", validation_share=0.0)
     choices.add(evaluations=0)
     if not facts.has_test:
         choices.add(validation="train")
@@ -227,16 +229,16 @@ def choose_geometry(choices: Choices) -> None:
 
 
 def choose_accumulation(choices: Choices, network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> None:
-    """Choose the number of parts of a batch so that a step fits into the memory."""
+    """Choose the number of parts of a batch so that a training step fits into the memory."""
     parts = accumulation_parts(network, size, batch, memory)
     reason = f"each batch in {parts} parts, to fit into {memory / 1e9:.3g} GB of memory" if parts > 1 else ""
     choices.add(reason, accumulation=parts)
 
 
 def accumulation_parts(network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> int:
-    """Return the number of parts of a batch with which a step needs at most 0.7 of the memory.
+    """Return the number of parts of a batch with which a training step needs at most 0.7 of the memory.
 
-    The estimate is the closed form for CPUs. If nothing fits, every image is a part of its own.
+    The estimate is the formula for CPUs. If nothing fits, every part is a single image.
     """
     config = network.with_image_size(size)
     for parts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
@@ -247,14 +249,14 @@ def accumulation_parts(network: AnyConfig, size: tuple[int, int], batch: int, me
 
 
 def exact_size(network: AnyConfig, longest: int) -> tuple[int, int]:
-    """Return the model's image size scaled to this longest side. Its patches may not fill images of that size."""
+    """Return the model's image size scaled to this longest side. Patches may not divide this size."""
     height, width = network.image_size
     factor = longest / max(height, width)
     return round(height * factor), round(width * factor)
 
 
 def scaled_size(network: AnyConfig, longest: int) -> tuple[int, int]:
-    """Return the model's image size scaled to this longest side, or the nearest size that the network accepts."""
+    """Return the model's image size scaled to this longest side, or the nearest size that the network can take."""
     return network.nearest_size(*exact_size(network, longest))
 
 
@@ -273,7 +275,10 @@ def _image_size(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tup
 
 
 def _batch_size(images: int, *, gpu: bool) -> int:
-    """Return a power of two with about eight batches per epoch. On a CPU larger batches are no faster."""
+    """Return a batch size that gives about eight batches per epoch. It is a power of two.
+
+    On a CPU larger batches are no faster.
+    """
     largest = 512 if gpu else 32
     return max(4, min(largest, 2 ** int(math.log2(max(images / 8, 4)))))
 
@@ -285,7 +290,7 @@ def _choose_steps(choices: Choices, images: int, batch: int, *, gpu: bool) -> No
     if gpu:
         bit_steps = 500 if images < FEW else 10_000 if images < MANY else 20_000
         seen = 512 * bit_steps
-        why = f"as many images as {bit_steps:,} steps of 512 (BiT's rule for {images:,} images)"
+        why = f"as many images as {bit_steps:,} steps of 512 have (BiT's rule for {images:,} images)"
     else:
         seen = max(min(20 * images, 20_000), 3 * images)
         why = f"each image is seen {seen / images:.3g} times"

@@ -1,4 +1,4 @@
-"""Sections of the report that show a classifier's metrics: summary, confusion, classes, calibration, largest errors."""
+"""Sections of the report for classifiers: summary, confusion matrix, classes, calibration and largest errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 MAX_MATRIX_CLASSES = 40
-"""Number of classes up to which the confusion matrix is drawn. With more, only the most confused pairs are listed."""
+"""Maximum number of classes for which the confusion matrix is drawn. With more classes, only the most confused pairs
+are listed."""
 
 MAX_PAIRS = 40
 PAIRS_BESIDE_MATRIX = 10
@@ -38,14 +39,14 @@ MAX_CLASSES = 200
 MAX_MISTAKES = 20
 
 MAX_NAME = 60
-"""Letters of a name under a picture."""
+"""Maximum number of letters of a name under a picture."""
 
 UNDEFINED = "-"
-"""Shown for a metric that would be 0 / 0, or that was not computed."""
+"""Text for a metric that was not computed or whose denominator is 0."""
 
 
 def headline(report: ClassificationReport) -> tuple[str, str]:
-    """Return the main metric and its interval."""
+    """Return the text of the main metric and of its interval."""
     name, metric = "accuracy", report.accuracy
     if report.multi_label is not None:
         name, metric = "all labels right", report.multi_label.exact_match
@@ -53,7 +54,7 @@ def headline(report: ClassificationReport) -> tuple[str, str]:
 
 
 def class_rows(report: ClassificationReport) -> list[tuple[str, str, str]]:
-    """Return the names, values and intervals of the metrics over all images."""
+    """Return table rows with the names, values and intervals of the metrics over all images."""
     multi_label = report.multi_label
     rows: list[tuple[str, Metric | None, str]] = [
         ("accuracy" if multi_label is None else "likeliest class is a label", report.accuracy, ".2%"),
@@ -79,7 +80,7 @@ def class_rows(report: ClassificationReport) -> list[tuple[str, str, str]]:
 
 
 def interval_text(metric: Metric, form: str) -> str:
-    """Return the ends of a metric's interval, or "" if it has none."""
+    """Return the text of a metric's interval, or "" if there is none."""
     if metric.low is None or metric.high is None:
         return ""
     return f"{metric.low:{form}} to {metric.high:{form}}"
@@ -94,7 +95,7 @@ def picture_of(index: int, source: Source) -> Image.Image | None:
 
 
 def confusion_section(report: ClassificationReport) -> Iterator[str]:
-    """Yield the confusion matrix of the classes that occur, and the pairs that are confused most often."""
+    """Yield the confusion matrix of all classes that occur, and the most frequently confused pairs of classes."""
     if report.multi_label is not None:
         return
     positions = {row.index: position for position, row in enumerate(report.per_class)}
@@ -125,7 +126,10 @@ def confusion_section(report: ClassificationReport) -> Iterator[str]:
 
 
 def classes_section(report: ClassificationReport) -> Iterator[str]:
-    """Yield a table of at most 200 classes, worst first: by accuracy, or by average precision with several labels."""
+    """Yield a table of at most 200 classes, worst first.
+
+    Classes are sorted by accuracy, or by average precision if images can have several labels.
+    """
     multi_label = report.multi_label is not None
 
     def quality(row: ClassRow) -> tuple[float, int]:
@@ -187,7 +191,7 @@ def calibration_section(report: ClassificationReport) -> Iterator[str]:
 
 
 def mistakes_section(report: ClassificationReport, source: Source) -> Iterator[str]:
-    """Yield the wrong predictions with the largest loss, as pictures read from `source`."""
+    """Yield the wrong predictions with the largest loss. Their pictures are read from `source`."""
     yield "<h2>Largest errors</h2>"
     if not report.worst:
         yield "<p>All predictions are right.</p>"

@@ -1,4 +1,4 @@
-"""Suites: many data sets in one file, on all of which a model is measured."""
+"""Suites: files that list many data sets, on all of which a model is measured."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Suite", "SuiteResult", "SuiteTask", "TaskResult", "read_suite", "run
 SUFFIX = ".toml"
 
 COUNTS = ("images", "skipped", "unlabelled", "training_images", "real_images", "linear_penalty")
-"""Metrics whose mean over tasks is meaningless."""
+"""Metrics that are not averaged over tasks, because their mean has no meaning."""
 DETAILS = ("_low", "_high", "_deviation")
-"""Suffixes of values that describe another metric: its interval and its standard deviation."""
+"""Suffixes of values that belong to another metric: the ends of its interval and its standard deviation."""
 
 ERRORS = ("mean_absolute_error", "root_mean_squared_error")
-"""Suffixes of metrics in the units of a task's numbers, whose mean over tasks is meaningless."""
+"""Suffixes of metrics in the units of a task's numbers. They are not averaged over tasks."""
 
 Settings = dict[str, dict[str, Any]]
 """Settings of each evaluator, by the evaluator's name."""
@@ -34,31 +34,32 @@ Settings = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class SuiteTask:
-    """One data set of a suite, and how a model is measured on it."""
+    """One data set of a suite, and the settings with which a model is measured on it."""
 
     name: str
     group: str
     data: str = ""
-    """A data SPEC. A relative path is looked up beside the suite's file first."""
+    """Data set, as the `--data` option takes it. A relative path is first looked up in the folder of the suite's
+    file."""
     where: str = ""
-    """Tells the user how to get the data, if `data` cannot name it."""
+    """Instructions for getting the data, if `data` cannot name it."""
     train: str = ""
-    """The part of the training images to learn from, such as "[:1000]" or "[:10%]". By default all of them."""
+    """Part of the training images to train on, such as "[:1000]" or "[:10%]". By default all of them."""
     numbers: tuple[str, ...] = ()
-    """Numeric columns of a table to measure, instead of classes."""
+    """Numeric columns of a table that are predicted instead of classes."""
     per_class: int | None = None
-    """Number of training images per class to learn from. By default all of them."""
+    """Number of training images per class. By default all of them."""
     split: Literal["held-out", "validation", "test"] = "held-out"
     """The split that is measured. held-out: the test split, or the validation split if there is no test split."""
     held_out_fraction: float = 0.1
     """Fraction of the training images that is measured if the data has no other split."""
     evaluators: Settings = field(default_factory=dict)
-    """Evaluators of this task. By default those of the suite."""
+    """Evaluators of this task, with their settings. By default the evaluators of the suite."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The content of a suite's file. Its evaluators apply to every task that names none."""
+    """The content of a suite's file. Its evaluators apply to every task that has none of its own."""
 
     name: str
     tasks: tuple[SuiteTask, ...]
@@ -75,13 +76,13 @@ class Suite:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The metrics of a task, or the reason why it was skipped."""
+    """The metrics of a task, or the reason for skipping it."""
 
     task: SuiteTask
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics by the names that the evaluators give them."""
+    """Metrics of all evaluators, by name."""
     reason: str | None = None
-    """Why the task was skipped. None if it was measured."""
+    """The reason for skipping the task, or None if the task was measured."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +97,21 @@ class SuiteResult:
         return tuple(dict.fromkeys(row.task.group for row in self.rows))
 
     def in_group(self, group: str | None) -> tuple[TaskResult, ...]:
-        """Return the results of a group. None stands for all tasks."""
+        """Return the results of a group. If `group` is None, return the results of all tasks."""
         return tuple(row for row in self.rows if group is None or row.task.group == group)
 
     def columns(self) -> tuple[str, ...]:
-        """Return the names of the metrics that have a mean, in order of appearance."""
+        """Return the names of the metrics that are averaged, in order of appearance."""
         names = dict.fromkeys(name for row in self.rows for name in row.metrics)
         return tuple(
             name for name in names if name not in COUNTS and not name.endswith(DETAILS + ERRORS) and ":" not in name
         )
 
     def means(self) -> dict[str | None, dict[str, tuple[float, int]]]:
-        """Return the mean of each metric and its number of tasks, per group; the key None is the mean of all tasks."""
+        """Return the mean of each metric and the number of tasks that have it, for each group.
+
+        The key None has the means over all tasks.
+        """
         result: dict[str | None, dict[str, tuple[float, int]]] = {}
         for group in (*self.groups(), None):
             result[group] = {}
@@ -118,15 +122,15 @@ class SuiteResult:
 
 
 def suites() -> dict[str, Path]:
-    """Return the files of the suites in the package, by name."""
+    """Return the paths of the suites in this package, by name."""
     folder = Path(str(importlib.resources.files("vitrail.transfer") / "suites"))
     return {path.stem: path for path in sorted(folder.glob(f"*{SUFFIX}"))}
 
 
 def read_suite(name: str | Path) -> Suite:
-    """Return a suite by its name or its file.
+    """Read a suite by its name or from its file.
 
-    Raise `ConfigError` if it does not exist or contains an unknown key, evaluator or setting.
+    Raise `ConfigError` if it does not exist, or contains an unknown key, evaluator or setting.
     """
     known = suites()
     path = known.get(str(name), Path(name).expanduser())
@@ -160,12 +164,12 @@ def run_suite(
     strict: bool = False,
     on_task: Callable[[SuiteTask], None] | None = None,
 ) -> SuiteResult:
-    """Measure a model on every task.
+    """Measure a model on every task of a suite.
 
-    `outputs` computes the model's features and predictions. Its cache keeps them, so a suite that was stopped continues
-    where it was. If `folder` contains a file or folder with the name of a task, that is the task's data. A task that
-    cannot be measured is skipped with the reason; with `strict` its error is raised. `on_task` is called when a task
-    starts.
+    `outputs` computes the model's features and predictions. Its cache keeps features, so that a stopped suite continues
+    where it was. If `folder` contains a file or folder with the name of a task, it is used as the data of that task. A
+    task that cannot be measured is skipped with a reason. With `strict` its error is raised instead. `on_task` is
+    called when a task starts.
 
     Raise `DataError` if no task could be measured.
     """
@@ -191,7 +195,7 @@ def run_suite(
 
 
 def suite_as_plain(result: SuiteResult) -> dict[str, Any]:
-    """Return the result as JSON values: metrics by task, means by group and over all tasks with their task counts."""
+    """Return the result as JSON values: metrics by task, and means with task counts by group and over all tasks."""
     tasks = {
         row.task.name: {"group": row.task.group}
         | ({"metrics": row.metrics} if row.reason is None else {"skipped": row.reason})
@@ -206,7 +210,7 @@ def suite_as_plain(result: SuiteResult) -> dict[str, Any]:
 
 
 def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[SuiteTask]:
-    """Yield the tasks of a file. Raise `ConfigError` that names the first invalid task."""
+    """Yield the tasks of a file. Raise `ConfigError` with the name of the first invalid task."""
     if not tables or not isinstance(tables, list):
         raise ConfigError(f"{path}: the suite has no tasks; add tables [[tasks]] with a name, a group and data")
     for number, table in enumerate(tables, start=1):
@@ -220,18 +224,18 @@ def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[SuiteTask]:
 
 
 def _resolved(task: SuiteTask, folder: Path) -> SuiteTask:
-    """Return the task with the path of its data if that exists beside the suite's file, else unchanged."""
+    """Return the task with the path of its data, if the data exists in the folder of the suite's file."""
     path = folder / task.data
     return replace(task, data=str(path)) if task.data and path.exists() else task
 
 
 def _open(task: SuiteTask, folder: Path | None, note: Callable[[str], None]) -> tuple[Source, Source]:
-    """Return the images to learn from and those to measure. Raise `DataError` if the data does not exist."""
+    """Return the training images and the images to measure. Raise `DataError` if the data does not exist."""
     data = task.data
     if folder is not None and (own := folder / task.name).exists():
         data = str(own)
     if not data:
-        raise DataError(task.where or "the suite does not name its data; add data or where to the task")
+        raise DataError(task.where or "the suite has no data for this task; add data or where to the task")
     opened = open_whole(f"{data}{task.train}", numbers=task.numbers)
     fraction = task.held_out_fraction if opened.whole.held_out is None else 0.0
     splits = opened.splits(validation_share=fraction, per_class=task.per_class)

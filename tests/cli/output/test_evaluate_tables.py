@@ -87,7 +87,7 @@ def test_of_a_large_one_the_most_confused_pairs_are_shown() -> None:
     lines = shown(confusion_table("test", of(labels, likeliest, 30), tuple(f"c{n}" for n in range(30))))
     assert lines[2] == ["c1", "c9", "2", "50.00%"]
     assert lines[3] == ["c0", "c1", "1", "25.00%"]
-    assert len(lines) == 23 and " ".join(lines[-1]) == "and 11 pairs that are confused no more often"
+    assert len(lines) == 23 and " ".join(lines[-1]) == "and 11 pairs that are confused no more often than these"
 
 
 def test_a_suite_has_means_that_say_of_how_many_tasks() -> None:

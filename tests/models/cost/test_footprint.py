@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.networks import DROPPED, HYBRIDS
-from vitrail.bench.contenders import OURS, Entry, make_step
+from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
 from vitrail.models.cost.footprint import activation_bytes, tensor_bytes, training_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config

@@ -1,1 +1,1 @@
-"""Options of the command line: from the fields of settings to help texts."""
+"""Command-line options, which are made from the fields of dataclasses, and the help that describes them."""

@@ -1,4 +1,4 @@
-"""Common parts of all verbs: parsing of options, and their spelling in messages."""
+"""Verbs of the command line: parsing of their options, and spelling of option names in messages."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ class Command:
     settings: Callable[[], Iterable[Option]] = tuple
     """More options, such as the settings of a run for verbs that train."""
     depends: Callable[[Options], Mapping[str, Option]] = lambda given: {}
-    """Function that returns options that depend on the typed options, such as a task's settings. They replace
+    """Function that returns the options that depend on the typed options, such as a task's settings. They replace
     `known`."""
     essential: Mapping[str, tuple[str, ...]]
     """Options that `--help` shows, by the heading of their group."""
     defaults: Callable[[Options], Mapping[str, str]] = lambda given: {}
-    """Function that returns texts for defaults that depend on the typed options or differ from those of the fields."""
+    """Function that returns default texts that depend on the typed options or differ from the fields' defaults."""
     required: tuple[str, ...] = ()
     """Options that are required although their fields have a default."""
     hidden: tuple[str, ...] = ()
     """Options that the help does not show."""
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """Fields that this verb spells in another way, such as `init`, which is `MODEL`."""
+    """Fields that this verb spells in another way. For example, finetune spells `init` as `MODEL`."""
 
     @cached_property
     def known(self) -> dict[str, Option]:
@@ -189,8 +189,10 @@ class Command:
 
 
 def _plain(word: str) -> str:
-    """Return a word for argparse: dashes replace underscores in option names, and small negative numbers are written
-    out."""
+    """Return a word that argparse understands.
+
+    In option names dashes replace underscores, and small negative numbers are written without an exponent.
+    """
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         return name.replace("_", "-") + equals + value

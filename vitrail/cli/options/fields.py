@@ -55,7 +55,7 @@ class Option:
     """One option or positional argument of a verb."""
 
     name: str
-    """Name of the option with underscores: the name in the field's metadata if there is one, else the field's name."""
+    """Name of the option, with underscores. It is the name in the field's metadata, or else the field's name."""
     field: str
     """Name of the field."""
     kind: Any
@@ -200,7 +200,7 @@ def _first_that_fits(kinds: Sequence[Any], text: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return a default as a user would type it. Return "" for defaults that mean "not set"."""
+    """Return a default as a user would type it, or "" for defaults that mean "not set"."""
     if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
         return ""
     if value is True:

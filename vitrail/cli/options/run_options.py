@@ -39,12 +39,13 @@ def run_options() -> Iterator[Option]:
 
 
 def task_of(given: Mapping[str, Any], usual: str) -> str:
-    """Return the name of the task: the typed task, else regression if --numbers is used, else `usual`."""
+    """Return the name of the task. If no task is typed, it is regression if --numbers is used, and `usual`
+    otherwise."""
     return given.get("task") or (Regression.name if "numbers" in given else usual)
 
 
 def task_options(task: str) -> dict[str, Option]:
-    """Return the options of a task by name. The result is empty if the task does not exist."""
+    """Return the options of a task by name. For an unknown task, return an empty dictionary."""
     return {option.name: option for option in options_of(TASKS[task], section="task")} if task in TASKS else {}
 
 
@@ -72,7 +73,7 @@ def _model_options(section: str) -> Iterator[Option]:
 
 
 def _owner_of(name: str) -> Any:
-    """Return the first network config class that has the field."""
+    """Return the first network config class that has this field."""
     return next(cls for cls in (ViTConfig, ResNetConfig) if name in {field.name for field in dataclasses.fields(cls)})
 
 
@@ -95,4 +96,7 @@ def check_only_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) ->
     """Raise `ConfigError` if another option is combined with --resume."""
     for name in given:
         if name != "resume":
-            raise ConfigError(f"{labels[name].label}: a run that --resume continues keeps its settings; leave this out")
+            raise ConfigError(
+                f"{labels[name].label}: a run that --resume continues keeps its settings; leave "
+                f"{labels[name].label} out"
+            )

@@ -1,1 +1,1 @@
-"""Tables and progress bars that the command line shows."""
+"""Tables and progress bars of the command line."""

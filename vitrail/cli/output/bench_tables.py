@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.bench.compare import Comparison
-from vitrail.bench.contenders import OURS
+from vitrail.bench.entries import OURS
 from vitrail.bench.loading import Loading
 from vitrail.bench.measure import Spread
 from vitrail.bench.memory import LargestBatch
@@ -54,11 +54,11 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
 def comparison(result: Comparison, workload: Workload) -> list[Any]:
     """Return the tables of speed, memory and operations, and a note for each library that was skipped."""
     caption = (
-        "Each round timed every row once. All columns are medians. share: time of the matrix products alone, "
-        "divided by the time of this row. vitrail: speed of vitrail divided by the speed of this row. A compiled "
-        "library is compared with compiled vitrail."
+        "In each round, every row was timed once. All columns are medians. share: time of the matrix products "
+        "alone, divided by the time of this row. vitrail: speed of vitrail divided by the speed of this row. A "
+        "compiled library is compared with compiled vitrail."
     )
-    table = plain_table(("contender", "settings", "images/s", "low..high", "GFLOP/s", "share", "vitrail"), caption)
+    table = plain_table(("library", "settings", "images/s", "low..high", "GFLOP/s", "share", "vitrail"), caption)
     for row in result.rows:
         speed = row.images_per_second
         table.add_row(
@@ -73,7 +73,10 @@ def comparison(result: Comparison, workload: Workload) -> list[Any]:
     ours = [
         f"{row.gflops / result.large_gflops:.0%} ({row.settings})" for row in result.rows if row.entry.library == OURS
     ]
-    large = f"One large product achieves {_number(result.large_gflops)} GFLOP/s; of that, vitrail: {', '.join(ours)}"
+    large = (
+        f"One large product achieves {_number(result.large_gflops)} GFLOP/s. vitrail achieves of that: "
+        f"{', '.join(ours)}"
+    )
     notes = "\n".join(escape(f"skipped: {name}: {reason}") for name, reason in result.skipped.items())
     return [table, large, *([notes] if notes else []), *_memory(result, workload), *_breakdown(result)]
 
@@ -99,10 +102,10 @@ def _breakdown(result: Comparison) -> list[Table]:
 
 
 def plain_comparison(result: Comparison) -> dict[str, Any]:
-    """As JSON values."""
+    """Return the result of a comparison as JSON values."""
     rows = [
         {
-            "contender": row.entry.library,
+            "library": row.entry.library,
             "settings": row.entry.settings,
             "ran_with": row.settings,
             "seconds": list(row.seconds),
@@ -124,7 +127,7 @@ def plain_comparison(result: Comparison) -> dict[str, Any]:
 
 
 def scale(grown: Scaling) -> list[Any]:
-    """Return a table with a row per value, and a table of the exponents."""
+    """Return a table with a row per measured size, and a table of the fitted exponents."""
     caption = "memory: peak of a step, measured in its own process. powers: fitted to the logarithms by least squares."
     table = plain_table((grown.axis, "ms a step", "low..high", "GFLOP/s", "memory", "by closed form"), caption)
     for point in grown.points:
@@ -148,7 +151,7 @@ def scale(grown: Scaling) -> list[Any]:
 
 
 def plain_scaling(grown: Scaling) -> dict[str, Any]:
-    """As JSON values."""
+    """Return the scaling measurements as JSON values."""
     points = [
         {
             "value": point.value,
@@ -165,7 +168,7 @@ def plain_scaling(grown: Scaling) -> dict[str, Any]:
 
 
 def largest(found: LargestBatch) -> list[Any]:
-    """One line."""
+    """Return a line about the largest batch that fits into memory."""
     return [
         f"largest batch whose training step fits into {_bytes(found.limit)}: [bold]{found.batch:,}[/] images "
         f"(closed form: {found.predicted:,} in the {_bytes(found.left)} that Python and torch leave)"
@@ -174,7 +177,7 @@ def largest(found: LargestBatch) -> list[Any]:
 
 def load(loading: Loading) -> list[Any]:
     """Return the tables of reading a model file and of starting new processes."""
-    caption = "first: one read after the system was asked to drop the file from its cache; other reads use the cache."
+    caption = "first: one read after the system was asked to drop the file from its cache. Other reads use the cache."
     table = plain_table(("reading a model", "ms", "low..high", "GB/s", "first, ms"), caption)
     for name, seconds in loading.loads.items():
         spread = Spread.of(seconds)

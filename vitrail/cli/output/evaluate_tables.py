@@ -43,7 +43,8 @@ SEVERAL = {"accuracy": "likeliest class is a label"}
 COUNTED = re.compile(r"(fewshot|knn)_(\d+)(.*)")
 
 CONFUSED = 20
-"""Largest number of classes for which the whole confusion matrix is shown, and number of pairs shown otherwise."""
+"""Maximum number of classes for which the whole confusion matrix is shown. With more classes, this many pairs are
+shown."""
 
 
 def metrics_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
@@ -57,7 +58,7 @@ def metrics_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def per_class_table(split: str, report: ClassificationReport) -> Table:
-    """Return a table of the classes, the least accurate first."""
+    """Return a table of the classes, sorted by accuracy, the lowest first."""
     several = report.multi_label is not None
     columns = (
         "images",
@@ -106,7 +107,7 @@ def _pairs(split: str, report: ClassificationReport, classes: tuple[str, ...]) -
     for true, taken, count in wrong[:CONFUSED]:
         table.add_row(escape(classes[true]), escape(classes[taken]), f"{count:,}", _share(count / images[true]))
     left = len(wrong) - CONFUSED
-    return Group(table, Text(f"and {left:,} pairs that are confused no more often")) if left > 0 else table
+    return Group(table, Text(f"and {left:,} pairs that are confused no more often than these")) if left > 0 else table
 
 
 def suite_table(result: SuiteResult) -> Table:

@@ -1,4 +1,4 @@
-"""The steps that a comparison measures: of our network, of its matrix products alone, and of other libraries."""
+"""The entries of a comparison: our network, its matrix products alone, and networks of other libraries."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OURS = "vitrail"
 PRODUCTS = "products alone"
 
 Settings = Literal["matched", "default", "best", "graphs"]
-"""Settings of a library. "matched": the workload's precision, by autocast. "default": the library's defaults, which
-use float32. "best": the workload's precision, compiled (ours block by block, others as a whole). "graphs": our network,
-compiled into CUDA graphs."""
+"""Settings of a library. "matched": the workload's precision, by autocast. "default": the library's defaults, which use
+float32. "best": the workload's precision, and compilation (ours of each block, others of the whole network). "graphs":
+our network, compiled into CUDA graphs."""
 
 COMPILED = {"best": " compiled", "graphs": " graphs"}
-"""Settings that need a compiler. The values are the texts that follow the precision in tables."""
+"""Settings that need a compiler, with the texts that follow the precision in tables."""
 
 LARGE = 8192
 """Number of rows and columns of the large matrix product on a GPU. On a CPU an eighth of it is used."""
@@ -59,7 +59,7 @@ def entries(
     best: bool = False,
     compile: Compiled = "off",  # noqa: A002
 ) -> list[Entry]:
-    """Return the libraries and settings to compare, without repetitions. Our network comes first."""
+    """Return the libraries and settings to compare, without duplicates. Our network comes first."""
     found = [Entry(OURS)]
     if best or compile == "on":
         found.append(Entry(OURS, "best"))
@@ -75,13 +75,15 @@ def entries(
 
 
 class Runner:
-    """One library's step in its own process. The first step runs at creation; later steps are timed on request."""
+    """A library's step in its own process. The first step runs in the constructor, and later steps are timed on
+    request.
+    """
 
     def __init__(self, entry: Entry, workload: Workload, threads: int) -> None:
         torch.set_num_threads(threads)
         is_products = entry.library == PRODUCTS
         if is_products or entry.library == OURS:
-            keep_freed_memory()  # our commands do the same, but programs that use other libraries do not
+            keep_freed_memory()  # our commands do the same, but programs with other libraries do not
         self.device, self.precision = workload.device, workload.precision
         self.product_flops = 0
         if entry.library == PRODUCTS:
@@ -99,8 +101,9 @@ class Runner:
         return timed(self.step, waits_for(self.device))()
 
     def flops(self) -> int:
-        """Return the FLOPs of the recorded matrix products. If a fused kernel computes a product twice, it counts
-        twice."""
+        """Return the FLOPs of the recorded matrix products. A product that a fused kernel computes twice is counted
+        twice.
+        """
         return self.product_flops
 
     def large_flops(self) -> float:
@@ -118,7 +121,7 @@ class Runner:
 
 
 def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
-    """Return a function that trains a new network for one step, or predicts one batch with it.
+    """Return a function that runs one training step of a new network, or predicts one batch with it.
 
     Raises `ConfigError` if a peer cannot be built.
     """
@@ -161,7 +164,7 @@ def _training_step(
     def step() -> None:
         with autocast(workload.precision, workload.device):
             logits = network(images)
-        loss: Any = F.cross_entropy(logits.float(), labels)  # torch has no type for backward()
+        loss: Any = F.cross_entropy(logits.float(), labels)  # torch has no type annotation for backward()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.bench.contenders import OURS, PRODUCTS, Entry, Runner, entries, make_step
+from vitrail.bench.entries import OURS, PRODUCTS, Entry, Runner, entries, make_step
 from vitrail.bench.peers import PEERS
 from vitrail.bench.workload import Workload
 
