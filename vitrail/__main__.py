@@ -1,4 +1,4 @@
-"""`python -m vitrail` is `vitrail`."""
+"""Entry point of `python -m vitrail`, which runs the command line."""
 
 import sys
 

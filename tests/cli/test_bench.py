@@ -164,7 +164,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "ViT-Pico/7", "--batch-size", "1", "--scaling", "batch"], "needs at least two values"),
         (
             ["train", "ViT-Pico/7", "--compile", "graphs", "--device", "cpu"],
-            "--compile: 'graphs' needs CUDA, and this",
+            "--compile: 'graphs' needs CUDA, but this device",
         ),
         (
             ["train", "ViT-Pico/7", "--compile", "on", "--scaling", "batch"],

@@ -182,7 +182,7 @@ def test_the_papers_protocol(
         (["--data", "{badges}", "--image-size", "33", "32"], "is not a multiple of patch_size"),
         (["--data", "{badges}", "--train-blocks", "7"], "--train-blocks: 7"),
         (["--data", "{badges}", "--lora-rank", "4", "--train-blocks", "1"], "exclude each other"),
-        (["--data", "{badges}", "--optimizer", "sgd"], "--optimizer: 'sgd' needs a --learning-rate"),
+        (["--data", "{badges}", "--optimizer", "sgd"], "--optimizer: 'sgd' also needs a --learning-rate"),
         (["--data", "{badges}", "--lora-on", "up"], "--lora-on: 'up' needs --lora-rank"),
         (
             ["--data", "{badges}", "--protocol", "paper", "--patience", "3"],

@@ -48,7 +48,7 @@ def test_check_train_predict(messy: Path, tmp_path: Path, capsys: pytest.Capture
     run = tmp_path / "run"
     assert main(["train", "--data", str(messy), "--run", str(run), *words.split(), *settings.split()]) == 0
     out = capsys.readouterr().out
-    assert "cut for it" in out and "skipped 1 file" in out and "checked" in out
+    assert "are held out for validation" in out and "skipped 1 file" in out and "checked" in out
     journal = (run / "journal.jsonl").read_text().splitlines()
     skipped = {event["key"] for event in map(json.loads, journal) if event["event"] == "skipped"}
     assert skipped == {"blue/page.jpg", "blue/cut.png"}

@@ -217,17 +217,19 @@ def test_auto_is_on_where_a_gpu_and_a_compiler_are(monkeypatch: pytest.MonkeyPat
     assert resolve_compile("off", CUDA, resnet) == "off"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert resolve_compile("auto", CUDA, config) == "off"
-    with pytest.raises(ConfigError, match=r"^compile='on' needs the package triton, which is not here; choices: "):
+    with pytest.raises(
+        ConfigError, match=r"^compile='on' needs the package triton, which is not installed here; choices: "
+    ):
         resolve_compile("on", CUDA, config)
 
 
 @pytest.mark.parametrize(
     ("compile", "device", "variant", "message"),
     [
-        ("graphs", CPU, "ViT-S/16", "compile='graphs' needs CUDA, and this is 'cpu'; choices: 'auto', 'on', 'off'"),
-        ("on", CPU, "BiT-R50x1", "compile='on' compiles a transformer's blocks, and a ResNet has none. Choose 'off'"),
-        ("on", CPU, "ViT-S/16", "compile='on' needs a C++ compiler (g++, clang++ or $CXX), which is not here; choices: "
-         "'auto', 'off'"),
+        ("graphs", CPU, "ViT-S/16", "compile='graphs' needs CUDA, but this device is 'cpu'; choices: 'auto', 'on'"),
+        ("on", CPU, "BiT-R50x1", "compile='on' compiles a transformer's blocks, but a ResNet has none. Choose 'off'"),
+        ("on", CPU, "ViT-S/16", "compile='on' needs a C++ compiler (g++, clang++ or $CXX), which is not installed "
+         "here; choices: 'auto', 'off'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_refused(

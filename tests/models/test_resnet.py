@@ -297,8 +297,8 @@ def test_a_resnet_without_a_head() -> None:
     ("shape", "message"),
     [
         ((2, 1, 40, 56), "images of shape (2, 1, 40, 56) do not have channels=3"),
-        ((2, 3, 0, 56), "an image of 0 x 56 has no pixels"),
-        ((2, 3, 40, 0), "an image of 40 x 0 has no pixels"),
+        ((2, 3, 0, 56), "an image of 0 x 56 has no pixels; both sides must be at least 1"),
+        ((2, 3, 40, 0), "an image of 40 x 0 has no pixels; both sides must be at least 1"),
     ],
 )
 def test_images_that_a_resnet_refuses(shape: tuple[int, ...], message: str) -> None:
@@ -389,7 +389,7 @@ def test_strides_and_channels() -> None:
 
 BAD = [
     ({"weight_eps": math.nan, "norm_eps": 0.5}, "norm_eps=0.5 and weight_eps=nan must be above 0"),
-    ({"depths": (1, 0)}, "depths=(1, 0): a stage has at least one unit"),
+    ({"depths": (1, 0)}, "depths=(1, 0): a stage must have at least one unit"),
     ({"width": 48}, "width=48 is not a multiple of 32, the number of groups of every norm"),
     ({"width": 0}, "width=0 is not a multiple of 32, the number of groups of every norm"),
     ({"norm_eps": 0.0}, "norm_eps=0.0 and weight_eps={} must be above 0"),
@@ -426,7 +426,7 @@ def test_a_stem_that_does_not_exist() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"depths": ()}, "depths=() leaves no stage; a ResNet has at least one"),
+        ({"depths": ()}, "depths=() leaves no stage, but a ResNet must have at least one"),
         (
             {"image_size": (0, 8)},
             "image_size=(0, 8) and channels=3 must be at least 1, num_classes=1000 at least 0",

@@ -389,7 +389,7 @@ def test_a_run_in_float8_learns_and_leaves_a_plain_model(tiny: Tiny) -> None:
     ("fields", "message"),
     [
         ({"precision": "float8", "width": 24, "mlp_width": 40}, "precision='float8' needs dense layers"),
-        ({"compile": "graphs"}, "compile='graphs' needs CUDA, and this is 'cpu'"),
+        ({"compile": "graphs"}, "compile='graphs' needs CUDA, but this device is 'cpu'"),
         ({"compile": "on", "variant": "BiT-R26x1", **dict.fromkeys(("width", "depth", "heads", "mlp_width"))},
          "compile='on' compiles a transformer's blocks"),
     ],

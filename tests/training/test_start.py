@@ -190,7 +190,7 @@ def test_a_resnet_has_units_but_no_adapters_and_no_dropout(
     fields = {"image_size": (32, 48), "steps": 2, "evaluations": 1}
     with pytest.raises(ConfigError, match=r"^dropout=0\.1 is a setting of transformers, and model '.*' is a ResNet$"):
         train(from_model(model, colour_folder, dropout=0.1, **fields))
-    with pytest.raises(ConfigError, match=r"^lora_rank=2: LoRA adapts a transformer's blocks, and a ResNet"):
+    with pytest.raises(ConfigError, match=r"^lora_rank=2: LoRA adapts a transformer's blocks, but a ResNet"):
         train(from_model(model, colour_folder, lora_rank=2, **fields))
     with pytest.raises(ConfigError, match=r"^train_blocks=9 is more than the 8 blocks of the model$"):
         train(from_model(model, colour_folder, train_blocks=9, **fields))

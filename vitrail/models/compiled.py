@@ -1,4 +1,6 @@
-"""Compilation of a transformer block by block (torch.compile). All blocks share one graph, so depth costs no time."""
+"""Compilation of a transformer block by block (torch.compile). All blocks share one graph, so the compile time does not
+grow with depth.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ one CUDA graph, which saves kernel launches."""
 Compiled = Literal["on", "off", "graphs"]
 
 GRAPHS = 64
-"""Largest number of times that the compiler may compile a block in one process. PyTorch's default is 8, but a run needs
-up to 12. The last block has a graph of its own if only its class token is read. Training and evaluation have different
-graphs. Each graph is compiled once or twice more for other batch or image sizes."""
+"""Maximum number of times that the compiler may compile a block in one process. PyTorch's default is 8, but a run needs
+up to 12. The last block has a separate graph if only its class token is read. Training and evaluation have different
+graphs. Each graph is compiled again for other batch or image sizes."""
 
 
 OPTIONS = "compile_options"
@@ -43,11 +45,13 @@ def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -
     if compile == "off":
         return "off"
     if not config.has_uniform_blocks:
-        raise ConfigError(f"compile={compile!r} compiles a transformer's blocks, and a ResNet has none. Choose 'off'")
+        raise ConfigError(f"compile={compile!r} compiles a transformer's blocks, but a ResNet has none. Choose 'off'")
     if compile == "graphs" and device.type != "cuda":
-        raise ConfigError(f"compile='graphs' needs CUDA, and this is {device.type!r}; choices: 'auto', 'on', 'off'")
+        raise ConfigError(
+            f"compile='graphs' needs CUDA, but this device is {device.type!r}; choices: 'auto', 'on', 'off'"
+        )
     if lacks is not None:
-        raise ConfigError(f"compile={compile!r} needs {lacks}, which is not here; choices: 'auto', 'off'")
+        raise ConfigError(f"compile={compile!r} needs {lacks}, which is not installed here; choices: 'auto', 'off'")
     return compile
 
 
@@ -71,12 +75,12 @@ def compile_blocks(
     skips = [module for module in transformer.blocks.modules() if isinstance(module, StochasticDepth)]
     draws = any(skip.draws for skip in skips)
     for skip in skips:
-        skip.draws = draws  # for the first block too, whose rate is 0: it would be a graph of its own otherwise
+        skip.draws = draws  # also for the first block, whose rate is 0; it would otherwise get a separate graph
     options = {"backend": backend, "mode": "reduce-overhead"} if compile == "graphs" else {"backend": backend}
     for block in transformer.blocks:
         _compile(block, options)
     if compile == "graphs":
-        # However the network is called, it embeds patches before the first block.
+        # All ways of calling the network embed patches before the first block.
         transformer.patches.register_forward_pre_hook(partial(_begin_step, transformer.blocks))
 
 

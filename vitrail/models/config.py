@@ -23,7 +23,7 @@ FROM_DATA = ("image_size", "channels", "num_classes")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The network to train: a variant, and overrides of any field of its `ViTConfig` or `ResNetConfig`.
+    """The choice of the network to train: a variant, and overrides of fields of its `ViTConfig` or `ResNetConfig`.
 
     Raises `ConfigError` for an unknown variant, and for overrides that name no field of the variant's config.
     """
@@ -41,7 +41,7 @@ class ModelConfig:
                 of = self.variant or "a network"
                 raise ConfigError(f"unknown field {name!r} of {of}; {nearest(name, known)}")
         overrides = dict(self.overrides)
-        if isinstance(root := overrides.get("root"), dict):  # as JSON holds it
+        if isinstance(root := overrides.get("root"), dict):  # JSON has lists instead of tuples
             overrides["root"] = from_plain(RootConfig, root)
         object.__setattr__(self, "overrides", overrides)
 
@@ -51,7 +51,7 @@ class ModelConfig:
         return self.variant or DEFAULT_VARIANT
 
     def override(self, **fields: Any) -> ModelConfig:
-        """Return a copy with another variant or other overrides; None removes an override.
+        """Return a copy with another variant or other overrides. An override of None removes an earlier override.
 
         If the variant changes, earlier overrides that name no field of the new variant's config are dropped.
         """

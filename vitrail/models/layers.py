@@ -1,4 +1,4 @@
-"""The parts of a block around its attention: MLPs, LayerScale, stochastic depth, and initialisers of weights."""
+"""The modules of a block besides attention: MLPs, LayerScale and stochastic depth. Also the initialisers of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Activation = Literal["gelu", "gelu-tanh", "swiglu"]
 
 
 class Mlp(nn.Module):
-    """Two dense layers with a GELU between them (paper section 3.1), and dropout after each."""
+    """Two dense layers with a GELU between them (paper section 3.1). Dropout follows each layer."""
 
     def __init__(self, width: int, hidden: int, *, tanh: bool = False, bias: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -74,8 +74,9 @@ def make_mlp(width: int, hidden: int, activation: Activation, *, bias: bool = Tr
 
 
 class LayerScale(nn.Module):
-    """Multiplies each channel of a branch by a learned factor. A small initial value stabilises deep networks
-    (2103.17239)."""
+    """Multiplies each channel of a branch by a learned factor (2103.17239). Small initial values stabilise deep
+    networks.
+    """
 
     def __init__(self, width: int, start: float) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class StochasticDepth(nn.Module):
         super().__init__()
         self.rate = rate
         self.draws = rate > 0
-        # On the CPU even if the network is built on "meta": no file holds this number.
+        # On the CPU even if the network is built on "meta", because no file holds this number.
         keep = torch.tensor(1 - rate, dtype=torch.float32, device="cpu")
         self.register_buffer("keep", keep, persistent=False)
 

@@ -43,7 +43,7 @@ class Features:
 
 
 class Layers(NamedTuple):
-    """All modules of a network that hold weights or drop values, each once, from bottom to top.
+    """All modules of a network that hold weights or drop values, from bottom to top. Each module occurs once.
 
     Layers are numbered as in BEiT (2106.08254), where the learning rate decays from the head down.
     """
@@ -70,7 +70,7 @@ class Layers(NamedTuple):
 
 @runtime_checkable
 class HasLayers(Protocol):
-    """A network that names its layers, as layer-wise decay and freezing need."""
+    """A network that provides its layers for layer-wise learning rate decay and for freezing."""
 
     def layers(self) -> Layers:
         """Return the modules from bottom to top."""
@@ -97,7 +97,7 @@ class NetworkConfig(Protocol):
 
     @property
     def num_classes(self) -> int:
-        """Number of outputs of the head; 0 for a network without one."""
+        """Number of outputs of the head, or 0 for a network without a head."""
 
     @property
     def embed_width(self) -> int:
@@ -113,7 +113,7 @@ class NetworkConfig(Protocol):
 
     @property
     def stream_width(self) -> int:
-        """Width of the residual stream below the head. Learning rates are scaled by it."""
+        """Width of the residual stream below the head. Learning rates are scaled by this width."""
 
     @property
     def summary(self) -> str:
@@ -193,8 +193,10 @@ class Network(Protocol):
 
 
 def block_numbers(layers: Sequence[int], count: int) -> list[int]:
-    """Return block numbers that count from 0. Numbers in `layers` may also count backward from -1. Raise `ConfigError`
-    for a number outside of `count` blocks."""
+    """Return block numbers that count from 0. Numbers in `layers` may also count backward from -1.
+
+    Raise `ConfigError` for a block that does not exist.
+    """
     for layer in layers:
         if not -count <= layer < count:
             raise ConfigError(

@@ -1,4 +1,5 @@
-"""Prediction without changing the network: weights are converted once, and several threads can predict at a time."""
+"""Prediction that does not change the network. Weights are converted once, and several threads can predict at a
+time."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Predictor:
         dtype = torch.bfloat16 if self._precision == "bf16" else None
         with torch.no_grad():
             for module in self._network.modules():
-                freeze = getattr(type(module), "freeze", None)  # of the layers whose products take another weight
+                freeze = getattr(type(module), "freeze", None)  # if products use another weight
                 if freeze is not None:
                     freeze(module, dtype)
                 compile_copy(module)
@@ -57,7 +58,7 @@ class Predictor:
         return self._precision
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
-        """Return logits; the same as `logits`."""
+        """Return logits, as `logits` does."""
         return self.logits(images)
 
     def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -108,7 +109,7 @@ def _copied(module: nn.Module, shared: dict[int, Tensor]) -> nn.Module:
     for name, value in vars(module).items():
         made.__dict__[name] = value.copy() if isinstance(value, dict) else value
     made.__dict__["training"] = False
-    made.__dict__.pop("_compiled_call_impl", None)  # it would call the network's own part
+    made.__dict__.pop("_compiled_call_impl", None)  # a copied hook would call the original module
     made.__dict__["_modules"] = {
         name: None if part is None else _copied(part, shared) for name, part in module._modules.items()
     }

@@ -39,7 +39,7 @@ class ResNet(nn.Module):
         self.stages = _stages(PreActivationUnit, config)
         self.norm = nn.GroupNorm(32, config.embed_width, eps=config.norm_eps)
         self.head = nn.Linear(config.embed_width, config.num_classes) if config.num_classes else None
-        if not self.norm.weight.is_meta:  # on "meta", weights come later
+        if not self.norm.weight.is_meta:  # on "meta", weights are loaded later
             self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -68,7 +68,7 @@ class ResNet(nn.Module):
             raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
         self.config.grid_of(images.shape[2], images.shape[3])
         x = self.stem(images)
-        # The map is padded with zeros, and the pool has no padding of its own, so it sees the zeros (BiT's own code).
+        # The pool has no padding of its own and sees the zeros that pad the map, as in BiT's own code.
         x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
         if layers is None:
             return _cells_of(F.relu(self.norm(self.stages(x))))
@@ -188,7 +188,10 @@ class StandardisedConv(nn.Conv2d):
 
 
 class PreActivationUnit(nn.Module):
-    """BiT's bottleneck: norm and ReLU before each of three convolutions. The input of the shortcut is activated too."""
+    """BiT's bottleneck: a norm and a ReLU before each of three convolutions.
+
+    If the shortcut has a convolution, the first norm and ReLU come before it as well.
+    """
 
     def __init__(
         self, before: int, after: int, *, stride: int, norm_eps: float, weight_eps: tuple[float, WeightEps]

@@ -27,7 +27,7 @@ class RootConfig:
     values that do not fit."""
 
     depths: tuple[int, ...] = ()
-    """Number of units in each stage; () leaves only the stem."""
+    """Number of units in each stage. () leaves only the stem."""
     stem: Stem = "7x7+pool"
     """Stem of the root: the published "7x7+pool", or "3x3+3x3" for small images. The norms of "3x3+3x3" have one
     group."""
@@ -85,9 +85,9 @@ class ResNetConfig:
     depths: tuple[int, ...] = (3, 4, 6, 3)
     """Number of units in each stage."""
     width: int = 64
-    """Channels of the first convolution: 64 times the width factor."""
+    """Number of channels of the first convolution: 64 times the width factor."""
     num_classes: int = 1000
-    """Number of outputs of the head; 0 makes a network without a head."""
+    """Number of outputs of the head. 0 makes a network without a head."""
     head_bias: float = 0.0
     """Initial value of the head's biases."""
     norm_eps: float = 1e-5
@@ -100,7 +100,7 @@ class ResNetConfig:
     def __post_init__(self) -> None:
         _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
         if not self.depths:
-            raise ConfigError("depths=() leaves no stage; a ResNet has at least one")
+            raise ConfigError("depths=() leaves no stage, but a ResNet must have at least one")
         if min(*self.image_size, self.channels) < 1 or self.num_classes < 0:
             raise ConfigError(
                 f"image_size={self.image_size} and channels={self.channels} must be at least 1, "
@@ -144,7 +144,7 @@ class ResNetConfig:
         return replace(self, image_size=image_size)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> ResNetConfig:
-        """Return the same config with a head of `num_classes` outputs; there is no hidden layer to drop."""
+        """Return the same config with a head of `num_classes` outputs. There is no hidden layer to drop."""
         return replace(self, num_classes=num_classes)
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
@@ -154,7 +154,7 @@ class ResNetConfig:
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Return rows and columns of the last feature map. Raise `ConfigError` for an image without pixels."""
         if min(height, width) < 1:
-            raise ConfigError(f"an image of {height} x {width} has no pixels")
+            raise ConfigError(f"an image of {height} x {width} has no pixels; both sides must be at least 1")
         stride = 2 ** (len(self.depths) + 1)
         return math.ceil(height / stride), math.ceil(width / stride)
 
@@ -175,14 +175,14 @@ class ResNetConfig:
         return costs.training_flops(self, image_size or self.image_size)
 
     def footprint(self, image_size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
-        """Return what a training step holds in memory."""
+        """Return the memory that a training step needs."""
         return costs.footprint(self, image_size, precision)
 
 
 def _check(depths: tuple[int, ...], width: int, norm_eps: float, weight_eps: float, weight_eps_on: str) -> None:
     problems = []
     if any(depth < 1 for depth in depths):
-        problems.append(f"depths={depths}: a stage has at least one unit")
+        problems.append(f"depths={depths}: a stage must have at least one unit")
     if width < 32 or width % 32:
         problems.append(f"width={width} is not a multiple of 32, the number of groups of every norm")
     if not (norm_eps > 0 and weight_eps > 0):

@@ -1,4 +1,5 @@
-"""The table of names ("ViT-B/16", the hybrid "R50+ViT-B/16", "BiT-R50x1"), and `create`, which makes networks."""
+"""The table of names ("ViT-B/16", the hybrid "R50+ViT-B/16", "BiT-R50x1"), and `create`, which makes a network by
+name."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "Pico": Variant(96, 6, 384, 3),  # ours, for images of 28 to 64 pixels on a CPU
-    "Nano": Variant(192, 8, 768, 3),  # ours, likewise
+    "Nano": Variant(192, 8, 768, 3),  # ours, for the same images
     "Ti": Variant(192, 12, 768, 3),  # 2012.12877, 2106.10270
     "S": Variant(384, 12, 1536, 6),
     "M": Variant(512, 12, 2048, 8),
@@ -135,7 +136,7 @@ def _named(name: str) -> AnyConfig:
         return ViTConfig(**size, root=root, patch_size=(cells, cells), image_size=(side, side))
     if match := BIT.fullmatch(name):
         return ResNetConfig(depths=_layers(match, name), width=64 * int(match["factor"]))
-    rule = "a name is ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1"
+    rule = "names have the form ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1"
     raise ConfigError(f"unknown variant {name!r}: {rule}; {nearest(name, PUBLISHED)}")
 
 
@@ -160,11 +161,11 @@ def _root(match: re.Match[str], name: str) -> tuple[RootConfig, int]:
     pixels = int(match["patch"])
     if match["layers"] is None:
         if pixels % 2:
-            raise ConfigError(f"unknown variant {name!r}: the patch of a root without stages is a multiple of 2")
+            raise ConfigError(f"unknown variant {name!r}: the patch of a root without stages must be a multiple of 2")
         return RootConfig() if name.startswith("R") else RootConfig(stem="3x3+3x3", width=32), pixels // 2
     layers, width = _layers(match, name), 64 * int(match["factor"] or 1)
     if pixels == 16:
         return RootConfig(depths=(*layers[:2], layers[2] + layers[3]), width=width), 1
     if pixels % 32:
-        raise ConfigError(f"unknown variant {name!r}: a hybrid's patch is 16, or a multiple of 32")
+        raise ConfigError(f"unknown variant {name!r}: a hybrid's patch must be 16, or a multiple of 32")
     return RootConfig(depths=layers, width=width), pixels // 32

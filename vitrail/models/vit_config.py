@@ -23,7 +23,8 @@ __all__ = ["ViTConfig"]
 class ViTConfig:
     """The config of a Vision Transformer.
 
-    The defaults are the paper's ViT-B/16. Raises `ConfigError`, which names every field that does not fit.
+    The defaults are the paper's ViT-B/16. Raises `ConfigError` if fields have invalid values. The message names all of
+    them.
     """
 
     architecture: ClassVar[Literal["ViT"]] = "ViT"
@@ -55,7 +56,7 @@ class ViTConfig:
     mlp_width: int = 3072
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
     num_classes: int = 1000
-    """Number of outputs of the head; 0 makes a network without a head."""
+    """Number of outputs of the head. 0 makes a network without a head."""
     pool: Pool = "cls"
     """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
     (map), or class token and mean concatenated (cls+gap)."""
@@ -64,7 +65,8 @@ class ViTConfig:
     registers: int = 0
     """Number of register tokens, which are learned tokens between the class token and the patches (2309.16588)."""
     head_hidden: int = 0
-    """Units of the tanh layer before the head that the paper uses in pre-training; 0 for no such layer."""
+    """Units of the tanh layer before the head that the paper uses in pre-training. 0 makes a network without this
+    layer."""
     head_bias: float = 0.0
     """Initial value of the head's biases. big_vision uses -10 for the sigmoid loss over very many classes."""
     final_norm: FinalNorm = "tokens"
@@ -82,7 +84,7 @@ class ViTConfig:
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, or a gated SiLU."""
     layer_scale: float = 0.0
-    """Initial value of LayerScale's factors, one per channel of each branch (2103.17239); 0 for no LayerScale."""
+    """Initial value of LayerScale's factors, one per channel of each branch (2103.17239). 0 turns LayerScale off."""
     qk_norm: bool = False
     """True to apply a layer norm to the queries and keys of each head (2302.05442)."""
     qkv_bias: bool = True
@@ -140,17 +142,17 @@ class ViTConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks; the same as `depth`."""
+        """Number of blocks, which is `depth`."""
         return self.depth
 
     @property
     def stream_width(self) -> int:
-        """Width of the residual stream below the head. Learning rates are scaled by it."""
+        """Width of the residual stream below the head. Learning rates are scaled by this width."""
         return self.width
 
     @property
     def weights_depend_on_size(self) -> bool:
-        """True for positions whose weights are made for one grid of patches."""
+        """True if positions have weights that are made for one grid of patches."""
         return self.position_embedding.depends_on_grid
 
     @property

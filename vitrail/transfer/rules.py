@@ -190,7 +190,7 @@ def check_rate(optimizer: OptimizerConfig, explicit: Explicit, usual: str) -> No
     if optimizer.kind != usual and "optimizer" in explicit and "learning_rate" not in explicit:
         raise ConfigError(
             f"optimizer={optimizer.kind!r} also needs a learning_rate, because the automatic learning rates are "
-            f"for {usual}"
+            f"for {usual!r}"
         )
 
 

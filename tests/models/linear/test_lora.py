@@ -222,7 +222,7 @@ def test_names_that_match_nothing_are_refused_with_the_choices(
 
 
 def test_a_resnet_is_refused() -> None:
-    message = "lora_rank=4: LoRA adapts a transformer's blocks, and a ResNet has none; leave it out"
+    message = "lora_rank=4: LoRA adapts a transformer's blocks, but a ResNet has none; leave lora_rank out"
     with pytest.raises(ConfigError) as caught:
         check_adapters(ResNetConfig(), 4, ("query",))
     assert str(caught.value) == message

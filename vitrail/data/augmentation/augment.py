@@ -133,7 +133,7 @@ class Augment:
             problems.append(f"randaugment_magnitude={self.randaugment_magnitude} is not in [0, 30]")
         for name in ("mixup", "cutmix"):
             if (alpha := getattr(self, name)) is not None and not 0 <= alpha < math.inf:
-                problems.append(f"{name}={alpha} is not 0 (none) or more")
+                problems.append(f"{name}={alpha} must be 0 or more; 0 turns it off")
         if self.crop_area is not None and not 0 < self.crop_area[0] <= self.crop_area[1] <= 1:
             problems.append(f"crop_area={self.crop_area} is not two fractions in (0, 1], the smaller first")
         if self.crop_from is not None and self.settings.crop_area is not None:

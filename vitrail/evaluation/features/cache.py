@@ -114,8 +114,9 @@ def weights_fingerprint(network: nn.Module) -> str:
 def data_fingerprint(source: Source) -> str:
     """Return a hash of all keys and targets in order, and of the images' identities, without decoding any image.
 
-    Files, shards and Parquet files are identified by size and modification time, arrays by their pixels. If a source
-    has no `stamp_of`, 16 evenly spaced images are read and hashed. A change to any other image is then not detected.
+    Files, shards and Parquet files are identified by size and modification time. Arrays are identified by their pixels.
+    If a source has no `stamp_of`, 16 evenly spaced images are read and hashed. A change to any other image is then not
+    detected.
     """
     digest = hashlib.sha256(fingerprint(source).encode())
     if isinstance(getattr(source, "identity", None), str):  # the source's own fingerprint includes the images

@@ -35,8 +35,8 @@ def attend(
 def attend_fused(qkv: Float[Tensor, "b n three_width"], heads: int) -> Float[Tensor, "b n width"]:
     """Return `softmax(q k^T / sqrt(d)) v` of every head, with shape (b, n, width).
 
-    `kernels.fuses` must be true of the layer's input. The forward pass copies queries, keys and values once into the
-    order that the kernels need, and the backward pass copies their gradients once. The matrix products apply the scale.
+    The layer's input must satisfy `kernels.fuses`. The forward pass copies queries, keys and values once into the order
+    that the kernels need, and the backward pass copies their gradients once. The matrix products apply the scale.
     """
     if torch.is_grad_enabled():
         return _Attention.apply(qkv, heads)  # type: ignore[no-untyped-call]

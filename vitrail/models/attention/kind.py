@@ -78,4 +78,4 @@ class AttentionKind(Protocol):
         """Return the bytes that the layer keeps of one image for the backward pass, without its input."""
 
     def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
-        """Return the peak extra bytes per image during the layer's backward pass; 0 if the amount is negligible."""
+        """Return the peak extra bytes per image during the layer's backward pass, or 0 if they are negligible."""

@@ -1,1 +1,1 @@
-"""Closed forms of what a network costs: parameters, multiply-accumulates and memory, without building it."""
+"""Formulas for the cost of a network: parameters, multiply-accumulates and memory. The network is not built."""

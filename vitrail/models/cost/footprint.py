@@ -1,4 +1,4 @@
-"""Closed forms of the memory that a training step needs on a CPU. The network is not built."""
+"""Formulas for the memory that a training step needs on a CPU. The network is not built."""
 
 from __future__ import annotations
 

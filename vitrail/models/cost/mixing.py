@@ -17,7 +17,7 @@ class LayerCost(NamedTuple):
     sequential: int
     """Number of steps that cannot run in parallel."""
     path: int
-    """Layers or steps that a signal passes between the two tokens that are farthest apart."""
+    """Number of layers or steps that a signal passes between the two tokens that are farthest apart."""
 
 
 def layer_costs(tokens: int, width: int, kernel: int = 3) -> tuple[LayerCost, ...]:

@@ -1,4 +1,4 @@
-"""Closed forms of BiT ResNets and of the ResNet below a hybrid: parameters, multiply-accumulates and kept bytes."""
+"""Formulas for BiT ResNets and for the ResNet below a hybrid: parameters, multiply-accumulates and kept bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ copies of maps and filters. Measured (glibc 2.36, 2026-11)."""
 
 
 class Unit(NamedTuple):
-    """One bottleneck: its channels, and the cells of its feature map before and after the stride."""
+    """One bottleneck, with its channels and the sizes of its feature map before and after the stride."""
 
     before: int
     after: int
@@ -100,7 +100,7 @@ def macs(config: ResNetConfig, size: tuple[int, int]) -> int:
 
 
 def training_flops(config: ResNetConfig, size: tuple[int, int]) -> int:
-    """Return the FLOPs of a training step per image; the gradient of the image itself is not computed."""
+    """Return the FLOPs of a training step per image. The gradient of the image itself is not computed."""
     return 2 * (3 * macs(config, size) - _first_macs(config, size))
 
 

@@ -1,6 +1,6 @@
-"""Closed forms of Vision Transformers and hybrids: parameters, multiply-accumulates and kept bytes.
+"""Formulas for Vision Transformers and hybrids: parameters, multiply-accumulates and kept bytes.
 
-A FLOP count is twice the multiply-accumulates. All counts are of matrix products and convolutions; norms, activations
+A FLOP count is twice the multiply-accumulates. Only matrix products and convolutions are counted. Norms, activations
 and softmax are not counted, as in the literature.
 """
 
@@ -102,8 +102,10 @@ def _macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
 
 
 def _unread_macs(config: ViTConfig, n: int) -> int:
-    """Return the multiply-accumulates that the last block skips: the head reads only the class token, so the other
-    tokens need only keys and values."""
+    """Return the multiply-accumulates that the last block skips.
+
+    The head reads only the class token, so the other tokens need only keys and values.
+    """
     if config.pool != "cls":
         return 0
     attention = config.attention_kind
@@ -152,7 +154,7 @@ def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintP
         hidden = 4 if config.activation == "swiglu" else 2 if precision == "float32" else 1
         kept += 4 * width + each * (3 * width + hidden * config.mlp_width)
     if config.root:
-        # patches of one cell are the map itself, which its last ReLU keeps as well, unless some are picked from it
+        # if a patch is one cell, the map is the input, which the last ReLU keeps too unless patches are selected
         shared = stem if config.patch_size == (1, 1) and not config.patch_dropout else 0
         kept += resnet.root_bytes(config.root, config.channels, size, precision) - each * shared
     return kept
@@ -182,11 +184,11 @@ def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: Footprin
     bf16 = precision == "bf16"
     n, width = config.kept_of(math.prod(config.grid_of(*size))) + config.prefix, config.width
     each = bytes_each(precision)
-    stream = n * width * (4 + 2 * bf16)  # the gradient, and the form that products take
+    stream = n * width * (4 + 2 * bf16)  # the gradient, and its copy in the format of matrix products
     hidden = 4 if config.activation == "swiglu" else 3 if bf16 and not config.dropout else 1
     mlp = each * hidden * n * config.mlp_width
     attention = config.attention_kind.backward_bytes(n, precision)
-    if attention:  # by then, the tensors that the MLP kept are gone
+    if attention:  # the tensors that the MLP kept are freed by then
         attention -= each * n * config.mlp_width + 6 * n * width
     whole = stream + max(mlp, attention)
     if config.pool != "cls":

@@ -61,8 +61,8 @@ def float8_linear(
     """Return `x weight^T + bias` in bfloat16, computed from `x` and `weight` in e4m3.
 
     In the backward pass, the gradient is converted to e5m2. In every call, each factor is scaled so that its largest
-    magnitude is the largest number of the format. Sums are in float32. Without gradients, or outside autocast, this
-    function is `linear`, so 8-bit training does not change how predictions are computed.
+    magnitude is the largest number of the format. Sums are computed in float32. Without gradients, or outside autocast,
+    this function does the same as `linear`, so 8-bit training does not change how predictions are computed.
     """
     if not (torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)):
         return linear(x, weight, bias)
@@ -100,15 +100,18 @@ def _product(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """Return the matrix product `a b` of scaled factors. With `fast`, a GPU sums with fewer digits. Gradients need the
-    exact sums."""
-    with torch.autocast(a.device.type, enabled=False):  # or a CPU would round the factors, units applied, to bfloat16
+    """Return the matrix product `a b` of scaled factors. With `fast`, a GPU adds with fewer digits.
+
+    Gradients need the exact sums.
+    """
+    with torch.autocast(a.device.type, enabled=False):  # otherwise a CPU would round the scaled factors to bfloat16
         return torch._scaled_mm(a, b, scale_a=a_unit, scale_b=b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return `x` as a matrix, with rows of zeros added until the number of rows is a multiple of 16. The zeros change
-    no sum over rows."""
+    """Return `x` as a matrix, padded with rows of zeros to a multiple of 16 rows. The zeros do not change sums over
+    rows.
+    """
     rows = x.reshape(-1, x.shape[-1])
     missing = -rows.shape[0] % MULTIPLE
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
@@ -120,7 +123,7 @@ def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the tensor scaled to the range of `dtype`, contiguous in memory, and the unit that it was divided by."""
+    """Return the tensor scaled to the range of `dtype`, contiguous in memory, and the divisor of the scaling."""
     unit = x.abs().amax().float().clamp(min=SMALLEST) / torch.finfo(dtype).max
     return (x.float() / unit).to(dtype).contiguous(), unit
 

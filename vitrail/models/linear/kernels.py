@@ -1,7 +1,7 @@
 """Kernels for matrix products in bfloat16 on a CPU.
 
-They compute the same as PyTorch's kernels in fewer passes over memory. In float32, on GPUs and inside torch.compile,
-PyTorch's own kernels are used. `docs/performance.md` lists the measured speeds.
+They return the results of PyTorch's kernels with fewer passes over memory. In float32, on GPUs and inside
+torch.compile, PyTorch's own kernels are used. `docs/performance.md` lists the measured speeds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ itself."""
 
 
 def fuses(x: Tensor) -> bool:
-    """Return True if the fused kernels can be used with `x`: autocast computes in bfloat16 on a CPU, and no compiler
-    runs, which would fuse operations by itself."""
+    """Return True if the fused kernels can be used with `x`: under autocast to bfloat16 on a CPU, outside
+    torch.compile.
+
+    The compiler fuses operations by itself.
+    """
     return (
         x.device.type == "cpu"
         and torch.is_autocast_enabled("cpu")

@@ -4,9 +4,8 @@ An adapter changes the weight, not the layer's input: the layer multiplies by `W
 conversion to bfloat16, 8-bit training and compilation therefore work as without adapters, and merging is exact except
 for rounding. Some implementations apply dropout to the input of the adapter alone, which is not possible here.
 
-LoRA saves memory of the optimizer and little time, because the full gradient of an adapted weight is computed before
-the gradients of its factors. A step of ViT-S/16 in bf16 takes 0.81 of the time of full training if queries and values
-are adapted, and 1.08 with all six projections (rank 8; two shared cores of an AMD EPYC 9004, least of 7, 2026-11).
+LoRA saves memory of the optimizer but little time, because the full gradient of an adapted weight is computed before
+the gradients of its factors (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Projection = Literal["query", "key", "value", "out", "up", "down"]
 layers."""
 
 ADAPTER = ".adapter."
-"""Text that the name of every adapter's tensor contains, and the name of no other tensor."""
+"""Text that occurs in the names of all tensors of adapters, and in no other name."""
 
 
 class LowRank(nn.Module):
@@ -70,7 +69,9 @@ class LowRank(nn.Module):
 def check_adapters(config: AnyConfig, rank: int, names: Sequence[str]) -> None:
     """Raise `ConfigError` if `add_adapters` cannot adapt a network of this config."""
     if not config.adaptable:
-        raise ConfigError(f"lora_rank={rank}: LoRA adapts a transformer's blocks, and a ResNet has none; leave it out")
+        raise ConfigError(
+            f"lora_rank={rank}: LoRA adapts a transformer's blocks, but a ResNet has none; leave lora_rank out"
+        )
     choices = ", ".join(map(repr, get_args(Projection)))
     if not names:
         raise ConfigError(f"lora_on=() names no weight to adapt; choices: {choices}")

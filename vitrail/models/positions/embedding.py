@@ -77,7 +77,7 @@ class PositionEmbedding:
         return 0
 
     def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
-        """Return the bytes per image that positions keep for the backward pass if only this many patches are kept."""
+        """Return the bytes per image that positions keep for the backward pass if only `patches` patches are kept."""
         return 0
 
 
@@ -105,7 +105,7 @@ class Positions(nn.Module):
         return [None] * depth
 
     def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
-        """Return the weights that have to change for another grid, resized, by name."""
+        """Return the weights that another grid changes, resized to that grid, by name."""
         return {}
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ class Relative(PositionEmbedding):
         return self.layers * self.config.heads * (2 * height - 1) * (2 * width - 1)
 
     def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
-        return 8 * patches**2  # the offsets of an image's pairs
+        return 8 * patches**2  # the offset of each pair of patches
 
 
 class Rotary(PositionEmbedding):
@@ -118,10 +118,10 @@ class RelativeBias(Positions):
 
 
 class RotaryPositions(Positions):
-    """Rotates queries and keys by row and column ("axial"). Half of a head's channel pairs use the row, the other half
-    the column.
+    """Rotates queries and keys by row and column ("axial").
 
-    Frequencies are 100^(-i / (d / 4)). The product of a query and a key depends only on the offset of their patches.
+    Half of a head's channel pairs use the row, and the other half use the column. Frequencies are 100^(-i / (d / 4)).
+    The product of a query and a key depends only on the offset of their patches.
     """
 
     def __init__(self, head_width: int, *, prefix: int) -> None:
