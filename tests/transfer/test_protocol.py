@@ -74,7 +74,7 @@ def test_settings_are_the_papers() -> None:
     assert config.augment.crop_rule == "tensorflow"
     assert (config.data.spec, config.start.init, config.data.validation_share) == ("pets", "B_16.npz", 0.1)
     assert found.config.start.new_head
-    assert found.rates == (0.001, 0.003, 0.01, 0.03) and "0.001, 0.003, 0.01, 0.03 on 10%" in found.reasons[-1]
+    assert found.rates == (0.001, 0.003, 0.01, 0.03) and "0.001, 0.003, 0.01, 0.03, chosen on 10%" in found.reasons[-1]
 
 
 @pytest.mark.parametrize("preprocess", [
