@@ -194,7 +194,7 @@ def outcome(flat: Callable[[Any], dict[str, Any]]) -> Callable[[Path], dict[str,
             name: leaf.contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else leaf
             for name, leaf in flat(state.tensors()).items()
         }
-        moments = [name for name in tensors if "exp_avg" in name or "momentum_buffer" in name]
+        moments = [name for name in tensors if "exp_avg" in name or "momentum" in name]
         moved = [parameter for parameter in state.objective.parameters() if parameter.requires_grad]
         assert len(moments) >= len(moved)
         events = read_journal(run / "journal.jsonl")

@@ -44,6 +44,15 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
         "'500 steps', '5 epochs', '64000 images' or '2.5%'",
     ),
     ({"rsqrt_shift": -0.5}, "rsqrt_shift=-0.5 is not in [0, 1), the range of a fraction of the run"),
+    ({"weight_decay_rule": "l2"}, "weight_decay_rule='l2' is not one of 'auto', 'decoupled', 'coupled', 'independent'"),
+    ({"momentum_format": "float16"}, "momentum_format='float16' is not one of 'float32', 'bfloat16'"),
+    ({"update_clip": 1.0}, "update_clip=1.0 is for optimizer='adafactor'; use clip, or leave it out"),
+    ({"update_clip": -1.0, "optimizer": "adafactor"}, "update_clip=-1.0 is less than 0"),
+    (
+        {"learning_rate_factors": ("head=0",)},
+        "learning_rate_factors='head=0' is not PATTERN=FACTOR, a regular "
+        "expression of names of weights and a number above 0; write for example 'head\\..*=10'",
+    ),
     ({"base_batch_size": 0}, "base_batch_size=0 is less than 1"),
     ({"schedule_power": 0.0}, "schedule_power=0.0 is not above 0"),
     ({"end_learning_rate": -1e-5}, "end_learning_rate=-1e-05 is less than 0"),
@@ -101,7 +110,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),
     ({"max_skipped": -0.1}, "max_skipped=-0.1 is not in [0, 1]"),
     ({"accumulation": 9, "batch_size": 8}, "accumulation=9 is more than batch_size=8"),
-    ({"optimizer": "adam"}, "optimizer='adam' is not one of 'adamw', 'sgd'"),
+    ({"optimizer": "adam"}, "optimizer='adam' is not one of 'adamw', 'sgd', 'adafactor'"),
     (
         {"schedule": "step"},
         "schedule='step' is not one of 'cosine', 'linear', 'polynomial', 'rsqrt', 'staircase', 'constant'",

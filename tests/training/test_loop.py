@@ -254,7 +254,9 @@ def test_the_counter_counts() -> None:
 @pytest.mark.parametrize("fields", [
     {}, {"accumulation": 3}, {"precision": "bf16"}, {"optimizer": "sgd"}, {"clip": 0.0}, {"shift": 2},
     {"preset": "bp", "cutmix": 1.0, "colour_jitter": (0.4, 0.4, 0.4, 0.1)},
-    {"label_smoothing": 0.0}, {"average": 0.9, "layer_decay": 0.5},
+    {"label_smoothing": 0.0}, {"average": 0.9, "layer_decay": 0.5}, {"momentum_format": "bfloat16"},
+    {"optimizer": "adafactor", "momentum_format": "bfloat16", "update_clip": 1.0, "width": 32, "heads": 1},
+    {"optimizer": "sgd", "weight_decay_rule": "decoupled"},
 ], ids=str)  # fmt: skip
 def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:
     state, plan = make(**fields)

@@ -28,7 +28,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.layers import check_choice, choose_weights
-from vitrail.training.optimization.optimizer import make_optimizer
+from vitrail.training.optimization.optimizer import check_names, make_optimizer
 from vitrail.training.own import check_network, check_settings, named_splits
 from vitrail.training.plan import Plan
 from vitrail.training.record import FORMAT
@@ -143,6 +143,7 @@ def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[
     if setup.objects.network is not None:
         network: Any = setup.objects.network.to(setup.device)
         check_network(network, config.images, len(names))
+        check_names(network, config.optimizer)
         return network, setup, notes
     if model is not None:
         network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
@@ -153,6 +154,7 @@ def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[
     else:
         network = build(_network_config(config, None, setup.origin, num_classes=len(names)))
     choose_weights(network, config.start)
+    check_names(network, config.optimizer)
     network.to(setup.device)
     if config.run.precision == "float8":
         use_float8(network)

@@ -146,7 +146,9 @@ def _settings(
     optimizer = {
         "sgd": f"SGD with momentum {rates.momentum:g}",
         "adamw": f"AdamW with betas {rates.beta1:g} and {rates.beta2:g}",
+        "adafactor": f"Adafactor with momentum {rates.momentum:g}",
     }[rates.kind]
+    decay_rule = f"{rates.decay_rule} " if rates.weight_decay else ""
     warmup = rates.warmup if isinstance(rates.warmup, str) else f"{rates.warmup:.0%} of the steps"
     decay = "" if rates.layer_decay == 1 else f", layer decay {rates.layer_decay:g}"
     rows = [
@@ -155,7 +157,7 @@ def _settings(
         ("data", f"{config.data.spec}: {splits} images of {plural(len(bundle.classes), noun)}"),
         ("image size", f"{height} x {width} pixels (height x width)"),
         ("steps", f"{record['steps']:,} with a batch size of {config.run.batch_size:,} ({epochs:,.1f} epochs)"),
-        ("optimizer", f"{optimizer}, weight decay {rates.weight_decay:g}"),
+        ("optimizer", f"{optimizer}, {decay_rule}weight decay {rates.weight_decay:g}"),
         ("learning rate", f"{rates.learning_rate:g}, {rates.schedule}, warm-up {warmup}{decay}"),
         ("augmentation", _augmentation(config.augment)),
     ]

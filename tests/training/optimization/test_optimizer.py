@@ -1,16 +1,28 @@
-"""Which weights decay, and single steps against the formulas in float64."""
+"""Which weights decay and by which rule, factors by name, and single steps against the formulas in float64."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from vitrail.errors import ConfigError
 from vitrail.models.variants import create
+from vitrail.tasks.classification import ClassificationObjective
 from vitrail.training.optimization.layers import choose_weights
-from vitrail.training.optimization.optimizer import OptimizerConfig, make_optimizer, split_by_decay
+from vitrail.training.optimization.optimizer import (
+    DecayRule,
+    OptimizerConfig,
+    OptimizerName,
+    check_names,
+    make_optimizer,
+    split_by_decay,
+)
+from vitrail.training.optimization.update_rules import MomentumFormat, OptaxAdam, OptaxMomentum
 from vitrail.training.start import StartConfig
 
 
@@ -61,49 +73,159 @@ def test_weights_of_convolutions_decay_too(name: str) -> None:
     assert any(parameter.ndim == 4 for parameter in names.values())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_every_weight_is_optimised_once(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", get_args(OptimizerName))
+def test_every_weight_is_optimised_once(optimizer: OptimizerName) -> None:
     network = create("ViT-Pico/7", image_size=(14, 14), channels=1, num_classes=3, width=8, depth=1, heads=2)
-    made = make_optimizer(network, OptimizerConfig(kind=optimizer, weight_decay=0.3))  # type: ignore[arg-type]
+    made = make_optimizer(network, OptimizerConfig(kind=optimizer, weight_decay=0.3))
     held = [parameter for group in made.param_groups for parameter in group["params"]]
     assert len(held) == len({id(p) for p in held}) == len(list(network.parameters()))
     assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.0]
 
 
-def test_adamw_is_the_formula() -> None:
-    rate, decay, beta1, beta2, epsilon = 0.03, 0.2, 0.8, 0.95, 1e-8
-    module = Pair()
-    config = OptimizerConfig(learning_rate=rate, weight_decay=decay, beta1=beta1, beta2=beta2)
-    optimizer = make_optimizer(module, config)
-    expected = [parameter.detach().double().clone() for parameter in module.both()]
-    means, squares = [torch.zeros_like(p) for p in expected], [torch.zeros_like(p) for p in expected]
-    for step in (1, 2):
-        gradients = module.set_gradients(step)
-        optimizer.step()
-        for index, (gradient, factor) in enumerate(zip(gradients, (decay, 0.0), strict=True)):
-            means[index] = beta1 * means[index] + (1 - beta1) * gradient
-            squares[index] = beta2 * squares[index] + (1 - beta2) * gradient**2
-            mean, square = means[index] / (1 - beta1**step), squares[index] / (1 - beta2**step)
-            expected[index] = expected[index] * (1 - rate * factor) - rate * mean / (square.sqrt() + epsilon)
-        for parameter, value in zip(module.both(), expected, strict=True):
-            torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-6, atol=1e-7)
+RULES = get_args(DecayRule)
+USUAL = {"adamw": "decoupled", "sgd": "coupled", "adafactor": "decoupled"}
+"""The rules of weight decay that "auto" means."""
 
 
-def test_sgd_with_momentum_is_the_formula() -> None:
-    rate, decay, momentum = 0.1, 0.2, 0.7
-    module = Pair()
-    config = OptimizerConfig(kind="sgd", learning_rate=rate, weight_decay=decay, momentum=momentum)
+def decays(rule: str, usual: str, rate: float, decay: float) -> tuple[float, float]:
+    """The factor of the weight that is added to the gradient, and the one that is subtracted from the weight."""
+    chosen = usual if rule == "auto" else rule
+    return (decay, 0.0) if chosen == "coupled" else (0.0, decay if chosen == "independent" else rate * decay)
+
+
+def check_steps(config: OptimizerConfig, update: Callable[[int, int, Tensor], Tensor], tolerance: float) -> None:
+    """Compare three steps with a formula of the update of a weight, from its index, the step from 1 and the gradient.
+
+    The third step has half of the learning rate.
+    """
+    module, peak = Pair(), config.learning_rate
     optimizer = make_optimizer(module, config)
     expected = [parameter.detach().double().clone() for parameter in module.both()]
-    velocities = [torch.zeros_like(p) for p in expected]
-    for step in (1, 2):
+    for step in (1, 2, 3):
+        course = 1.0 if step < 3 else 0.5
+        for group in optimizer.param_groups:
+            group["lr"] = peak * course * group["scale"]
         gradients = module.set_gradients(step)
         optimizer.step()
-        for index, (gradient, factor) in enumerate(zip(gradients, (decay, 0.0), strict=True)):
-            velocities[index] = momentum * velocities[index] + gradient + factor * expected[index]
-            expected[index] = expected[index] - rate * velocities[index]
+        for index, (gradient, factor) in enumerate(zip(gradients, (config.weight_decay, 0.0), strict=True)):
+            rule = config.weight_decay_rule
+            added, subtracted = decays(rule, USUAL[config.kind], peak * course, factor)
+            if rule == "independent":
+                subtracted *= course
+            moved = peak * course * update(index, step, gradient + added * expected[index])
+            expected[index] = expected[index] * (1 - subtracted) - moved
         for parameter, value in zip(module.both(), expected, strict=True):
-            torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(parameter.detach().double(), value, rtol=tolerance, atol=tolerance)
+
+
+def stored(values: Tensor, form: str) -> Tensor:
+    """Numbers as they are after they were stored in a format."""
+    return values.bfloat16().double() if form == "bfloat16" else values
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_adamw_is_the_formula(rule: DecayRule, form: MomentumFormat) -> None:
+    beta1, beta2, epsilon = 0.8, 0.95, 1e-8
+    means: dict[int, Any] = {0: 0.0, 1: 0.0}
+    squares: dict[int, Any] = {0: 0.0, 1: 0.0}
+
+    def update(index: int, step: int, gradient: Tensor) -> Tensor:
+        kept = 0.80078125 if form == "bfloat16" else beta1
+        mean = kept * means[index] + (1 - beta1) * gradient
+        means[index] = stored(mean, form)
+        squares[index] = beta2 * squares[index] + (1 - beta2) * gradient**2
+        return mean / (1 - beta1**step) / ((squares[index] / (1 - beta2**step)).sqrt() + epsilon)
+
+    config = OptimizerConfig(
+        learning_rate=0.03, weight_decay=0.2, weight_decay_rule=rule, beta1=beta1, beta2=beta2, momentum_format=form
+    )
+    check_steps(config, update, 1e-6 if form == "float32" else 1e-5)
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_sgd_with_momentum_is_the_formula(rule: DecayRule, form: MomentumFormat) -> None:
+    velocities: dict[int, Any] = {0: 0.0, 1: 0.0}
+
+    def update(index: int, step: int, gradient: Tensor) -> Tensor:
+        velocity = (0.69921875 if form == "bfloat16" else 0.7) * velocities[index] + gradient
+        velocities[index] = stored(velocity, form)
+        return velocity
+
+    config = OptimizerConfig(
+        kind="sgd", learning_rate=0.1, weight_decay=0.2, weight_decay_rule=rule, momentum=0.7, momentum_format=form
+    )
+    check_steps(config, update, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, AdamW), ({"weight_decay_rule": "independent"}, AdamW), ({"weight_decay_rule": "coupled"}, Adam),
+        ({"kind": "sgd"}, SGD), ({"kind": "sgd", "weight_decay": 0.0, "weight_decay_rule": "decoupled"}, SGD),
+        ({"momentum_format": "bfloat16"}, OptaxAdam), ({"kind": "sgd", "momentum_format": "bfloat16"}, OptaxMomentum),
+        ({"kind": "sgd", "weight_decay_rule": "decoupled"}, OptaxMomentum),
+    ],
+)  # fmt: skip
+def test_the_fused_optimizers_are_used_if_they_can_be(settings: dict[str, Any], kind: type[Optimizer]) -> None:
+    made = make_optimizer(Pair(), OptimizerConfig(**settings))
+    assert type(made) is kind
+    if kind in (AdamW, Adam, SGD):
+        assert made.defaults["fused"]
+
+
+def test_independent_decay_does_not_depend_on_any_learning_rate() -> None:
+    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=3, width=8, depth=3, heads=2)
+    factors = ("head.*=10",)
+    config = OptimizerConfig(
+        learning_rate=0.02, weight_decay=0.1, weight_decay_rule="independent", layer_decay=0.5,
+        learning_rate_factors=factors,
+    )  # fmt: skip
+    groups = make_optimizer(network, config.for_batch_size(64)).param_groups
+    assert {group["scale"] for group in groups} == {10.0, 1.0, 0.5, 0.25, 0.125, 0.0625}
+    for group in groups:
+        assert group["weight_decay"] * group["scale"] * 0.02 in (0.0, pytest.approx(0.1))
+
+
+def test_factors_by_name_choose_groups() -> None:
+    network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=8, depth=2, heads=2)
+    objective = ClassificationObjective(network)
+    config = OptimizerConfig(
+        weight_decay=0.2,
+        learning_rate_factors=(r"head\.weight=3", "(head|norm).*=2"),
+        weight_decay_factors=("positions.*=0.5", r".*blocks\.1.*qkv\.weight=1", r"head\.weight=0"),
+    )
+    check_names(network, config)
+    groups = make_optimizer(objective, config).param_groups
+    names = {id(weight): name for name, weight in network.named_parameters()}
+    found = {names[id(one)]: (group["scale"], group["weight_decay"]) for group in groups for one in group["params"]}
+    assert set(found) == set(names.values())
+    special = {
+        "head.weight": (3.0, 0.0), "head.bias": (2.0, 0.0), "norm.weight": (2.0, 0.0), "norm.bias": (2.0, 0.0),
+        "positions.embedding": (1.0, 0.1), "blocks.1.attention.qkv.weight": (1.0, 0.2),
+    }  # fmt: skip
+    assert {name: values for name, values in found.items() if values != (1.0, 0.0)} == special
+
+
+def test_a_pattern_without_a_weight_is_named() -> None:
+    network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=8, depth=1, heads=2)
+    message = (
+        "learning_rate_factors='haed.*=10' matches no weight of the network; names are for example "
+        "patches.projection.weight and head.bias"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_names(network, OptimizerConfig(learning_rate_factors=("head.*=10", "haed.*=10")))
+    assert str(caught.value) == message
+    with pytest.raises(ConfigError, match=r"^weight_decay_factors='x=1' matches no weight of the network"):
+        check_names(network, OptimizerConfig(weight_decay_factors=("x=1",)))
+
+
+def test_the_learning_rate_scales_with_the_batch() -> None:
+    config = OptimizerConfig(learning_rate=0.03, base_batch_size=256)
+    assert config.for_batch_size(4096).learning_rate == pytest.approx(0.48)
+    assert config.for_batch_size(4096).for_batch_size(64).learning_rate == pytest.approx(0.48)
+    assert OptimizerConfig(learning_rate=0.03).for_batch_size(4096).learning_rate == 0.03
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -1,25 +1,31 @@
-"""AdamW and SGD with momentum, with decay on weight matrices only, and a learning rate that can fall with depth."""
+"""The settings of optimizer and schedule, and the optimizer: which weights it trains, how fast, and which decay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from vitrail.errors import plural
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
 from vitrail.settings import above_zero, at_least, below_one, named, one_of, raise_problems
+from vitrail.training.optimization.adafactor import Adafactor
 from vitrail.training.optimization.duration import Duration, RunLength, duration_problems, steps_of
+from vitrail.training.optimization.factors import check_patterns, factor_of, factor_problems
 from vitrail.training.optimization.schedule import Schedule, ScheduleName
+from vitrail.training.optimization.tables import tables_of
+from vitrail.training.optimization.update_rules import MomentumFormat, OptaxAdam, OptaxMomentum
 from vitrail.training.state.average import AverageStart
 
-__all__ = ["OptimizerConfig", "OptimizerName", "make_optimizer", "split_by_decay"]
+__all__ = ["DecayRule", "OptimizerConfig", "OptimizerName", "check_names", "make_optimizer", "split_by_decay"]
 
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "adafactor"]
+
+DecayRule = Literal["auto", "decoupled", "coupled", "independent"]
 
 DECAYED = (nn.Linear, nn.Conv2d)
 
@@ -32,7 +38,7 @@ class OptimizerConfig:
     """The optimizer and its learning rate. Raises `ConfigError`, naming every field that does not fit."""
 
     kind: OptimizerName = field(default="adamw", metadata=named("optimizer"))
-    """AdamW, or SGD with momentum."""
+    """Adam (adamw), SGD with momentum, or Adafactor in the variant of big_vision."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after warm-up."""
     base_batch_size: int | None = None
@@ -61,13 +67,28 @@ class OptimizerConfig:
     cooldown: Duration = 0.0
     """Length of the linear fall to 0 at the end of the run, by which the schedule is multiplied."""
     weight_decay: float = 0.05
-    """Decoupled weight decay. Applied to weight matrices only, not to norms, biases, tokens or position embeddings."""
+    """Weight decay of weight matrices. Norms, biases, tokens and position embeddings do not decay."""
+    weight_decay_rule: DecayRule = "auto"
+    """decoupled: subtracts decay x learning rate x weight (1711.05101). coupled: adds decay x weight to the gradient.
+    independent: as decoupled, with the learning rate over its peak (big_vision). auto: coupled for SGD, else
+    decoupled."""
     beta1: float = 0.9
     """AdamW's decay rate of the mean gradient."""
     beta2: float = 0.999
-    """AdamW's decay rate of the mean squared gradient."""
+    """AdamW's decay rate of the mean squared gradient, and the largest one of Adafactor."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD, and decay rate of Adafactor's mean update."""
+    momentum_format: MomentumFormat = "float32"
+    """Number format in which the momentum is stored (AdamW: the mean gradient). The papers' code often uses
+    bfloat16."""
+    update_clip: float = 0.0
+    """Adafactor: largest root mean square of the update of a weight matrix. 0 for no limit."""
+    learning_rate_factors: tuple[str, ...] = ()
+    """Factors of the learning rate for weights by name: PATTERN=FACTOR, such as "head\\..*=10". The first regular
+    expression that matches the whole name counts. By default every factor is 1."""
+    weight_decay_factors: tuple[str, ...] = ()
+    """Factors of the weight decay by name, as in --learning-rate-factors. Weights without a match do not decay. By
+    default weight matrices have 1."""
     clip: float = 1.0
     """Largest norm of the gradient over all weights; larger gradients are scaled down. 0 for no limit."""
     layer_decay: float = 1.0
@@ -82,11 +103,18 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         problems = [
             *above_zero(self, "learning_rate", "schedule_power"),
-            *at_least(self, clip=0, weight_decay=0, end_learning_rate=0, base_batch_size=1),
+            *at_least(self, clip=0, update_clip=0, weight_decay=0, end_learning_rate=0, base_batch_size=1),
             *below_one(self, "beta1", "beta2", "momentum", "average"),
-            *one_of(self, optimizer=OptimizerName, schedule=ScheduleName, average_start=AverageStart),
+            *one_of(
+                self, optimizer=OptimizerName, schedule=ScheduleName, average_start=AverageStart,
+                weight_decay_rule=DecayRule, momentum_format=MomentumFormat,
+            ),
+            *factor_problems("learning_rate_factors", self.learning_rate_factors, zero=False),
+            *factor_problems("weight_decay_factors", self.weight_decay_factors, zero=True),
             *self._schedule_problems(),
-        ]
+        ]  # fmt: skip
+        if self.update_clip and self.kind != "adafactor":
+            problems.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
         if not 0 < self.layer_decay <= 1:
             problems.append(f"layer_decay={self.layer_decay} is not in (0, 1]")
         raise_problems(problems)
@@ -112,6 +140,13 @@ class OptimizerConfig:
             )
         if any(factor < 0 for factor in self.stair_factors):
             yield f"stair_factors={self.stair_factors} has a number below 0"
+
+    @property
+    def decay_rule(self) -> DecayRule:
+        """The rule of weight decay, with "auto" replaced by the rule of the optimizer."""
+        if self.weight_decay_rule != "auto":
+            return self.weight_decay_rule
+        return "coupled" if self.kind == "sgd" else "decoupled"
 
     def for_batch_size(self, batch_size: int) -> OptimizerConfig:
         """Return the config for batches of this size, with the learning rate scaled from `base_batch_size`."""
@@ -183,22 +218,59 @@ def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Return the optimiser that `config` names, in its fused form: one kernel for all weights, on CPU and CUDA.
+    """Return the optimizer that `config` describes.
+
+    AdamW and SGD are PyTorch's fused ones, with one kernel for all weights on CPU and CUDA, unless they cannot apply
+    the config's weight decay or momentum format.
 
     Parameter groups have a "scale", by which the learning rate is multiplied. The scale of layer l of a network of
-    depth d is `layer_decay ** (d + 1 - l)` (2106.08254). Without layer decay every scale is 1.
+    depth d is `layer_decay ** (d + 1 - l)` (2106.08254), times the factor of `learning_rate_factors`.
     """
     scales = _scales(module, config.layer_decay) if config.layer_decay < 1 else {}
+    names = _names(module)
     groups = []
-    for parameters, decay in zip(split_by_decay(module), (config.weight_decay, 0.0), strict=True):
-        by_scale: dict[float, list[nn.Parameter]] = {}
+    for parameters, factor in zip(split_by_decay(module), (1.0, 0.0), strict=True):
+        by_values: dict[tuple[float, float], list[nn.Parameter]] = {}
         for parameter in parameters:
-            by_scale.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
-        for scale, members in by_scale.items():
+            name = names.get(id(parameter), "")
+            scale = scales.get(id(parameter), 1.0) * factor_of(name, config.learning_rate_factors, 1.0)
+            own = factor_of(name, config.weight_decay_factors, 0.0) if config.weight_decay_factors else factor
+            by_values.setdefault((scale, own), []).append(parameter)
+        for (scale, own), members in by_values.items():
+            decay = config.weight_decay * own
+            if config.decay_rule == "independent":
+                decay /= config.learning_rate * scale  # times the learning rate, it leaves the course of the schedule
             groups.append({"params": members, "weight_decay": decay, "scale": scale})
+    return _of_kind(module, config, groups)
+
+
+def _of_kind(module: nn.Module, config: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    rate, momentum, coupled = config.learning_rate, config.momentum, config.decay_rule == "coupled"
+    shared: dict[str, Any] = {"lr": rate, "coupled": coupled, "momentum_format": config.momentum_format}
+    if config.kind == "adafactor":
+        return Adafactor(
+            groups, tables_of(module), beta2=config.beta2, update_clip=config.update_clip, momentum=momentum, **shared
+        )
+    is_float32 = config.momentum_format == "float32"
     if config.kind == "sgd":
-        return SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
-    return AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+        if is_float32 and (coupled or not config.weight_decay):
+            return SGD(groups, lr=rate, momentum=momentum, fused=True)
+        return OptaxMomentum(groups, momentum=momentum, **shared)
+    if is_float32:
+        return (Adam if coupled else AdamW)(groups, lr=rate, betas=(config.beta1, config.beta2), fused=True)
+    return OptaxAdam(groups, momentum=config.beta1, beta2=config.beta2, **shared)
+
+
+def check_names(network: nn.Module, config: OptimizerConfig) -> None:
+    """Raise `ConfigError` if a pattern for names of weights matches no weight of the network."""
+    names = [name for name, _ in network.named_parameters()]
+    check_patterns("learning_rate_factors", config.learning_rate_factors, names)
+    check_patterns("weight_decay_factors", config.weight_decay_factors, names)
+
+
+def _names(module: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter by its id, without the attribute that an objective has its network in."""
+    return {id(parameter): name.removeprefix("network.") for name, parameter in module.named_parameters()}
 
 
 def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
