@@ -207,7 +207,7 @@ def test_settings_that_matter(written: Callable[..., str]) -> None:
         "data": "flowers: 320 train, 40 validation images of 2 classes",
         "image size": "14 x 21 pixels (height x width)",
         "steps": "100 with a batch size of 32 (10.0 epochs)",
-        "optimizer": "SGD with momentum 0.9, weight decay 0.05",
+        "optimizer": "SGD with momentum 0.9, coupled weight decay 0.05",
         "learning rate": "0.003, cosine, warm-up 10% of the steps, layer decay 0.75",
         "augmentation": "crop area 0.3 1.0, flip, mixup 0.2",
         "averaging": "exponential moving average of the weights, decay 0.999",
@@ -220,6 +220,12 @@ def test_settings_that_matter(written: Callable[..., str]) -> None:
         "time": "2 min on X, 1,234 images/s, peak memory 1.00 GiB",
     }
     assert "google/vit, fine-tuned on flowers." in text and '<p class="dim">cut.</p>' in text
+
+
+def test_the_optimizer_and_the_warmup_in_its_own_unit(written: Callable[..., str]) -> None:
+    found = settings_in(written(optimizer="adafactor", learning_rate=0.01, warmup="50 steps", weight_decay=0.0))
+    assert found["optimizer"] == "Adafactor with momentum 0.9, weight decay 0"
+    assert found["learning rate"] == "0.01, cosine, warm-up 50 steps"
 
 
 @pytest.mark.parametrize(
