@@ -487,6 +487,6 @@ def test_what_older_files_do_not_say_is_as_it_was() -> None:
         "mean": [0.5], "std": [0.5],
     }  # fmt: skip
     read = from_plain(Preprocess, older)
-    assert (read.antialias, read.scaled_decode, read.pad_value) == (True, False, (255,))
+    assert (read.antialias, read.scaled_decode, read.pad_value, read.resampler) == (True, False, (255,), "pillow")
     changed = replace(read, antialias=False, resize="pad", pad_value=(1, 2, 3))
     assert from_plain(Preprocess, to_plain(changed)) == changed

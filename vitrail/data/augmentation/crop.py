@@ -112,8 +112,10 @@ def first_fit(
     area: tuple[float, float] = (0.05, 1.0),
     ratio: tuple[float, float] = TENSORFLOW_RATIO,
 ) -> Box | None:
-    """Return the first allowed box of `tensorflow_crop`, or None. A try is four uniform numbers in [0, 1): for the
-    aspect ratio, the height, the top and the left of a box."""
+    """Return the first box of `tensorflow_crop` with an allowed area, or None if no try gives one.
+
+    A try is four uniform numbers in [0, 1): for the aspect ratio, the height, the top and the left of a box.
+    """
     for aspect, size, down, across in tries:
         found = _sized(ratio[0] + (ratio[1] - ratio[0]) * aspect, size, height, width, area)
         if found is not None:
