@@ -9,7 +9,7 @@ import numpy as np
 from vitrail.data.check.duplicates import find_duplicates
 from vitrail.data.check.findings import Examined, image_findings, kinds_of, sizes_of
 from vitrail.data.check.labels import balance_of, count, label_findings, named_sources
-from vitrail.data.check.look import Looks, Progress, State, examine, look_at_all
+from vitrail.data.check.look import MOST_DETAILED, Looks, Progress, State, examine, look_at_all
 from vitrail.data.check.report import SEVERITIES, Finding, Report, Severity
 from vitrail.data.selection import take
 from vitrail.data.source import Source
@@ -57,6 +57,8 @@ def check_data(
         notes.append(f"checked {looked_at:,} of {images:,} images; copies are found only among these")
     if not duplicates.complete:
         notes.append("so many images look alike that not all pairs were compared; there may be more near duplicates")
+    if not duplicates.shifted:
+        notes.append(f"shifted and recoloured copies are searched among at most {MOST_DETAILED:,} images; use --sample")
     return Report(
         classes=splits.classes,
         splits=tuple(counts.values()),

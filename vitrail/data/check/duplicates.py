@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float32, Int64, UInt8, UInt64
 from PIL import Image
 
 from vitrail.data.check.look import CHUNK, Looks, Progress, in_threads
+from vitrail.data.check.shifted import shifted_copies
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError
@@ -63,15 +64,22 @@ class Duplicates:
     exact: list[Int64[np.ndarray, " _"]]
     """Groups of images with identical pixels."""
     near: list[Int64[np.ndarray, " _"]]
-    """Groups of near duplicates: the same picture saved again. At least two members of a group differ in pixels."""
+    """Groups of near duplicates: the same picture saved again, shifted by a few pixels, or in other colours. At least
+    two members of a group differ in pixels."""
     complete: bool
+    """False if so many images look alike that not all pairs were compared."""
+    shifted: bool
+    """True if shifted and recoloured copies were searched. They are not searched among very many images."""
 
 
 def find_duplicates(
     looks: Looks, sources: Sequence[Source], *, threads: int | None = None, progress: Progress | None = None
 ) -> Duplicates:
-    """Return the exact and near duplicates among all decoded images. Near duplicates are verified by reading both
-    images again."""
+    """Return the exact and near duplicates among all decoded images.
+
+    Near duplicates are found in two ways. Pairs with nearly equal thumbnails are verified by reading both images again.
+    Shifted and recoloured copies are found by `shifted_copies`.
+    """
     ok = looks.ok
     exact = sorted((ok[group] for group in same(looks.pixels[ok])), key=lambda group: int(group[0]))
     copies = {int(group[0]): group for group in exact}
@@ -81,11 +89,15 @@ def find_duplicates(
     nearest = np.argsort(found.distances, kind="stable")[:MOST_COMPARED]
     pairs = distinct[found.pairs[nearest]]
     pairs = pairs[alike(looks, sources, pairs, threads=threads, progress=progress)]
+    if looks.details is not None:
+        moved = distinct[shifted_copies(looks.thumbnails[distinct], looks.details[distinct], threads=threads)]
+        pairs = np.concatenate([pairs, moved])
     near = [
         np.sort(np.concatenate([copies.get(row, np.array([row], np.int64)) for row in group]))
         for group in _components(pairs)
     ]
-    return Duplicates(exact, near, found.complete and len(found.pairs) <= MOST_COMPARED)
+    complete = found.complete and len(found.pairs) <= MOST_COMPARED
+    return Duplicates(exact, near, complete, looks.details is not None)
 
 
 def same(values: UInt64[np.ndarray, " n"]) -> list[Int64[np.ndarray, " _"]]:

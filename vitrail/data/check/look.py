@@ -21,7 +21,19 @@ from vitrail.data.pixels.decode import FORMATS, to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, UndecodableImage
 
-__all__ = ["Looks", "Oddity", "Progress", "Seen", "State", "examine", "in_threads", "look", "look_at_all"]
+__all__ = [
+    "DETAIL_SIDE",
+    "MOST_DETAILED",
+    "Looks",
+    "Oddity",
+    "Progress",
+    "Seen",
+    "State",
+    "examine",
+    "in_threads",
+    "look",
+    "look_at_all",
+]
 
 T = TypeVar("T")
 
@@ -30,6 +42,12 @@ Progress = Callable[[int, int], None]
 
 SIDE = 8
 """Side in pixels of the thumbnails for the search for near duplicates."""
+
+DETAIL_SIDE = 32
+"""Side in pixels of the pictures for the comparison of shifted images."""
+
+MOST_DETAILED = 100_000
+"""Largest number of images for which these pictures are kept. They take 1 kB each."""
 
 CHUNK = 64
 """Number of images that a thread examines at a time. It is small enough to show progress and large enough to be
@@ -86,10 +104,11 @@ class Seen:
     contrast: float
     """Standard deviation of the grey levels."""
     thumbnails: UInt8[np.ndarray, "8 8"]
+    details: UInt8[np.ndarray, "32 32"]
 
 
 class Looks:
-    """The results of examining many images, one row each. A row takes about 110 bytes."""
+    """The results of examining many images, one row each. A row takes about 110 bytes, and 1 kB more for `details`."""
 
     def __init__(self, split: Integer[np.ndarray, " n"], index: Int[np.ndarray, " n"]) -> None:
         count = len(index)
@@ -106,6 +125,8 @@ class Looks:
         self.mean = np.zeros(count, np.float32)
         self.contrast = np.zeros(count, np.float32)
         self.thumbnails = np.zeros((count, SIDE, SIDE), np.uint8)
+        self.details = np.zeros((count, DETAIL_SIDE, DETAIL_SIDE), np.uint8) if count <= MOST_DETAILED else None
+        """Small grey pictures, or None if there are too many images."""
         self.kinds: list[str] = []
         """Formats and modes. `kind` holds indices into this list."""
         self.reasons: dict[int, str] = {}
@@ -130,6 +151,8 @@ class Looks:
         self.kind[row] = self.kinds.index(result.kind)
         for name in ("width", "height", "oddities", "pixels", "mean", "contrast", "thumbnails"):
             getattr(self, name)[row] = getattr(result, name)
+        if self.details is not None:
+            self.details[row] = result.details
 
 
 def look_at_all(
@@ -193,6 +216,7 @@ def look(image: bytes | np.ndarray) -> Seen:
     plain = grey if _is_grey(picture, grey) else picture
     digest = hashlib.blake2b(f"{picture.size} {plain.mode} ".encode(), digest_size=8)
     digest.update(plain.tobytes())
+    small = grey.resize((DETAIL_SIDE, DETAIL_SIDE), Image.Resampling.BICUBIC)
     return Seen(
         kind=kind,
         width=picture.width,
@@ -201,7 +225,8 @@ def look(image: bytes | np.ndarray) -> Seen:
         pixels=int.from_bytes(digest.digest(), "big"),
         mean=mean,
         contrast=math.sqrt(variance),
-        thumbnails=np.asarray(grey.resize((SIDE, SIDE), Image.Resampling.BICUBIC)),
+        thumbnails=np.asarray(small.resize((SIDE, SIDE), Image.Resampling.BICUBIC)),
+        details=np.asarray(small),
     )
 
 
