@@ -1,4 +1,4 @@
-"""The layout is the architecture: imports run downward, and nothing happens at import."""
+"""Tests of the architecture: imports run downward, and importing has no side effects."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ FLOORS = (
     ("files", "hub", "machine", "page", "plain", "settings"),
     ("errors",),
 )
-"""From the roof down, as docs/design.md draws it. Rooms on one floor do not import each other."""
+"""Rooms from top to bottom, as docs/design.md draws them. Rooms on one floor do not import each other."""
 
 INTERNAL = {
     "Bench", "BenchData", "Check", "Clock", "Convert", "Embed", "Evaluate", "Finetune", "Models", "Predict", "Resume",
     "Train",
     "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
-"""Classes that other modules do not name: settings of verbs, and parts that only their own module puts together."""
+"""Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""
 
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = [PACKAGE / "__init__.py", *sorted({*PACKAGE.rglob("*.py")} - {PACKAGE / "__init__.py"})]
-"""The package's front first: it imports by name, when a name is used, and so from any floor."""
+"""All modules. `vitrail/__init__.py` may import from any floor, because it imports names only when they are used."""
 
 
 def room_of(path: Path) -> str:
@@ -47,7 +47,7 @@ def room_of(path: Path) -> str:
 
 
 def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines and rooms of all imports of the package, those inside functions included."""
+    """Return the lines and rooms of all imports of the package, including imports inside functions."""
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.ImportFrom):

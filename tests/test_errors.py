@@ -1,4 +1,4 @@
-"""The exceptions, and the wording that messages share."""
+"""Tests of the exceptions, and of the wording that messages share."""
 
 from __future__ import annotations
 

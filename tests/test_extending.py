@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md run, one after another, as a reader would type them."""
+"""Tests that run the examples of docs/extending.md one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a reader finds whole or not at all, with real faults: exceptions, full files, names that are taken."""
+"""Tests of complete writes with real faults: exceptions, full files, and existing names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS = ("a", "b", "old", "new", "both", "inner", "half")
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Every file below a folder with its text."""
+    """Return every file below a folder with its text."""
     return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
 
 
@@ -118,7 +118,7 @@ def test_leftovers_of_a_process_that_was_killed(tmp_path: Path) -> None:
 
 
 def limited(script: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a process whose files may not grow past 100 bytes."""
+    """Run Python code in a process whose files may not exceed 100 bytes."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

@@ -1,4 +1,4 @@
-"""What is said of this machine, checked against what the operating system says."""
+"""Tests of the description of this machine against the operating system."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads
 
 
 def proc_bytes(field: str) -> int:
-    """A figure of /proc/self/status: VmRSS is what is held now, VmHWM the most that was."""
+    """Return a number of /proc/self/status in bytes: VmRSS is the current memory, VmHWM its peak."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 

@@ -1,4 +1,4 @@
-"""What pages share: names stay text, pictures stay small, and nothing is fetched."""
+"""Tests of the parts that pages share: names stay text, pictures stay small, and nothing is fetched."""
 
 from __future__ import annotations
 

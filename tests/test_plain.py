@@ -1,4 +1,4 @@
-"""Dataclasses to JSON values and back: nothing is lost, nothing unknown is let in."""
+"""Tests of converting dataclasses to JSON values and back: nothing is lost, and unknown fields are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README tells the truth: its example runs, the files that it names exist, and so do its commands."""
+"""Tests of the README: its example runs, and the files and commands that it names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The checks accept every network and evaluator of the package, and name what is wrong with others."""
+"""Tests of the contract checks: they accept all networks and evaluators of the package, and name the faults of
+others."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ SIZES = [(12, 10), (8, 15)]
 
 
 def reduced(config: AnyConfig) -> AnyConfig:
-    """The same kind of network with two blocks, heads of eight channels, and a narrow ResNet of a unit a stage."""
+    """Return the config of a similar network with two blocks, heads of eight channels, and a narrow ResNet."""
     if isinstance(config, ResNetConfig):
         return replace(config, depths=(1,) * len(config.depths), width=32)
     root = config.root and replace(config.root, depths=(1,) * len(config.root.depths), width=32)
@@ -75,7 +76,7 @@ def test_networks_of_all_kinds_keep_the_contract(fields: dict[str, Any]) -> None
 
 
 class Whole(VisionTransformer):
-    """A network without a fault; below, each has one."""
+    """A network without a fault. Each class below has one fault."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(replace(SMALL, num_classes=num_classes))
@@ -178,7 +179,7 @@ class CoarseInBf16(Whole):
 
 
 class WithExtra(Whole):
-    """Has one more parameter; `use` says what it is used for."""
+    """A network with one more parameter. `use` is a function that uses it."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
@@ -350,7 +351,7 @@ def test_regression_keeps_the_contract(colour_folder: Path) -> None:
 
 
 class Constant(ClassificationObjective):
-    """An objective with a mistake: the loss is that of `make`."""
+    """An objective with a fault: its loss is the result of `make`."""
 
     make: Callable[[Constant, Batch], Any]
 
@@ -359,7 +360,7 @@ class Constant(ClassificationObjective):
 
 
 def broken(make: Callable[[Constant, Batch], Any]) -> type[Classification]:
-    """A task whose objective returns what `make` does."""
+    """Return a task whose objective returns the result of `make`."""
     objective = type("Broken", (Constant,), {"make": make})
     return type("Task", (Classification,), {"objective": lambda self, network, splits: objective(network)})
 

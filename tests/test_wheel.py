@@ -1,4 +1,4 @@
-"""What is published: the wheel holds the bundled images, their licence and the types, and little else."""
+"""Tests of the wheel: it contains the bundled images, their licence and the types, and little else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workload that takes a few milliseconds, on images that are not square."""
+"""A workload of a few milliseconds for all tests of benchmarks. Its images are not square."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitrail.models.variants import variant_config
 
 @pytest.fixture
 def tiny_work() -> Callable[..., Workload]:
-    """Makes workloads of a ViT of two blocks on 28 x 21 pixels; fields of workload and config can be replaced."""
+    """Return a function that makes workloads of a ViT with two blocks on 28 x 21 pixels. It can replace fields."""
 
     def make(variant: str = "ViT-Pico/7", **fields: Any) -> Workload:
         of_workload = {name: fields.pop(name) for name in ("task", "batch", "precision", "float8") if name in fields}

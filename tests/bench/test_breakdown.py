@@ -1,4 +1,4 @@
-"""Operations by kind, and the shares of a step."""
+"""Tests of the categories of operations, and of their fractions of a step."""
 
 from __future__ import annotations
 

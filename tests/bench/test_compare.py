@@ -1,4 +1,4 @@
-"""The main table."""
+"""Tests of the comparison of libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that train and predict, ours and a stand-in library's."""
+"""Tests of the steps that a comparison measures, with our network and with a fake library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAPHS = "reduce-overhead"
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """A library called timm that builds one linear layer, and the networks it has built."""
+    """A fake library called timm that builds one linear layer, and a list of the networks that it has built."""
     built: list[nn.Module] = []
 
     def make(config: Any) -> nn.Module:

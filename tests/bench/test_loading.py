@@ -1,4 +1,4 @@
-"""Times until a model can be used."""
+"""Tests of the measurement of loading times."""
 
 from __future__ import annotations
 

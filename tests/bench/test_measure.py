@@ -1,4 +1,4 @@
-"""The order of what is timed, and what is made of the times."""
+"""Tests of interleaved timing: the order of the calls, and the statistics of the times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a step and the largest batch, in processes of their own."""
+"""Tests of the peak memory of a step and of the largest batch, which are measured in new processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 
 MARGIN = 0.15
-"""The form is within 10 % of what was measured; the gaps in a heap differ by up to 9 % of the whole from run to run."""
+"""Tolerance. The formula is within 10 % of the measurement, and unused heap memory differs by up to 9 % between
+runs."""
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 BIG = {"image_size": (224, 224), "width": 64}
-"""One image of this keeps some megabytes."""
+"""Settings with which one image keeps some megabytes."""
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 8, 31, 33])

@@ -1,4 +1,4 @@
-"""Other libraries' networks: built in our sizes where they are installed, left out by name where not."""
+"""Tests of other libraries' networks. Installed libraries build our sizes; the others are skipped by name."""
 
 from __future__ import annotations
 

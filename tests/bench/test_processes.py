@@ -1,4 +1,4 @@
-"""Objects in processes of their own: calls, errors, ends."""
+"""Tests of objects in worker processes: calls, errors and ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.errors import ConfigError
 
 
 class Counter:
-    """What a process holds between calls."""
+    """An object with state that lasts between calls."""
 
     def __init__(self, start: int) -> None:
         if start < 0:
@@ -37,7 +37,7 @@ class Counter:
 
 
 class Unsendable(Exception):
-    """Holds what no process can send."""
+    """An object that cannot be pickled."""
 
 
 def test_a_process_keeps_its_object_until_it_is_closed() -> None:

@@ -1,4 +1,4 @@
-"""The products of a step, recorded and replayed: their FLOPs are the closed form's."""
+"""Tests of recording and replaying matrix products. Their FLOPs equal the formula."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_prediction_has_the_products_of_the_closed_form(
 def test_a_training_step_has_them_within_a_hundredth(
     tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
 ) -> None:
-    # wide enough that the scores that a fused kernel computes twice weigh as little as they do in published sizes
+    # wide enough that the scores, which a fused kernel computes twice, count as little as in published sizes
     wide = {} if "variant" in fields else {"width": 96, "heads": 3, "mlp_width": 384}
     work = tiny_work(precision=precision, **wide, **fields)
     assert Products(recorded(work), CPU).flops == pytest.approx(work.flops, rel=0.01)

@@ -1,4 +1,4 @@
-"""Reading is measured over the same images everywhere, beside decoding alone and a plain loop."""
+"""Tests of the reading benchmark: every row reads the same images, including decoding alone and the plain loop."""
 
 from __future__ import annotations
 

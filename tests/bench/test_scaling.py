@@ -1,4 +1,4 @@
-"""Sweeps and exponents."""
+"""Tests of sweeps and of growth exponents."""
 
 from __future__ import annotations
 

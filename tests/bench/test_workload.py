@@ -1,4 +1,4 @@
-"""What is timed."""
+"""Tests of workloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that was really trained, shared by the tests of the verbs that use one."""
+"""A trained model that the tests of several verbs share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.training.run import RunResult, train
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """A tiny network after 30 steps on the bundled images."""
+    """A run of a tiny network after 30 steps on the bundled images."""
     run = tmp_path_factory.mktemp("trained") / "run"
     config = RECIPES["demo"]().override(
         run=str(run), steps=30, width=16, depth=2, heads=2, mlp_width=32, precision="float32", device="cpu",

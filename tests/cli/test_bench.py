@@ -1,4 +1,4 @@
-"""`vitrail bench`."""
+"""Tests of `vitrail bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vitrail bench data`."""
+"""Tests of `vitrail bench data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vitrail convert`."""
+"""Tests of `vitrail convert`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vitrail data check`."""
+"""Tests of `vitrail data check`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def broken(colour_folder: Path) -> Path:
-    """The folder of colours with a file that is none, which is more than a hundredth of it."""
+    """The folder of colours with a file that is not an image, which is more than a hundredth of the files."""
     (colour_folder / "red" / "broken.png").write_bytes(b"")
     return colour_folder
 

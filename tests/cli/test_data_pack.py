@@ -1,4 +1,4 @@
-"""`vitrail data pack`, as it is typed."""
+"""Tests of `vitrail data pack`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitrail.data.sources.shards.shards import open_shards
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
-    """Makes class folders with so many images in each of two."""
+    """Return a function that makes two class folders with the given number of images in each."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
 
     def make(count: int) -> Path:

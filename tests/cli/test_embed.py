@@ -1,4 +1,4 @@
-"""`vitrail embed`."""
+"""Tests of `vitrail embed`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def headless(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path, colour_folder: Path) -> Path:
-    """Two splits of three classes."""
+    """A folder of three classes with two splits."""
     root = tmp_path / "data"
     root.mkdir()
     colour_folder.rename(root / "train")
@@ -47,7 +47,7 @@ def data(tmp_path: Path, colour_folder: Path) -> Path:
 def embed(
     headless: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Embed:
-    """Runs the verb on the model and the data, and returns the exit code and what was printed and said."""
+    """Return a function that runs the verb, and returns the exit code and everything that was printed."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
 
     def run(*words: str) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""`vitrail evaluate`."""
+"""Tests of `vitrail evaluate`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Evaluate = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def labelled(trained: RunResult, tmp_path: Path) -> Path:
-    """A folder of class folders made from the run's examples, each image 12 times."""
+    """Class folders of the run's example images, 12 copies of each."""
     for example in trained.examples:
         folder = tmp_path / "labelled" / example.label.replace("/", "-")
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def test_a_split_that_is_not_there_is_an_error(
 
 @pytest.fixture
 def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    """Runs the verb with a cache of its own, and returns the exit code and what was printed and said."""
+    """Return a function that runs the verb with a cache of its own, and returns the exit code and what was printed."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
 
     def run(model: Path, data: Path | str, *words: str) -> tuple[int, str, str]:
@@ -130,7 +130,7 @@ def make_model(path: Path, classes: tuple[str, ...]) -> Path:
 
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
-    """Three colours in a training and a test split, 27 and 9 images."""
+    """Three colours, with 27 training images and 9 test images."""
     root = make_colour_folder(tmp_path / "colours" / "train")
     for name in ("blue", "green", "red"):
         (root.parent / "test" / name).mkdir(parents=True)
@@ -147,7 +147,7 @@ def test_features_need_no_head_and_are_found_again(evaluate: Evaluate, tmp_path:
     row = json.loads(out)["test"]
     assert {"linear", "linear_penalty", "knn_1", "knn_7", "fewshot_1", "fewshot_5_deviation"} <= set(row)
     assert (row["images"], row["training_images"], row["skipped"]) == (9, 27, 0)
-    assert row["knn_1"] > 0.6  # colours are easy
+    assert row["knn_1"] > 0.6  # colours are easy to learn
     code, again, errors = evaluate(model, colours, *words)
     assert json.loads(again) == json.loads(out)
     assert "features of 27 images read from the cache" in errors and "features of 9 images read" in errors
@@ -191,7 +191,8 @@ IMAGENET = tuple(f"class {number}" for number in range(1000))
 
 @pytest.fixture
 def numbered(tmp_path: Path) -> Path:
-    """Two folders as ImageNet-V2 has them, whose files are called after ImageNet's validation images."""
+    """Two folders with numbers as names, as in ImageNet-V2. Their files have the names of ImageNet's validation
+    images."""
     root = tmp_path / "numbered"
     random = np.random.default_rng(0)
     for number, name in enumerate(("7", "7", "7", "998", "998", "998"), start=1):
@@ -269,7 +270,7 @@ def test_wrong_use_is_explained(
 
 @pytest.fixture
 def grey(tmp_path: Path) -> Path:
-    """A table of two numbers per image: its brightness, and an area that is sometimes missing."""
+    """A table with two numbers per image: its brightness, and an area that is sometimes missing."""
     (tmp_path / "grey").mkdir()
     for split, numbers in (("train", range(0, 30, 2)), ("test", range(1, 30, 2))):
         rows = ["file,brightness,area"]
@@ -284,7 +285,7 @@ def test_features_can_be_measured_by_numbers_that_are_named(evaluate: Evaluate, 
     model = make_model(tmp_path / "headless", ())
     code, out, errors = evaluate(model, grey, "--by", "linear", "--numbers", "brightness", "--json")
     assert code == 0, errors
-    assert json.loads(out)["test"]["linear_r2"] > 0.5  # brightness is easy
+    assert json.loads(out)["test"]["linear_r2"] > 0.5  # brightness is easy to learn
     code, _, errors = evaluate(model, grey, "--by", "linear", "--numbers", "brightnes")
     assert code == 2 and "brightnes" in errors
 

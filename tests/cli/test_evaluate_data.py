@@ -1,4 +1,4 @@
-"""The data that `vitrail evaluate` opens: the same held-out images as in training."""
+"""Tests of the data that `vitrail evaluate` opens: it holds out the same images as training."""
 
 from __future__ import annotations
 

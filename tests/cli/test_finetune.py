@@ -1,4 +1,4 @@
-"""`vitrail finetune`: from any model, on an untidy folder, to a model, a report and the next commands."""
+"""Tests of `vitrail finetune` with several models on an untidy folder: the model, the report and the next commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUICK = ["--steps", "30", "--device", "cpu", "--threads", "1", "--precision", "f
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer that other layouts have a place for, of three classes, for images of 32 x 32."""
+    """A transformer of three classes for images of 32 x 32 that other layouts can store."""
     torch.manual_seed(0)
     network = vitrail.create(
         "ViT-Pico/8", width=32, depth=2, heads=2, mlp_width=64, num_classes=3, image_size=(32, 32),
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def badges(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """RGBA PNGs of uneven sizes, in folders with odd names, one of them broken."""
+    """RGBA PNG files of different sizes in folders with odd names. One file is broken."""
     root, random = tmp_path_factory.mktemp("data") / "my badges", np.random.default_rng(0)
     for channel, name in enumerate(("Grün & co", "red <b>", "日本")):
         (root / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The front door: verbs, help, exit codes."""
+"""Tests of the command line as a whole: verbs, help and exit codes."""
 
 from __future__ import annotations
 

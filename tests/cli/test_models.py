@@ -1,4 +1,4 @@
-"""`vitrail models`."""
+"""Tests of `vitrail models`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal of 80 columns."""
+    """Make the terminal 80 columns wide."""
     monkeypatch.setenv("COLUMNS", "80")
 
 
 @pytest.fixture
 def gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of 20 GB."""
+    """Make the machine seem to have 20 GB of memory."""
     monkeypatch.setattr(vitrail.cli.models, "total_memory", lambda: 20_000_000_000)
 
 

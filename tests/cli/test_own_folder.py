@@ -1,4 +1,4 @@
-"""A practitioner's first hour: a messy folder is checked, trained on and predicted from, untouched."""
+"""Tests of a user's first steps: a messy folder is checked, trained on and predicted from, and is never changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from vitrail.cli import main
 
 @pytest.fixture
 def messy(tmp_path: Path) -> Path:
-    """Three colours in uneven sizes, among them every kind of image and of accident that folders have."""
+    """Images of three colours in different sizes, with all kinds of images and of broken files that folders can
+    have."""
     root = make_colour_folder(tmp_path / "colours", images=30)
     red = np.full((20, 31, 3), (230, 40, 40), np.uint8)
     Image.fromarray(red).convert("CMYK").save(root / "red" / "cmyk.jpg")

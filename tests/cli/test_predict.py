@@ -1,4 +1,4 @@
-"""`vitrail predict`."""
+"""Tests of `vitrail predict`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vitrail train`: what it prints, and every mistake that it names."""
+"""Tests of `vitrail train`: its output, and the messages for all mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of data share: encoded files, trees of files, IDX files, and a source held in memory."""
+"""Data that tests of several modules share: encoded files, trees of files, IDX files, and a source in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 
 @pytest.fixture(scope="session")
 def goldens() -> ModuleType:
-    """The goldens of the original code's images: see `tests/goldens/images.py`."""
+    """Golden outputs of the original code for images (see `tests/goldens/images.py`)."""
     spec = importlib.util.spec_from_file_location("golden_images", GOLDENS / "images.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +30,7 @@ def goldens() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def encode() -> Callable[..., bytes]:
-    """Writes a picture, or an array that Pillow understands, as the bytes of a file: `encode(array, "PNG")`."""
+    """Return a function that encodes a picture or an array as the bytes of a file: `encode(array, "PNG")`."""
 
     def write(picture: Image.Image | np.ndarray, file_format: str, **options: object) -> bytes:
         file = io.BytesIO()
@@ -43,7 +43,7 @@ def encode() -> Callable[..., bytes]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a folder with empty files at the given relative paths; a path that ends in "/" makes a folder."""
+    """Return a function that makes empty files at relative paths. A path that ends in "/" makes a folder."""
 
     def make(*paths: str, name: str = "pictures") -> Path:
         root = tmp_path / name
@@ -62,7 +62,7 @@ def tree(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def write_idx() -> Callable[..., Path]:
-    """Writes an array of bytes as an IDX file, gzipped where the name ends in .gz."""
+    """Return a function that writes an array of bytes as an IDX file, compressed if the name ends in .gz."""
 
     def write(path: Path, array: np.ndarray) -> Path:
         sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
@@ -76,7 +76,8 @@ def write_idx() -> Callable[..., Path]:
 
 @pytest.fixture
 def idx_folder(tmp_path: Path, write_idx: Callable[..., Path]) -> Callable[..., Path]:
-    """Makes a folder of IDX files from lists of labels: `idx_folder(train=[0, 1], t10k=[1, 1])`."""
+    """Return a function that makes a folder of IDX files from lists of labels: `idx_folder(train=[0, 1], t10k=[1,
+    1])`."""
 
     def make(*, name: str = "idx", suffix: str = "", **labels: Sequence[int]) -> Path:
         root = tmp_path / name
@@ -90,7 +91,7 @@ def idx_folder(tmp_path: Path, write_idx: Callable[..., Path]) -> Callable[..., 
 
 
 class MemorySource:
-    """Samples given outright. Without images, reading one is an error, so that only keys and labels can be used."""
+    """A source of given samples. Without images, reading an image is an error, so only keys and labels can be used."""
 
     def __init__(
         self,
@@ -121,5 +122,5 @@ class MemorySource:
 
 @pytest.fixture(scope="session")
 def memory_source() -> type[MemorySource]:
-    """The class of sources held in memory."""
+    """Return the class of sources in memory."""
     return MemorySource

@@ -1,4 +1,4 @@
-"""A check of a data set: every planted fault is found, and nothing else is accused."""
+"""Tests of the data check: it finds every planted problem, and reports nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sources = Callable[..., Source]
 
 
 def picture(seed: int, width: int = 64, height: int = 48) -> Image.Image:
-    """A smooth random picture in colour, unlike that of any other seed."""
+    """Return a smooth random picture in colour that differs for each seed."""
     random = np.random.default_rng(seed)
     small = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
@@ -51,7 +51,7 @@ def clean(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def messy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The clean set with one of each fault, or a few."""
+    """A valid data set with one or a few examples of each problem."""
     root = make_clean(tmp_path_factory.mktemp("messy") / "data")
     train, val = root / "train", root / "val"
     shutil.rmtree(val / "c")
@@ -83,7 +83,7 @@ def messy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def accused(report: Report) -> dict[str, list[list[str]]]:
-    """Kinds of findings, with the images that they name, those that are copies of each other together."""
+    """Return the kinds of findings, with the images that they name. Copies of each other are in one group."""
     return {
         finding.kind: [sorted(f"{one.split}/{one.key}" for one in group) for group in finding.groups]
         for finding in report.findings

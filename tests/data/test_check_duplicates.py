@@ -1,4 +1,4 @@
-"""The search for copies, against comparing each image with every other."""
+"""Tests of the search for copies against a comparison of all pairs of images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Sources = Callable[..., Source]
 
 
 def distances(thumbnails: np.ndarray) -> np.ndarray:
-    """Of every pair; infinite where one is flat."""
+    """Return the distance of each pair of images, or infinity if one of them is flat."""
     flat = thumbnails.reshape(-1, 64).astype(np.float64)
     contrast = flat.std(axis=1)
     flat -= flat.mean(axis=1, keepdims=True)

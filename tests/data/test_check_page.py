@@ -1,4 +1,4 @@
-"""The page of a check: whole, valid, and without a name that could become markup."""
+"""Tests of the page of a data check: it is complete and valid, and no name can become markup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVIL = "<script>alert('1 & 2')<"
 
 @pytest.fixture
 def evil(tmp_path: Path) -> Splits:
-    """Class folders with names that are markup, a copy, and a file that is no image."""
+    """Class folders whose names are markup, with a copy and with a file that is not an image."""
     random = np.random.default_rng(0)
     for name in (EVIL, "b\"'>"):
         (tmp_path / name).mkdir()

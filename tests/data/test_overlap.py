@@ -1,4 +1,4 @@
-"""Images that training data shares with held-out images."""
+"""Tests of images that training data shares with held-out images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order, epochs, resuming, samples that cannot be decoded, and batches."""
+"""Tests of the pipeline: order, epochs, resuming, samples that cannot be decoded, and batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = Preprocess(image_size=(2, 3), channels=1)
 
 @pytest.fixture(scope="session")
 def numbered(memory_source: Sources) -> Callable[[int], Source]:
-    """A source of so many images, each filled with its own number, of the classes 0 to 3 in turn."""
+    """Return a source of images that are filled with their own number, with the classes 0 to 3 in turn."""
 
     def make(count: int) -> Source:
         images = [np.full((2, 3, 1), index, np.uint8) for index in range(count)]
@@ -49,7 +49,7 @@ def training(
 
 
 def samples_of(batches: Iterator[Batch], count: int) -> list[int]:
-    """The next `count` samples; whole batches are taken."""
+    """Return the next `count` samples, from whole batches."""
     found: list[int] = []
     while len(found) < count:
         found += next(batches).samples.tolist()
@@ -136,7 +136,7 @@ def test_every_part_of_a_batch_belongs_to_its_sample(numbered: Callable[[int], S
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("taken", [0, 1, 3, 5, 10], ids=lambda taken: f"after {taken}")
 def test_resuming_goes_on_after_the_batch(numbered: Callable[[int], Source], threads: int, taken: int) -> None:
-    """20 samples in batches of 4: five batches are exactly one epoch, ten are two."""
+    """With 20 samples in batches of 4, an epoch has exactly five batches."""
     source = numbered(20)
     whole = training(source, threads=threads)
     list(islice(whole, taken))
@@ -387,7 +387,7 @@ def test_fractions_of_levels_are_kept_for_evaluation_only(memory_source: Sources
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_processes_have_no_say_in_the_order(colour_folder: Path, processes: int) -> None:
-    """Also not in what is resumed, and they end with the iterator."""
+    """They do not influence resuming either, and they end with the iterator."""
     source, preprocess = FolderSource(colour_folder), Preprocess(image_size=(5, 7))
 
     def start(readers: Readers) -> TrainingBatches:

@@ -1,4 +1,4 @@
-"""Files behind URLs: a real server that stalls, fails and drops, and what is said when it does so for good."""
+"""Tests of files behind URLs, with a real server that stalls, fails and drops connections, and of the messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from vitrail.testing import check_source
 
 
 class Server:
-    """Serves `files` in ranges. Each entry of `faults` spoils one request, in order; the last of "..." repeats."""
+    """Serves `files` in ranges. Each entry of `faults` spoils one request, in order. The last entry of "..."
+    repeats."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -87,7 +88,7 @@ class Server:
 
 
 class PlainFileSystem(AbstractFileSystem):
-    """plain://host/path by urllib, without a timeout of its own."""
+    """A file system for plain://host/path that uses urllib, without a timeout of its own."""
 
     protocol = "plain"
     cachable = False
@@ -131,7 +132,7 @@ def root(request: pytest.FixtureRequest, server: Server) -> str:
 
 
 def tar_of(encode: Callable[..., bytes], *keys: int) -> bytes:
-    """Samples of a grey image and a label each."""
+    """Return a tar file of samples, each with a grey image and a label."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as tar:
         for key in keys:
@@ -220,7 +221,7 @@ def test_a_lack_of_permission_is_not_tried_again(server: Server, protocol: str) 
 
 
 def test_a_server_that_forbids_what_it_does_not_have(server: Server, encode: Callable[..., bytes]) -> None:
-    """As S3 answers those who may not list a bucket; classes.json is looked for, and not needed."""
+    """S3 answers in this way if the client may not list a bucket. The optional classes.json is requested."""
 
     class Strict(PlainFileSystem):
         protocol = "strict"

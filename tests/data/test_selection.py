@@ -1,4 +1,4 @@
-"""Held-out samples and subsets, by a hash of keys and by position."""
+"""Tests of held-out samples and subsets, by a hash of keys and by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subsets, mixtures, kinds of targets, and fingerprints."""
+"""Tests of subsets, mixtures, kinds of targets, and fingerprints."""
 
 from __future__ import annotations
 

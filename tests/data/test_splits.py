@@ -1,4 +1,4 @@
-"""Names of splits, and files sorted by them."""
+"""Tests of the names of splits, and of sorting files by them."""
 
 from __future__ import annotations
 

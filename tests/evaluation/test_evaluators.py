@@ -1,4 +1,4 @@
-"""Evaluators by name against the functions and the network behind them."""
+"""Tests of evaluators by name against the functions and the network that they use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ HERE = Readers(0)
 
 
 class Pictures:
-    """Random images in memory, brighter in one channel by class; `broken` are not images."""
+    """A source of random images in memory. Images of a class are brighter in one channel. Samples in `broken` are not
+    images.
+    """
 
     def __init__(
         self,
@@ -90,13 +92,13 @@ def make_outputs(bundle: Bundle | None = None, **options: object) -> Outputs:
 
 
 def embedded(bundle: Bundle, source: Pictures, rows: list[int] | None = None) -> np.ndarray:
-    """The features of some samples, from the bundle itself."""
+    """Return the features of some samples, computed by the bundle itself."""
     return bundle.embed([source.images[row] for row in (range(len(source)) if rows is None else rows)]).numpy()
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bundle], list[int]]:
-    """Has a bundle's network note how many images it embeds at a time."""
+    """Return a function that makes a bundle's network record the number of images in each call of `embed`."""
 
     def watch(bundle: Bundle) -> list[int]:
         seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Accuracy against a direct count, an image at a time."""
+"""Tests of accuracy against a direct count, one image at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PREPROCESS = Preprocess(image_size=(14, 14), channels=1, mean=(0.3,), std=(0.4,)
 
 
 class Pictures:
-    """A source of random grey images in memory; those whose index is in `broken` are not images."""
+    """A source of random grey images in memory. Samples whose index is in `broken` are not images."""
 
     classes = ("a", "b", "c")
 
@@ -73,7 +73,8 @@ def measured(network: VisionTransformer, source: Pictures, **options: object) ->
 
 
 def count_directly(network: VisionTransformer, source: Pictures) -> tuple[float, float, int]:
-    """Right answers, summed cross-entropy and the number of images, by softmax in float64."""
+    """Return the number of correct images, the sum of cross-entropies and the number of images, by softmax in
+    float64."""
     right, loss, count = 0, 0.0, 0
     for index in range(len(source)):
         if index in source.broken:
@@ -218,7 +219,7 @@ def test_the_cross_entropy_is_that_of_the_report(output: OutputKind) -> None:
 
 
 class Measured(Pictures):
-    """The same pictures with two numbers each: their brightness in two halves, some of them unknown."""
+    """The same pictures with two numbers each: the brightness of their halves. Some numbers are unknown."""
 
     classes = ("left", "right")
     target_kind = "numbers"
@@ -235,7 +236,7 @@ def number_bundle(source: Measured) -> Bundle:
 
 
 def errors_directly(bundle: Bundle, source: Measured) -> dict[str, np.ndarray]:
-    """R², mean absolute error and root mean squared error of each number, by scikit-learn."""
+    """Return R², mean absolute error and root mean squared error of each number, by scikit-learn."""
     rows = [index for index in range(len(source)) if index not in source.broken and source.target(index) is not None]
     predicted = np.array([one.values for one in bundle.predict([source.images[row] for row in rows])])
     truth = np.array([source.target(row) for row in rows])

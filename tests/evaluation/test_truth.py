@@ -1,4 +1,4 @@
-"""The three kinds of truth: what is known, selections, and the way from sources and files and back."""
+"""Tests of the three kinds of targets: known values, selections, and conversion from and to sources and files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files of format 1 load for good: bundles, runs and checkpoints, written by the code that knew no other format.
+"""Tests that files of format 1 still load: bundles, runs and checkpoints of the code that knew no other format.
 
-The files are never written again. Their numbers in `expected.json` were computed by that code as well.
+The files are never written again. The numbers in `expected.json` were also computed by that code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = sorted(EXPECTED["models"])
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of all files, as the working folder, because runs name their data relative to it."""
+    """Copy all files to a new working folder, because runs name their data by relative paths."""
     shutil.copytree(V1, tmp_path / "v1")
     monkeypatch.chdir(tmp_path / "v1")
     return tmp_path / "v1"

@@ -1,4 +1,4 @@
-"""Small networks whose every weight matters, golden outputs of other implementations, and random configs."""
+"""Small networks in which every weight matters, golden outputs of other implementations, and random configs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
 DIVISORS = {"none": 1, "learned": 1, "learned-2d": 2, "sincos-2d": 4, "relative-bias": 1, "rotary-2d": 4}
-"""Kinds of positions, and what has to divide a head's width, or is sure to divide the network's."""
+"""Kinds of positions, with a number that must divide a head's width, or certainly divides the network's width."""
 
 
 @pytest.fixture(scope="session")
 def golden(golden: Callable[[str], Any]) -> Callable[[str], Any]:
-    """As elsewhere, with tensors in the place of arrays."""
+    """Return a golden file as in other tests, with tensors instead of arrays."""
 
     def read(name: str) -> Any:
         found = golden(name)
@@ -29,7 +29,7 @@ def golden(golden: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="session")
 def small() -> Callable[..., ViTConfig]:
-    """Makes configs of a network for images of 12 x 10 in patches of 4 x 5; fields can be replaced."""
+    """Return a function that makes configs for images of 12 x 10 in patches of 4 x 5. It can replace fields."""
 
     def make(**fields: Any) -> ViTConfig:
         defaults = {
@@ -43,7 +43,9 @@ def small() -> Callable[..., ViTConfig]:
 
 @pytest.fixture(scope="session")
 def randomised() -> Callable[[ViTConfig], VisionTransformer]:
-    """Makes networks in evaluation mode with no weight at zero or one, so that none can be left out unseen."""
+    """Return a function that makes networks in evaluation mode. No weight is 0 or 1, so that a missing weight is
+    noticed.
+    """
 
     def make(config: ViTConfig) -> VisionTransformer:
         network = VisionTransformer(config).eval()
@@ -59,7 +61,7 @@ def randomised() -> Callable[[ViTConfig], VisionTransformer]:
 
 @pytest.fixture(scope="session")
 def configs() -> st.SearchStrategy[dict[str, Any]]:
-    """Fields of valid configs of small networks of every kind."""
+    """Draw fields of valid configs of small networks of every kind."""
 
     @st.composite
     def draw_fields(draw: st.DrawFn) -> dict[str, Any]:

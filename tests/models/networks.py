@@ -1,4 +1,4 @@
-"""Networks that tests of what networks cost share: configs, and image sizes that they take."""
+"""Configs and image sizes that several tests of costs share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     "BiT of one stage": (ResNetConfig(depths=(2,), width=32, channels=1, num_classes=0), [(31, 28), (64, 33)]),
     "BiT of two widths": (ResNetConfig(depths=(1, 2, 1), width=128, num_classes=7), [(65, 96)]),
 }
-"""Configs and image sizes."""
+"""Configs of hybrids, with image sizes."""
 
 DROPPED: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     "half": (variant_config("ViT-Ti/16", depth=3, patch_dropout=0.5), [(224, 160), (64, 96), (16, 16)]),
@@ -43,4 +43,4 @@ DROPPED: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
         if isinstance(config, ViTConfig)
     },
 }  # fmt: skip
-"""Configs and image sizes."""
+"""Configs with patch dropout, with image sizes."""

@@ -1,4 +1,4 @@
-"""Compiled blocks: as few graphs as there are kinds of block, the same numbers, and who may ask."""
+"""Tests of compiled blocks: the number of graphs, equal results, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from vitrail.models.vit import VisionTransformer
 from vitrail.weights.bundle import Bundle
 
 pytestmark = [
-    pytest.mark.usefixtures("types_unchecked"),  # what checks types would be traced with the rest
+    pytest.mark.usefixtures("types_unchecked"),  # type checks would be traced as well
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # which the compiler looks at, and hides where it can
 ]
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = ((35, 21), (14, 49), (28, 28), (7, 21), (35, 21))
-"""Height and width of images in patches of 7; the first is what networks are made for."""
+"""Heights and widths of images in patches of 7. Networks are made for the first size."""
 
 
 def slow(fields: dict[str, Any]) -> Any:
-    """Tracing takes seconds, so that one case of each test is enough for every day."""
+    """Mark all but one case of each test as slow, because tracing takes seconds."""
     return pytest.param(fields, marks=pytest.mark.slow)
 
 
 class Graphs:
-    """A compiler that counts what it is given; with "aot_eager" it also makes a backward graph of its own."""
+    """A compiler backend that counts the graphs. With "aot_eager" it also makes a backward graph."""
 
     def __init__(self, name: str = "eager") -> None:
         self.count = 0
@@ -58,7 +58,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def network(depth: int = 3, **fields: Any) -> VisionTransformer:
-    """With no weight at zero or one."""
+    """Return a network without weights of 0 or 1."""
     torch.manual_seed(3)
     sizes = {"width": 48, "heads": 4, "mlp_width": 80}
     made = vitrail.create("ViT-Pico/7", num_classes=5, image_size=(35, 21), depth=depth, **{**sizes, **fields})
@@ -71,7 +71,7 @@ def network(depth: int = 3, **fields: Any) -> VisionTransformer:
 def step(
     made: nn.Module, size: tuple[int, int], half: bool = False, batch: int = 6
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and gradients of all weights; what is random is the same in every call."""
+    """Return the logits and the gradients of all weights. Random numbers are the same in every call."""
     made.zero_grad()
     images = torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)

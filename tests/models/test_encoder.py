@@ -1,4 +1,4 @@
-"""Looking inside the encoder, and running it on some patches or on other embeddings, from outside."""
+"""Tests of the encoder's inner values, and of running it on some patches or on other embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitrail.models.vit import Block, VisionTransformer, ViTConfig, make_block
 Small = Callable[..., ViTConfig]
 Randomised = Callable[[ViTConfig], VisionTransformer]
 SIZE = (12, 15)
-"""Height and width: a grid of 3 x 3 patches, other than the 3 x 2 of the config."""
+"""Height and width with a grid of 3 x 3 patches, which differs from the 3 x 2 of the config."""
 
 POSITIONS = [
     {"positions": kind, "positions_at": place}
@@ -42,7 +42,7 @@ def joined(features: Features) -> Tensor:
 
 
 def seen_by(network: VisionTransformer, images: Tensor, part: str) -> list[Tensor]:
-    """The outputs of a part of every block, by hooks."""
+    """Return the outputs of one submodule of every block, by hooks."""
     seen: list[Tensor] = []
     handles = [
         (block.get_submodule(part) if part else block).register_forward_hook(lambda *call: seen.append(call[-1]))
@@ -119,7 +119,7 @@ def test_attention_weights_of_all_rows(
     assert [tuple(each.shape) for each in weights] == 3 * [(2, 3, tokens, tokens)]
     for each in weights:
         torch.testing.assert_close(each.sum(-1), torch.ones(2, 3, tokens))
-    # Mixed with the values, the weights of every row, those of the last block too, are what each layer returns.
+    # The weights of every row, also in the last block, times the values give the output of each layer.
     normed, mixed = seen_by(network, images_of(), "norm1"), seen_by(network, images_of(), "attention")
     for block, each, before, after in zip(network.blocks, weights, normed, mixed, strict=True):
         assert isinstance(block, Block)
@@ -163,7 +163,7 @@ def test_the_encoder_sees_the_patches_that_are_kept(
     images, keep = images_of(), torch.tensor([[8, 0, 3], [1, 2, 7]])
     found = network.encode(images, keep=keep)
     assert found.patches.shape == (2, 3, 24) and found.grid == (3, 3)
-    # An image of its own grid, whose other patches are hidden from every query, has the same tokens.
+    # A separate image, in which the other patches are hidden from every query, has the same tokens.
     for row, places in enumerate(keep.tolist()):
         alone = network.encode(images[row : row + 1], keep=torch.tensor([sorted(places)]))
         order = [sorted(places).index(place) for place in places]
@@ -201,7 +201,7 @@ def test_a_mask_token_takes_the_place_of_embeddings(small: Small, randomised: Ra
 
 
 def test_embeddings_can_be_replaced_by_those_of_other_patches(small: Small, randomised: Randomised) -> None:
-    """As in the paper's B.1.2, where a tenth of the masked embeddings are other patches' own."""
+    """This is the case of the paper's B.1.2, where a tenth of the masked embeddings are those of other patches."""
     network = randomised(small(positions="none"))
     turned = network.encode(images_of(), replace=lambda embeddings: embeddings.flip(1))
     torch.testing.assert_close(turned.patches.flip(1), network.features(images_of()).patches)

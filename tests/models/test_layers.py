@@ -1,4 +1,4 @@
-"""The small parts of a block, against their formulas, and how weights begin."""
+"""Tests of the small modules of a block against their formulas, and of the initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions that every config answers."""
+"""Tests of the properties and methods that every config has."""
 
 from __future__ import annotations
 

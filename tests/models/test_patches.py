@@ -1,4 +1,4 @@
-"""Images cut into patches, and tokens in front of them: the parts of equation 1."""
+"""Tests of cutting images into patches, and of the tokens before them (equation 1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From tokens to one vector, by every kind of pool."""
+"""Tests of every kind of pooling."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attention_pool(activation: Activation = "gelu", width: int = 8, heads: int =
 
 
 def by_einsum(layer: AttentionPool, tokens: Tensor) -> Tensor:
-    """MAPHead of big_vision's models/vit.py, in float64: attention of a probe, and x + mlp(norm(x))."""
+    """Return MAPHead of big_vision's models/vit.py, in float64: attention of a probe, and x + mlp(norm(x))."""
     weights = {name: tensor.double() for name, tensor in layer.state_dict().items()}
     heads, width, z = layer.heads, tokens.shape[2], tokens.double()
 
@@ -146,7 +146,7 @@ def test_the_last_norm_is_before_or_after_the_pool(
 
 @pytest.mark.parametrize("fields", [{}, {"class_token": True}])
 def test_the_mean_is_of_patches_alone(small: Small, randomised: Randomised, fields: dict[str, Any]) -> None:
-    """Registers and class token act on the mean through attention alone."""
+    """Registers and the class token influence the mean only through attention."""
     network = randomised(small(pool="gap", registers=3, **fields))
     with torch.no_grad():
         for block in network.blocks:

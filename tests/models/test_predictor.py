@@ -1,4 +1,4 @@
-"""Prediction leaves the network as it is, and threads predict as if each were alone."""
+"""Tests that prediction does not change the network, and that threads predict independently of each other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hybrid() -> AnyNetwork:
 
 
 class Foreign(nn.Module):
-    """A network of a user's own: it holds one of its layers under a second name, in a list that torch does not see."""
+    """A network of a user's own class. A list that torch does not see holds one of its layers a second time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def directly(network: nn.Module, images: Tensor, precision: str) -> Tensor:
 
 
 def everything(network: nn.Module) -> list[tuple[Any, ...]]:
-    """All that a module holds, by identity."""
+    """Return all objects that a module holds, by identity."""
     return [
         (name, key, id(value) if not isinstance(value, dict) else {k: id(v) for k, v in value.items()})
         for name, module in network.named_modules()

@@ -1,4 +1,4 @@
-"""BiT ResNets and the hybrids' root: convolutions, padding and units against formulas and another implementation."""
+"""Tests of BiT ResNets and the root of hybrids: convolutions, padding and units against other implementations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEMS: tuple[Stem, ...] = get_args(Stem)
 
 
 def drawn(module: Any) -> Any:
-    """With small random numbers on top of every weight, and in float64."""
+    """Return a network in float64 with small random numbers added to every weight."""
     generator = torch.Generator().manual_seed(0)
     module = module.double().eval()
     with torch.no_grad():
@@ -43,7 +43,7 @@ def drawn(module: Any) -> Any:
 
 
 def standardised(weight: Tensor, eps: tuple[float, WeightEps]) -> Tensor:
-    """In numpy and float64, a filter at a time."""
+    """Return standardised filters, computed in numpy and float64, one filter at a time."""
     filters = []
     for one in weight.detach().double().numpy():
         variance = ((one - one.mean()) ** 2).mean()
@@ -110,7 +110,7 @@ def test_frozen_filters_are_standardised_once() -> None:
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("kernel", [1, 3, 7])
 def test_same_padding_is_tensorflows(kernel: int, stride: int) -> None:
-    """Of all ways to pad for ceil(size / stride) windows: the fewest cells, and the odd one at the end."""
+    """It has the fewest cells of all paddings for ceil(size / stride) windows, and puts the odd cell at the end."""
     for height, width in itertools.product(range(1, 13), (1, 2, 5, 12)):
         x = torch.arange(1.0, height * width + 1).view(1, 1, height, width)
         padded = _pad_same(x, kernel, stride, value=-5.0)
@@ -120,7 +120,7 @@ def test_same_padding_is_tensorflows(kernel: int, stride: int) -> None:
             fewest = min(
                 total for total in range(2 * kernel) if len(range(0, size + total - kernel + 1, stride)) == windows
             )
-            # a window may leave the last cells unseen: nothing is padded then, nor cut
+            # windows may skip the last cells; then nothing is padded or cut
             assert new == size + fewest
             found.append((fewest // 2, fewest - fewest // 2))
         (top, bottom), (left, right) = found
@@ -226,7 +226,7 @@ def test_a_resnet_by_its_parts(size: tuple[int, int]) -> None:
 
 
 def max_pool_over_zeros(x: Tensor) -> Tensor:
-    """Windows of 3 x 3 every second cell, on a map with a row or column of zeros on every side."""
+    """Return the maximum of 3 x 3 windows with stride 2, on a map with zeros on every side."""
     b, c, h, w = x.shape
     framed = x.new_zeros(b, c, h + 2, w + 2)
     framed[:, :, 1:-1, 1:-1] = x
@@ -236,7 +236,9 @@ def max_pool_over_zeros(x: Tensor) -> Tensor:
 
 
 def test_the_pool_sees_zeros() -> None:
-    """Where all that the stem says is negative, the frame's zeros win; a pool's own padding would never."""
+    """If all outputs of the stem are negative, the zeros of the frame win. They would not win with the pool's own
+    padding.
+    """
     network = ResNet(small_bit(depths=(1,)))
     seen: list[Tensor] = []
     network.stages[0][0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))

@@ -1,4 +1,4 @@
-"""Names of sizes: the published parameter counts, and what is said of names and fields that do not exist."""
+"""Tests of variant names: the published parameter counts, and messages for unknown names and fields."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNTS = {
     "ViT-G/14": (1_844_440_680, 1_847_211_240, 1_879_144_275, 1_844_437_352),
     "ViT-e/14": (3_807_214_312, 3_810_427_368, 3_844_585_811, 3_807_210_728),
 }
-"""1000 classes; with a hidden head layer as wide as the network; 21843 classes; 1000 classes with the mean pool."""
+"""Parameters with 1000 classes; with a hidden head layer as wide as the network; 21843 classes; mean pooling."""
 
 BOTH = {
     "ViT-B/16": 103_186_515,
@@ -38,7 +38,7 @@ BOTH = {
     "ViT-L/16": 326_740_307,
     "ViT-H/14": 660_385_363,
 }
-"""21843 classes with the hidden head layer."""
+"""Parameters with 21843 classes and the hidden head layer."""
 
 
 HYBRIDS = {
@@ -48,7 +48,7 @@ HYBRIDS = {
     "R26+ViT-B/32": (101_383_976, None),
     "R50+ViT-L/32": (328_994_856, 350_358_931),
 }
-"""1000 and 21843 classes."""
+"""Parameters with 1000 and with 21843 classes."""
 
 BIT = {
     "BiT-R50x1": (25_549_352, 68_256_659),
@@ -58,7 +58,7 @@ BIT = {
     "BiT-R152x2": (236_335_208, 321_728_979),
     "BiT-R152x4": (936_533_224, 1_107_299_923),
 }
-"""1000 and 21843 classes."""
+"""Parameters with 1000 and with 21843 classes."""
 
 
 def vit_config(name: str, **fields: Any) -> ViTConfig:
@@ -74,7 +74,7 @@ def bit_config(name: str, **fields: Any) -> ResNetConfig:
 
 
 def made(name: str, **fields: Any) -> int:
-    """Parameters of the module itself, which needs no memory on the meta device."""
+    """Return the number of parameters of a module on the meta device, which needs no memory."""
     with torch.device("meta"):
         network = create(name, **fields)
     assert all(parameter.requires_grad for parameter in network.parameters())

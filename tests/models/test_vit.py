@@ -1,4 +1,4 @@
-"""The network against equations 1 to 4, against the original implementations, and in training."""
+"""Tests of the network against equations 1 to 4, against the original implementations, and in training."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ GOLDEN = {
 def equations(
     network: VisionTransformer, images: Tensor, dropout: float = 0.0, seen: list[int] | None = None
 ) -> Tensor:
-    """The tokens after equation 4, from the paper's formulas and the network's weights alone.
+    """Return the tokens after equation 4, from the paper's formulas and the network's weights alone.
 
-    With `seen`, of a network that never had any tokens but these.
+    With `seen`, return the tokens of a network that has only these patches.
     """
     config, weights = network.config, network.state_dict()
     seen = list(range(config.tokens)) if seen is None else seen
@@ -92,7 +92,7 @@ def equations(
 
 
 def one_vector(network: VisionTransformer, tokens: Tensor) -> Tensor:
-    """What the head sees of the tokens that `equations` gives."""
+    """Return the input of the head for the tokens that `equations` returns."""
     config, weights = network.config, network.state_dict()
     if config.pool == "map":
         q = dense(weights, weights["attention_pool.probe"], "attention_pool.query").unflatten(-1, (config.heads, -1))
@@ -133,7 +133,7 @@ def activation(x: Tensor, config: ViTConfig) -> Tensor:
 
 
 def places(weights: dict[str, Tensor], config: ViTConfig, layer: int) -> Tensor:
-    """What is added to each token, patch by patch."""
+    """Return the positions that are added to each token, computed patch by patch."""
     rows, columns = config.grid
     table = torch.zeros(config.prefix + rows * columns, config.width)
     covered = {"all": config.prefix, "class": int(config.has_class_token), "patches": 0}[config.positions_cover]
@@ -159,7 +159,7 @@ def places(weights: dict[str, Tensor], config: ViTConfig, layer: int) -> Tensor:
 
 
 def bias_of_pairs(table: Tensor, config: ViTConfig) -> Tensor:
-    """For each head and pair of tokens, what is added to the logit."""
+    """Return the bias of the attention logit for each head and pair of tokens."""
     rows, columns = config.grid
     result = torch.zeros(config.heads, config.tokens, config.tokens)
     for query in range(rows * columns):
@@ -170,7 +170,7 @@ def bias_of_pairs(table: Tensor, config: ViTConfig) -> Tensor:
 
 
 def turned(x: Tensor, config: ViTConfig, seen: list[int]) -> Tensor:
-    """Each pair of channels (i, i + d / 2) as a complex number, times its patch's phase."""
+    """Return each pair of channels (i, i + d / 2) as a complex number, multiplied by its patch's phase."""
     rows, columns = config.grid
     quarter = x.shape[-1] // 4
     angles = torch.zeros(config.tokens, 2 * quarter)
@@ -256,7 +256,7 @@ def check_equations(network: VisionTransformer, tolerance: float) -> None:
 def test_networks_of_any_shape_follow_the_equations(
     configs: st.SearchStrategy[dict[str, Any]], randomised: Randomised, data: st.DataObject
 ) -> None:
-    # with a smaller epsilon, two tokens of nearly equal parts differ by rounding
+    # with a smaller epsilon, two tokens of nearly equal numbers differ by rounding errors
     check_equations(randomised(ViTConfig(**data.draw(configs), norm_eps=1e-1)), 2e-4)
 
 
@@ -498,7 +498,7 @@ def test_an_empty_batch_gives_no_logits(small: Small, randomised: Randomised) ->
 
 
 def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
-    """Against the same weights for the part of the image that patches fill."""
+    """The reference uses the same weights on the part of the image that whole patches cover."""
     torch.manual_seed(0)
     config = ViTConfig(
         image_size=(14, 18), patch_size=(4, 5), width=16, depth=2, heads=2, mlp_width=24, num_classes=3, cut_uneven=True
@@ -612,7 +612,7 @@ def test_both_branches_of_a_block_are_skipped_by_themselves() -> None:
 
 
 def logits_of_features(network: VisionTransformer, images: Tensor) -> Tensor:
-    """By way of all tokens of the last block."""
+    """Return the logits, computed from all tokens of the last block."""
     x = pool(network.features(images), network.config.pool, network.attention_pool)
     x = network.norm(x) if network.config.final_norm == "pooled" else x
     x = x if network.head_hidden is None else torch.tanh(network.head_hidden(x))
@@ -620,7 +620,7 @@ def logits_of_features(network: VisionTransformer, images: Tensor) -> Tensor:
 
 
 def check_logits_of_features(network: VisionTransformer, images: Tensor) -> None:
-    """The logits, and the gradients of all weights and of the image, are those of a network that computes all."""
+    """Check that logits and gradients equal those of a network that computes all tokens."""
     found = []
     for logits_of in (network, lambda images: logits_of_features(network, images)):
         given = images.clone().requires_grad_()
@@ -744,7 +744,7 @@ STREAMS = [
 def test_the_residual_stream_has_the_format_of_the_weights(
     small: Small, randomised: Randomised, fields: dict[str, Any], autocast: bool
 ) -> None:
-    """Float32 where autocast runs products in bfloat16; bfloat16 where the whole network is."""
+    """It is float32 if autocast computes products in bfloat16, and bfloat16 if the whole network is in bfloat16."""
     config = small(**{"layer_scale": 0.5, "dropout": 0.1, "stochastic_depth": 0.1, **fields})
     network, images = randomised(config).train(), pictures(config)
     if not autocast:
@@ -769,7 +769,7 @@ def test_the_residual_stream_has_the_format_of_the_weights(
 
 
 def watched(network: VisionTransformer) -> list[Tensor]:
-    """Which patches the network keeps, from here on: an entry a pass."""
+    """Record the patches that the network keeps, with an entry for each pass."""
     kept: list[Tensor] = []
     network.patches.register_forward_pre_hook(lambda _, given: kept.append(given[1]))
     return kept
@@ -780,7 +780,7 @@ def watched(network: VisionTransformer) -> list[Tensor]:
 def test_dropped_patches_might_never_have_been(
     small: Small, randomised: Randomised, kind: str, place: str, fields: dict[str, Any]
 ) -> None:
-    """Each image by itself, from the equations of a network that has the prefix and the kept patches alone."""
+    """Each image is compared with the equations of a network that has only the prefix and the kept patches."""
     config = small(**fields, positions=kind, positions_at=place, patch_dropout=0.5, image_size=(12, 20), norm_eps=1e-3)
     network, images = randomised(config).train(), pictures(config, batch=3)
     passes = watched(network)
@@ -901,7 +901,7 @@ def assert_uniform(weight: Tensor, bound: float) -> None:
 
 
 def assert_lecun(weight: Tensor) -> None:
-    """Variance 1 / fan-in, of a normal that was cut at two of its own standard deviations."""
+    """Assert a variance of 1 / fan-in, and a normal distribution cut at two of its own standard deviations."""
     std = weight.shape[1] ** -0.5
     assert weight.std() == pytest.approx(std, rel=0.03)
     assert weight.mean().abs() < 0.05 * std
@@ -981,7 +981,7 @@ def test_the_seed_decides_the_weights(small: Small) -> None:
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """As users run it: without the type checks that tests put around the package."""
+    """Turn off the type checks that tests add to the package, as for users."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

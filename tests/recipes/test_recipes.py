@@ -1,4 +1,4 @@
-"""Every recipe says what it is, and trains."""
+"""Tests that every recipe has a description and trains."""
 
 from __future__ import annotations
 

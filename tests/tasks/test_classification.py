@@ -1,4 +1,4 @@
-"""The losses against their formulas, and what invalid samples do to them."""
+"""Tests of the losses against their formulas, including invalid samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_batch(labels: list[int], valid: list[bool] | None = None) -> Batch:
 
 
 def softmax_loss(row: np.ndarray, label: int, smoothing: float) -> float:
-    """-sum_k q_k log softmax(z)_k, where q is (1 - s) on the label and s / K on every class."""
+    """Return -sum_k q_k log softmax(z)_k, where q is (1 - s) on the label and s / K on every class."""
     log_p = row - math.log(sum(math.exp(value) for value in row))
     q = np.full(len(row), smoothing / len(row))
     q[label] += 1 - smoothing
@@ -50,7 +50,8 @@ def softmax_loss(row: np.ndarray, label: int, smoothing: float) -> float:
 
 
 def sigmoid_loss(row: np.ndarray, label: int, smoothing: float) -> float:
-    """sum_k -t_k log s(z_k) - (1 - t_k) log(1 - s(z_k)), where t is 1 - s / 2 on the label and s / 2 elsewhere."""
+    """Return sum_k -t_k log s(z_k) - (1 - t_k) log(1 - s(z_k)), where t is 1 - s / 2 on the label and s / 2
+    elsewhere."""
     total = 0.0
     for k, value in enumerate(row):
         target = 1 - smoothing / 2 if k == label else smoothing / 2
@@ -85,7 +86,7 @@ def test_known_values() -> None:
 def test_invalid_samples_have_no_weight(loss: str) -> None:
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     wild = logits.clone()
-    wild[1], wild[4] = 1e4, -1e4  # whatever the network says of them, it must not count
+    wild[1], wild[4] = 1e4, -1e4  # outputs for these samples must not count
     network = Fixed(wild)
     output = ClassificationObjective(network, loss=loss)(  # type: ignore[arg-type]
         make_batch([0, -1, 2, 3, 1], [True, False, True, True, False])

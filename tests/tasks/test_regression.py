@@ -1,4 +1,4 @@
-"""Regression: the loss by its formula, unknown numbers, standardisation, the saved head and the settings."""
+"""Tests of regression: the loss, unknown numbers, standardisation, the saved head and the settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Numbers:
 
 
 class Fixed(nn.Module):
-    """A network that gives these outputs, whatever the images are."""
+    """A network that returns these outputs for all images."""
 
     def __init__(self, outputs: Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What all tasks share: the metric that chooses, texts of metrics, and how often training draws each sample."""
+"""Tests of what all tasks share: the selecting metric, texts of metrics, and the frequency of each sample."""
 
 from __future__ import annotations
 

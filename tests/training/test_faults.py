@@ -1,4 +1,4 @@
-"""Full disks and diverging losses: a clear error, and what was saved before stays good."""
+"""Tests of full disks and diverging losses: the error is clear, and earlier files stay valid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Outcome = Callable[[Path], dict[str, Any]]
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a file system of a given size, or changes the size of the one that is there."""
+    """Mount a file system of a given size, or change the size of the existing one."""
     place = tmp_path / "small disk"
     place.mkdir()
     options = ["mount", "-t", "tmpfs", "-o"]
@@ -66,7 +66,7 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
 
 @pytest.fixture
 def file_limit() -> Iterator[Callable[[int], None]]:
-    """Limits the size of the files that this process may write."""
+    """Limit the size of the files that this process may write."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -96,7 +96,7 @@ def test_a_place_where_nothing_can_be_written_is_an_error(tiny: Small, tmp_path:
 
 
 class Poison(Display):
-    """Makes one weight NaN after a step, so that the loss of the next is NaN."""
+    """A display that makes one weight NaN after a step, so that the next loss is NaN."""
 
     def __init__(self, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.after = after
@@ -172,7 +172,7 @@ def test_a_real_divergence_is_named(small: Small, prepare: Callable[..., Any], t
 
 
 def by_hand(config: TrainConfig, prepare: Callable[..., Any]) -> tuple[TrainState, Plan]:
-    """The state that a run of `config` begins with."""
+    """Return the state with which a run of `config` begins."""
     state, plan = prepare(config)
     torch.manual_seed(config.run.seed)
     network = state.objective.network

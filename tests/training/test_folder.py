@@ -1,4 +1,4 @@
-"""Where runs lie."""
+"""Tests of the folders of runs."""
 
 from __future__ import annotations
 

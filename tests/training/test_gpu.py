@@ -1,4 +1,4 @@
-"""Training on a GPU: the same config, the same order, bf16 by itself, compiled blocks, 8 bits, and no waiting."""
+"""Tests of training on a GPU: order, automatic bf16, compiled blocks, 8 bits, and no waiting for the device."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_compiled_training_follows_the_plain_one(
     accumulation: int,
     types_unchecked: None,
 ) -> None:
-    """Evaluations come in between, as in every run; without dropout, which draws other numbers when compiled."""
+    """Evaluations happen in between, as in every run. There is no dropout, which draws other numbers when compiled."""
     fields = {"device": "cuda", "steps": 12, "accumulation": accumulation, "dropout": 0.0, "stochastic_depth": 0.0}
     for name in ("off", compile):
         train(tiny(compile=name, run=str(tmp_path / name), **fields))
@@ -144,7 +144,7 @@ def test_attention_in_bf16_is_one_fused_kernel_without_a_matrix_of_weights(varia
 def test_a_step_waits_for_nothing_on_the_gpu(
     fields: dict[str, Any], tiny: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changing the learning rate included. CUDA itself names every wait."""
+    """Changing the learning rate does not wait either. CUDA itself reports every wait."""
 
     def strictly(state: Any, plan: Any, batch: Any) -> Any:
         if state.step < 2:

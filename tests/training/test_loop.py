@@ -1,4 +1,4 @@
-"""Steps: accumulation changes nothing, clipping scales, the schedule is followed, and nothing waits for a number."""
+"""Tests of training steps: accumulation, clipping, the schedule, and no waiting for the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SGD = {
     "optimizer": "sgd", "learning_rate": 1.0, "schedule": "constant", "warmup": 0.0, "momentum": 0.0,
     "weight_decay": 0.0, "dropout": 0.0, "stochastic_depth": 0.0, "label_smoothing": 0.1,
 }  # fmt: skip
-"""With these a step subtracts the gradient itself from the weights."""
+"""Settings with which a step subtracts the gradient itself from the weights."""
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def weights(state: TrainState) -> dict[str, Tensor]:
 
 
 def gradient_of_step(state: TrainState, plan: Plan, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The step's change of every weight, negated, and its figures."""
+    """Return the negative change of every weight in a step, and the step's metrics."""
     before = weights(state)
     figures = train_step(state, plan, batch)
     return {name: before[name] - tensor for name, tensor in weights(state).items()}, figures
 
 
 def without(batch: Batch, places: list[int]) -> Batch:
-    """The batch with some samples invalid: black, as the pipeline has them."""
+    """Return the batch with some samples invalid and black, as the pipeline makes them."""
     images, valid = batch.images.clone(), batch.valid.clone()
     images[places], valid[places] = 0, False
     return replace(batch, images=images, valid=valid)

@@ -1,4 +1,4 @@
-"""The user's own data and network: trained, resumed with the same objects, and refused by the rule that they break."""
+"""Tests of the user's own data and network: training, resuming with the same objects, and broken rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vitrail.training.run import resume, train
 
 
 class Stripes:
-    """Images of 9 x 14 whose brightness tells the class; numbers if `numbers`."""
+    """Images of 9 x 14 whose brightness shows the class, or numbers if `numbers` is true."""
 
     def __init__(self, count: int = 40, *, numbers: bool = False) -> None:
         self.count = count
@@ -156,7 +156,7 @@ def test_objects_that_the_run_did_not_have_are_refused(
 
 
 class Alone(nn.Module):
-    """A network with a mistake, made for images of 9 x 12."""
+    """A network with a fault, for images of 9 x 12."""
 
     def __init__(self, make: Callable[[Tensor], Any], *, trained: bool = True) -> None:
         super().__init__()

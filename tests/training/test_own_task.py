@@ -1,4 +1,4 @@
-"""A task of the user's own, whose objective trains a module beside the network on images without labels."""
+"""Tests of a user's own task. Its objective trains a module beside the network, on images without labels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vitrail.weights.load import load
 
 
 class ColourObjective(Objective):
-    """A dense layer beside the network tells the mean colour of the image from the network's embedding."""
+    """Predicts the mean colour of an image from the network's embedding, by a dense layer beside the network."""
 
     def __init__(self, network: Any, hidden: int) -> None:
         super().__init__(network)
@@ -98,7 +98,7 @@ class Colour(Task):
 def colour_config(
     folder_config: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., TrainConfig]:
-    """Makes configs that learn colours from a folder of images without class folders."""
+    """Return a function that makes configs for learning colours from a folder without class folders."""
     monkeypatch.setitem(TASKS, "colour", Colour)
     flat = tmp_path / "flat"
     flat.mkdir()
@@ -112,7 +112,7 @@ def colour_config(
 
 
 def weights_of(result: RunResult) -> dict[str, Any]:
-    """The weights in the newest checkpoint of a run, those of the objective's own modules among them."""
+    """Return the weights in the newest checkpoint of a run, including the objective's own modules."""
     setup = prepare(read_record(result.folder).config)
     state = make_state(setup, make_network(setup, None)[0])
     Checkpoints(result.folder / "checkpoints").restore(state)

@@ -1,4 +1,4 @@
-"""run.json: its formats, missing fields, and files that are damaged or too new."""
+"""Tests of run.json: its formats, missing fields, and damaged or newer files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ V1 = Path(__file__).parents[1] / "formats" / "v1"
 
 
 def written(folder: Path, **fields: Any) -> Path:
-    """A run's folder with a small run.json of the newest format; fields of None are missing."""
+    """Return a run's folder with a small run.json of the newest format. Fields of None are missing."""
     values = {
         "format": FORMAT, "config": TrainConfig().to_plain(), "data": {"fingerprint": "abc", "train": 7}, **fields
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs that learn numbers: from a table to a saved model in the units of the data."""
+"""Tests of runs that learn numbers, from a table to a saved model in the units of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitrail.weights.load import load
 
 @pytest.fixture
 def bars(tmp_path: Path) -> Path:
-    """A table of grey images with a white bar: its height in pixels, and the brightness, which is unknown of some."""
+    """A table of grey images with a white bar: its height in pixels, and its brightness, which is sometimes unknown."""
     random, lines = np.random.default_rng(0), ["file,height,light,name"]
     for number in range(60):
         pixels = random.integers(0, 30, (16, 24, 1), dtype=np.uint8)

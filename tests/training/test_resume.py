@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed, however often, ends in the same bits as one that never stopped."""
+"""Tests of resuming: a run that was stopped any number of times ends with the same bits as one without stops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ StopAt = Callable[[int], Display]
 
 
 def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) -> Path:
-    """Trains, and is stopped by a signal after each of the steps `cuts`."""
+    """Train, and stop the run by a signal after each of the steps `cuts`."""
     folder = Path(config.run.folder or "")
     for number, cut in enumerate(cuts):
         with pytest.raises(Stopped, match=f"^stopped at step {cut} of 24; .*checkpoints/step-{cut}$") as caught:

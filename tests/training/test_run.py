@@ -1,4 +1,4 @@
-"""A run from config to model: what it leaves on disk, which images it uses for what, and where it puts things."""
+"""Tests of a run from config to model: its files, the images that it uses for each purpose, and its folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Tiny = Callable[..., TrainConfig]
 def finished(
     small: Callable[..., TrainConfig], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TrainConfig, RunResult]:
-    """A finished run that others only look at."""
+    """A finished run that tests only read."""
     config = small(tmp_path_factory.mktemp("finished") / "run", seed=5)
     return config, train(config)
 
@@ -128,7 +128,7 @@ def test_the_model_on_disk_is_the_one_returned(finished: tuple[TrainConfig, RunR
 
 
 class Watching(Display):
-    """Keeps the weights that were measured, by step, and the result."""
+    """A display that keeps the measured weights by step, and the result."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.weights: dict[int, dict[str, Tensor]] = {}
@@ -161,7 +161,7 @@ def test_the_weights_that_were_asked_for_are_kept(
 
 
 class Noting:
-    """A source that notes which samples were read, and when."""
+    """A source that records which samples were read, and when."""
 
     def __init__(self, source: Any, log: list[tuple[str, str]], name: str) -> None:
         self.source, self.log, self.name = source, log, name
@@ -312,7 +312,7 @@ def test_the_best_cannot_be_kept_unmeasured(fields: dict[str, Any], tiny: Tiny, 
 
 
 def break_images(folder: Path) -> set[str]:
-    """Puts four broken files among the images; returns their keys."""
+    """Add four broken files to the images, and return their keys."""
     whole = (folder / "red" / "00.png").read_bytes()
     broken = {
         "red/empty.png": b"", "blue/page.jpg": b"<html>Not found</html>", "green/cut.png": whole[: len(whole) // 2],

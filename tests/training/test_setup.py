@@ -1,4 +1,4 @@
-"""What a run is made of: here, the boxes of its training images."""
+"""Tests of the setup of a run: the boxes of its training images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs that start from a model: whose weights they begin with, what they leave alone, and going on without the file."""
+"""Tests of runs that start from a model: their initial weights, frozen weights, and resuming without the model's
+file."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ COLOURS = ("blue", "green", "red")
 
 
 class Notes(Display):
-    """Keeps what the run says."""
+    """A display that keeps the messages of the run."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -49,7 +50,7 @@ class Notes(Display):
 
 @pytest.fixture
 def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """The weights that each run begins with."""
+    """A list of the initial weights of each run."""
     seen: list[dict[str, Tensor]] = []
     real = run_module.fit
 

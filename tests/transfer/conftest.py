@@ -1,4 +1,4 @@
-"""A model to start from, and images with all three splits."""
+"""A small model to start from, and images with all three splits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny_bundle() -> Bundle:
 
 @pytest.fixture(scope="session")
 def brightness(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A table of grey images of uneven sizes, with a number that is their brightness and one that is often unknown."""
+    """A table of grey images of different sizes, with their brightness and a number that is often unknown."""
     root, random = tmp_path_factory.mktemp("brightness"), np.random.default_rng(0)
     lines = ["file,brightness,half <&>,split"]
     for number in range(60):

@@ -1,4 +1,4 @@
-"""Axes of charts: round ticks, even steps, and a range that contains the values."""
+"""Tests of axes: round ticks, even steps, and a range that contains the values."""
 
 from __future__ import annotations
 

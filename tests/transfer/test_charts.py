@@ -1,4 +1,4 @@
-"""Charts, read back from their SVG: they show the given values, and nothing lies outside the picture."""
+"""Tests of charts by reading their SVG: they show the given values, and nothing lies outside the picture."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVIL = "</title><script>alert('1 & 2')</script>\u202e\x00"
 
 
 class Drawing:
-    """An SVG, whose numbers can be asked for."""
+    """A parsed SVG."""
 
     def __init__(self, text: str) -> None:
         self.root = ElementTree.fromstring(text)
@@ -45,14 +45,14 @@ class Drawing:
         assert self.root.attrib["role"] == "img" and self.root.attrib["aria-label"]
 
     def all(self, tag: str, css: str = "") -> list[ElementTree.Element]:
-        """Elements of a tag with all of these style classes."""
+        """Return the elements of a tag that have all of these style classes."""
         return [one for one in self.root.iter(tag) if {*css.split()} <= {*one.get("class", "").split()}]
 
     def texts(self) -> list[str]:
         return ["".join(one.itertext()) for one in self.all("text")]
 
     def path(self, css: str) -> list[list[tuple[float, float]]]:
-        """The corners of a line, gap by gap."""
+        """Return the corners of a line, in a list for each part between gaps."""
         (element,) = self.all("path", css)
         pieces = element.attrib["d"].split("M")[1:]
         return [[tuple(map(float, corner.split())) for corner in piece.split("L")] for piece in pieces]  # type: ignore[misc]
@@ -64,7 +64,7 @@ class Drawing:
         ]
 
     def corners(self) -> Iterator[tuple[float, float]]:
-        """Points that everything drawn lies between; a letter is as wide as `DIGIT_WIDTH`."""
+        """Return points that enclose everything drawn. A letter is as wide as `DIGIT_WIDTH`."""
         for path in self.all("path"):
             x = y = 0.0
             for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", path.attrib["d"]):
@@ -100,9 +100,9 @@ class Drawing:
             assert -0.01 <= x <= self.width + 0.01 and -0.01 <= y <= self.height + 0.01, (x, y)
 
     def scale(self, anchor: str) -> tuple[float, float]:
-        """Value at 0 pixels and for each pixel, from the first and the last of the numbers that stand at an axis.
+        """Return the value at 0 pixels and the value of a pixel, from the first and the last label of an axis.
 
-        Those at the left end ("end") where they are written, those below have it in their middle ("middle").
+        Labels at the left end ("end") stand at their tick. Labels below have their middle at the tick ("middle").
         """
         found = []
         for text in self.all("text"):
@@ -116,7 +116,7 @@ class Drawing:
 
 
 def values_of(drawing: Drawing, corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Pixels as values, by what is written at the axes."""
+    """Convert pixels to values by the labels of the axes."""
     (left, across), (top, up) = drawing.scale("middle"), drawing.scale("end")
     return [(left + x * across, top + y * up) for x, y in corners]
 
@@ -208,7 +208,7 @@ def test_the_key_names_two_lines_and_not_one() -> None:
 
 
 def bins(*filled: tuple[float, float, int]) -> list[CalibrationBin]:
-    """Bins of these confidences, accuracies and images, and an empty one."""
+    """Return bins with these confidences, accuracies and images, and an empty bin."""
     found = [CalibrationBin(0.0, 0.0, images, accuracy, confidence) for confidence, accuracy, images in filled]
     return [CalibrationBin(0.0, 0.0, 0, None, None), *found]
 
@@ -330,7 +330,7 @@ def test_a_scatter_plot_has_a_dot_for_each_sample(points: list[tuple[float, floa
 
 
 def luminance(colour: tuple[float, ...]) -> float:
-    """Of a colour from 0 to 255, as WCAG 2 defines it."""
+    """Return the luminance of a colour from 0 to 255, as WCAG 2 defines it."""
     shares = [part / 255 for part in colour]
     linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in shares]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -349,7 +349,7 @@ def colour(style: str, name: str) -> tuple[float, ...]:
 
 @pytest.mark.parametrize(("half", "canvas", "text"), [(0, (255,) * 3, (0,) * 3), (1, (18,) * 3, (255,) * 3)])
 def test_all_can_be_read_in_light_and_in_dark(half: int, canvas: tuple[int, ...], text: tuple[int, ...]) -> None:
-    """Canvas and CanvasText as Chromium has them. WCAG 2 asks for 4.5 of text and 3 of lines."""
+    """Canvas and CanvasText have Chromium's colours. WCAG 2 demands a contrast of 4.5 for text and 3 for lines."""
     heat, other = colour(STYLE.split("@media")[half], "--heat"), tuple(255 - part for part in text)
     for percent in range(5, 101):
         strength = percent / 100

@@ -1,4 +1,4 @@
-"""Fine-tuning from a model to a report, by the rule and by the paper's protocol."""
+"""Tests of fine-tuning from a model to a report, by the rule and by the paper's protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a page that show the metrics of predicted numbers, read back from the page."""
+"""Tests of the sections of a page for predicted numbers, by reading the page."""
 
 from __future__ import annotations
 

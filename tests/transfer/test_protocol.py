@@ -1,4 +1,4 @@
-"""The paper's protocol: its table, and choosing a learning rate by runs on held-out images."""
+"""Tests of the paper's protocol: its table, and choosing a learning rate by runs on held-out images."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_settings_are_the_papers() -> None:
     Preprocess(image_size=(224, 224)).with_geometry("big_vision-crop"),
 ])  # fmt: skip
 def test_images_are_scaled_as_in_the_original_code(preprocess: Preprocess) -> None:
-    """Whichever library the weights came from; the mean and the standard deviation stay theirs."""
+    """The scaling does not depend on the library that the weights came from, but mean and standard deviation do."""
     network = variant_config("ViT-B/16", num_classes=3)
 
     def images(**explicit: Any) -> Preprocess:

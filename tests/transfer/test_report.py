@@ -1,4 +1,4 @@
-"""The report of a run, from what the run left in its folder."""
+"""Tests of the report of a run, which is made from the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = "y" * 200
 
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Class folders whose names are markup, long, or run from right to left, and a file that is no image."""
+    """Class folders whose names are markup, long, or written from right to left, and a file that is not an image."""
     root = tmp_path_factory.mktemp("evil") / "data & <b>"
     random = np.random.default_rng(0)
     for split, count in (("train", 10), ("test", 4)):
@@ -54,7 +54,7 @@ def evil(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(evil: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
-    """A run on that folder, with averaging."""
+    """A run with averaged weights on that folder."""
     config = RECIPES["folder"]().override(
         data=str(evil), run=str(tmp_path_factory.mktemp("runs") / "a <run>"), variant="ViT-Pico/7", width=16, depth=1,
         heads=2, mlp_width=32, image_size=(14, 21), steps=12, batch_size=8, precision="float32", device="cpu",
@@ -98,7 +98,7 @@ SECTIONS = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
-    """Writes the folder of a run that had these settings and events, and makes a model for it."""
+    """Write the folder of a run with these settings and events, and make a model for it."""
 
     def make(
         events: Iterable[tuple[str, dict[str, Any]]] = (), *, kept: int | None = None, steps: int = 100, **fields: Any
@@ -131,7 +131,7 @@ def run(tmp_path: Path) -> Callable[..., tuple[Path, Bundle]]:
 
 @pytest.fixture
 def measured() -> ClassificationReport:
-    """Two images, one of which is right."""
+    """Return a report of two images, one of which is predicted correctly."""
     logits = np.asarray([[2, 0], [1, 0]], np.float32)
     return report(
         Predictions(logits, SingleLabels(np.asarray([0, 1]), 2), ("0", "1"), np.arange(2), ("a", "b")), bootstrap=20
@@ -154,7 +154,7 @@ def written(
     source: Source,
     read_page: Callable[[str], Any],
 ) -> Callable[..., str]:
-    """The text of the report of such a run."""
+    """Return the text of the report of such a run."""
 
     def write(*arguments: Any, split: str = "validation", **fields: Any) -> str:
         folder, bundle = run(*arguments, **fields)
@@ -167,7 +167,7 @@ def written(
 
 @pytest.fixture
 def source(colour_folder: Path) -> Source:
-    """Images that two predictions can be of."""
+    """Return images for two predictions."""
     return open_data(str(colour_folder), validation_share=0.0).train
 
 

@@ -1,4 +1,4 @@
-"""The rule for fine-tuning: what it says for data of all sizes, on a CPU and on a GPU."""
+"""Tests of the fine-tuning rule for data of all sizes, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a page that show a report's metrics, read back from the page."""
+"""Tests of the sections of a page for a classification report, by reading the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vitrail.transfer.sections import (
 
 
 def made(guesses: Sequence[tuple[int, int]], classes: int = 4, sure: float = 3.0) -> Predictions:
-    """Predictions of images by their label and what they are taken for, each a little surer than the one before."""
+    """Return predictions from pairs of label and predicted class. Each is a little more certain than the one before."""
     labels = np.asarray([label for label, _ in guesses])
     logits = np.zeros((len(guesses), classes), np.float32)
     for row, (_, guess) in enumerate(guesses):
@@ -44,7 +44,7 @@ def several() -> Predictions:
 
 
 def rows(page: Any) -> list[list[str]]:
-    """The text of each row of the page's tables."""
+    """Return the texts of the cells in each row of the page's tables."""
     cells = [text for text in page.text if text.strip()]
     widths: list[int] = []
     for tag in page.names:
@@ -62,7 +62,7 @@ def rows(page: Any) -> list[list[str]]:
 
 @pytest.fixture
 def table_of(read_page: Callable[[str], Any]) -> Callable[[Iterator[str]], list[list[str]]]:
-    """The rows of a section's last table."""
+    """Return the rows of the last table in a section."""
 
     def read(parts: Iterator[str]) -> list[list[str]]:
         text = "\n".join(parts)
@@ -190,7 +190,7 @@ def test_calibration_without_a_temperature(table_of: Callable[..., list[list[str
 
 
 class Pictures:
-    """A source that has some images and not others."""
+    """A source in which some images are missing."""
 
     classes = ("class 0", "class 1")
 

@@ -1,4 +1,4 @@
-"""Suites: files of tasks, what becomes of each, and the means."""
+"""Tests of suites: files of tasks, the result of each task, and the means."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def bundle() -> Bundle:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A suite of four tasks, of which two are there, one beside the file."""
+    """A suite of four tasks. The data of two tasks exists, for one of them beside the file."""
     make_colour_folder(tmp_path / "suite" / "near")
     path = tmp_path / "suite" / "colours.toml"
     path.write_text(TASKS)

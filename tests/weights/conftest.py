@@ -1,4 +1,4 @@
-"""Small models whose every weight matters, and files as other libraries write them."""
+"""Small models in which every weight matters, and files as other libraries write them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLASSES = ("rose", "tulip", "黒い花 / black")
 
 @pytest.fixture(scope="session")
 def make_bundle() -> Callable[..., Bundle]:
-    """Makes models for images of 12 x 10 with weights drawn from a seed; fields can be replaced."""
+    """Return a function that makes models for images of 12 x 10 with random weights. It can replace fields."""
 
     def make(*, seed: int = 5, output: Any = "softmax", channels: int = 3, **fields: Any) -> Bundle:
         defaults = {
@@ -47,7 +47,7 @@ def make_bundle() -> Callable[..., Bundle]:
 
 @pytest.fixture
 def bundle(make_bundle: Callable[..., Bundle]) -> Bundle:
-    """One of them."""
+    """One of these models."""
     return make_bundle()
 
 
@@ -61,7 +61,7 @@ SUFFIXES = {
 
 @pytest.fixture(scope="session")
 def write_file() -> Callable[[Mapping[str, Any], Path], Path]:
-    """Writes arrays or tensors as numpy, safetensors or PyTorch do, by the path's suffix."""
+    """Return a function that writes tensors with numpy, safetensors or PyTorch, by the path's suffix."""
 
     def write(tensors: Mapping[str, Any], path: Path) -> Path:
         if path.suffix == ".npz":
@@ -80,7 +80,7 @@ def write_file() -> Callable[[Mapping[str, Any], Path], Path]:
 
 @pytest.fixture(scope="session")
 def random_bundle() -> Callable[..., Bundle]:
-    """Makes bundles of any config, with weights of which none is zero or one, so that none can be left out unseen."""
+    """Return a function that makes bundles of any config. No weight is 0 or 1, so that a missing weight is noticed."""
 
     def make(config: AnyConfig, **fields: Any) -> Bundle:
         network = build(config).eval()
@@ -98,13 +98,13 @@ def random_bundle() -> Callable[..., Bundle]:
 
 @pytest.fixture(scope="session")
 def place_of() -> Callable[[str, Path], Path]:
-    """Says where in a folder a layout's file or folder can be written."""
+    """Return the path in a folder for a layout's file or folder."""
     return lambda layout, folder: folder / f"out{SUFFIXES[layout]}"
 
 
 @pytest.fixture(scope="session")
 def assert_same() -> Callable[[Bundle, Bundle], None]:
-    """Asserts that two bundles have the same network, bit by bit."""
+    """Assert that two bundles have the same network, bit by bit."""
 
     def check(first: Bundle, second: Bundle) -> None:
         before, after = first.network.state_dict(), second.network.state_dict()

@@ -1,6 +1,6 @@
-"""A hub on this machine, small enough to break at will: what huggingface_hub asks for when it downloads files.
+"""A small hub on this machine that tests can break. It answers the requests that huggingface_hub makes for downloads.
 
-Data sets are repositories whose names begin with "datasets/", here as in the addresses of the real hub.
+Data sets are repositories whose names begin with "datasets/", as in the addresses of the real hub.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vitrail.hub import client
 
 @contextmanager
 def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The server, and an environment in which the client knows no other; waits between attempts take no time."""
+    """Start the server, and make it the only hub that the client knows. Waits between attempts take no time."""
     for name in list(os.environ):
         if name.startswith(("HF_", "HUGGING")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -51,7 +51,7 @@ def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def restart_client() -> None:
-    """The client reads its environment when it is imported: the next use imports it anew."""
+    """Remove the client's modules, so that the next use imports it again and reads the environment."""
     loaded = [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]
     if loaded:
         getattr(sys.modules["huggingface_hub"], "close_session", lambda: None)()
@@ -62,15 +62,16 @@ def restart_client() -> None:
 
 @dataclass
 class Repository:
-    """Files by commit. Like the real hub, a gated one shows its list of files to anyone, and the files to few."""
+    """Files by commit. As on the real hub, a gated repository shows its list of files to everyone, but not the
+    files."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     token: str | None = None
-    """Who has it may read the files of a gated repository."""
+    """Token with which the files of a gated repository can be read."""
 
     def commit(self, files: Mapping[str, bytes], ref: str = "main") -> str:
-        """Makes a commit, and `ref` stand for it; returns its hash."""
+        """Add a commit, let `ref` point to it, and return its hash."""
         listed = repr(sorted(files.items())) + repr(list(self.commits))
         commit = hashlib.sha1(listed.encode()).hexdigest()
         self.commits[commit] = dict(files)
@@ -82,19 +83,19 @@ class Repository:
 
 
 class Hub:
-    """The server, from `with Hub() as hub` on; `requests` is what it was asked, as "GET /path"."""
+    """The server, inside `with Hub() as hub`. `requests` lists what it was asked, as "GET /path"."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.status: int | None = None
-        """When set, what it answers to everything."""
+        """Status of every answer, if it is set."""
         self.cut: dict[str, list[int]] = {}
-        """By file: after how many bytes its next answers break off; an answer of which nothing is said is whole."""
+        """By file: number of bytes after which the next answers break off. Answers that are not listed are complete."""
         self.shrunk: dict[str, int] = {}
-        """By file: how many of its bytes are served, as though they were all."""
+        """By file: number of its bytes that are served, as if they were all."""
         self.stalled: dict[str, int] = {}
-        """By file: after how many bytes its answers go silent."""
+        """By file: number of bytes after which its answers stall."""
         self.closing = threading.Event()
         hub = self
 
@@ -116,7 +117,7 @@ class Hub:
         self.close()
 
     def close(self) -> None:
-        """From here on connections are refused."""
+        """Stop the server, so that connections are refused."""
         self.closing.set()
         if self._thread.is_alive():
             self._server.shutdown()
@@ -124,11 +125,11 @@ class Hub:
             self._server.server_close()
 
     def add(self, name: str, files: Mapping[str, bytes]) -> str:
-        """A new repository with one commit; returns its hash."""
+        """Add a repository with one commit, and return its hash."""
         return self.repositories.setdefault(name, Repository()).commit(files)
 
     def fetched(self) -> list[str]:
-        """Names of the files whose bytes were sent, in order; forgets all requests."""
+        """Return the names of the files that were sent, in order, and forget all requests."""
         names = [request.rpartition("/")[2] for request in self.requests if request.startswith("GET /stored/")]
         self.requests.clear()
         return names
@@ -162,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         if is_stored:
             return self._stored(name, parts[0], "/".join(parts[1:]))
         repository = self.state.repositories.get(name)
-        if repository is None:  # which is what it says of one that is private, too
+        if repository is None:  # the same answer as for a private repository
             return self._fail(401, "RepoNotFound", "Invalid username or password.")
         if parts == ["refs"]:
             return self._refs(repository)
@@ -183,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"branches": refs, "converts": [], "tags": []})
 
     def _resolve(self, repository: Repository, name: str, parts: list[str]) -> None:
-        """Says what the file is, and sends on to another host, where the bytes are."""
+        """Describe the file, and redirect to another host, which has the bytes."""
         commit, file = repository.resolve(parts[1]), "/".join(parts[2:])
         if commit is None:
             return self._fail(404, "RevisionNotFound", f"Invalid rev id: {parts[1]}")
@@ -225,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None, cut: int | None = None) -> None:
-        """An answer; with `cut`, one that breaks off after so many bytes of those it promised."""
+        """Send an answer. With `cut`, it breaks off after so many of the announced bytes."""
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
@@ -235,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def cut_off(hub: Hub, monkeypatch: pytest.MonkeyPatch, way: str) -> str:
-    """Makes the hub unreachable: "offline", "down" or "broken". Returns what is to be said of it."""
+    """Make the hub unreachable ("offline", "down" or "broken"), and return the expected message."""
     if way == "offline":
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         return "offline mode is on (HF_HUB_OFFLINE)"

@@ -1,4 +1,4 @@
-"""Models made ready for other classes and image sizes."""
+"""Tests of models that are adapted to other classes and image sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., Bundle]
 
 @pytest.fixture
 def vit(random_bundle: Make) -> Callable[..., Bundle]:
-    """Makes small Vision Transformers for images of 12 x 12 in patches of 4 x 4."""
+    """Return a function that makes small Vision Transformers for images of 12 x 12 in patches of 4 x 4."""
 
     def make(**fields: Any) -> Bundle:
         defaults: dict[str, Any] = {

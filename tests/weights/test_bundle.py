@@ -1,4 +1,4 @@
-"""A model on disk: what is saved is what is loaded, predictions are the network's, and damage is seen."""
+"""Tests of a model on disk: a saved model loads unchanged, predictions are the network's, and damage is detected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Make = Callable[..., Bundle]
 
 
 def images(count: int, *shape: int) -> list[np.ndarray]:
-    """Random uint8 arrays; by default of the size that the network takes."""
+    """Return random uint8 arrays, by default of the size that the network takes."""
     generator = np.random.default_rng(0)
     return [generator.integers(0, 256, shape or (12, 10, 3), dtype=np.uint8) for _ in range(count)]
 
@@ -50,7 +50,7 @@ def png(array: np.ndarray) -> bytes:
 
 
 def logits(bundle: Bundle, arrays: list[np.ndarray]) -> Tensor:
-    """What the network says of images of its own size, normalised here."""
+    """Return the network's logits for images of its own size, with an independent normalisation."""
     pixels = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).float()
     with torch.no_grad():
         return bundle.network.eval()((pixels / 255 - 0.4) / 0.25)
@@ -61,13 +61,13 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def rewrite(folder: Path, **fields: Any) -> None:
-    """Replaces top-level fields of `model.json`."""
+    """Replace fields of `model.json` at the top level."""
     path = folder / "model.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def replace_weights(folder: Path, data: bytes) -> None:
-    """Other weights, with the size and hash that belong to them."""
+    """Replace the weights, and record their size and hash."""
     (folder / "model.safetensors").write_bytes(data)
     rewrite(folder, weights={"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
 
@@ -600,7 +600,7 @@ def test_a_pickle_in_place_of_the_weights_is_not_run(bundle: Bundle, saved: Path
 
 @pytest.fixture
 def old(make_bundle: Make, tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
-    """A folder alone in its parent that holds a model, and its bytes."""
+    """A folder that holds a model and has no siblings, with the bytes of its files."""
     path = make_bundle(seed=1).save(tmp_path / "kept" / "model")
     return path, snapshot(path)
 
@@ -621,7 +621,7 @@ def test_a_model_takes_the_place_of_another(bundle: Bundle, old: tuple[Path, dic
 
 
 def test_an_exception_while_saving_leaves_the_old_model(bundle: Bundle, old: tuple[Path, dict[str, bytes]]) -> None:
-    bundle.provenance["image"] = Path("x")  # not a JSON value, which shows only after the weights were written
+    bundle.provenance["image"] = Path("x")  # not a JSON value, which is noticed only after the weights were written
     with pytest.raises(TypeError, match="not JSON serializable"):
         bundle.save(old[0], overwrite=True)
     assert_intact(old)

@@ -1,4 +1,4 @@
-"""Names on the hub: huggingface_hub itself against a server on this machine, which is all that it can reach."""
+"""Tests of names on the hub, with huggingface_hub itself and a server on this machine, the only host it can reach."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OTHERS = {
     "README.md": b"# A model", ".gitattributes": b"", "tf_model.h5": b"h5", "flax_model.msgpack": b"flax",
     "onnx/model.onnx": b"onnx", "logs/model.safetensors": b"another",
 }  # fmt: skip
-"""What repositories have and a model does not need."""
+"""Files that repositories have and models do not need."""
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The server, the only one that the client knows."""
+    """A server that replaces the hub for the client."""
     with serving(tmp_path / "home", monkeypatch) as server:
         yield server
 
@@ -36,7 +36,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 def message(name: str, kind: type[Exception] = BundleError) -> str:
-    """What is said of a model that cannot be had: one line, and no other exception behind it."""
+    """Return the message for a model that cannot be loaded. It is one line, without another exception as its cause."""
     with pytest.raises(kind) as caught:
         download(name)
     assert caught.value.__cause__ is None and (caught.value.__suppress_context__ or caught.value.__context__ is None)
@@ -228,7 +228,7 @@ def test_a_dropped_connection_is_taken_up_again(hub: Hub) -> None:
     weights = bytes(range(256)) * 40
     hub.add("org/name", {"config.json": b"{}", "model.safetensors": weights})
     hub.cut["model.safetensors"] = [1000, 0, 3000]
-    for _ in range(4):  # the first time all of it, but older clients (1.0) leave it to their user to try again
+    for _ in range(4):  # the first attempt gets all of it; older clients (1.0) leave retries to the caller
         with contextlib.suppress(BundleError):
             download("org/name")
     assert not hub.cut["model.safetensors"]
@@ -349,7 +349,7 @@ def test_our_own_model_by_its_name(hub: Hub, bundle: Bundle, tmp_path: Path) -> 
 
 
 def test_load_takes_names_in_a_process_of_its_own(hub: Hub, bundle: Bundle, tmp_path: Path) -> None:
-    """And a model on disk is loaded without the client."""
+    """A model on disk is loaded without the client."""
     folder = bundle.save(tmp_path / "model")
     hub.add("org/name", {file.name: file.read_bytes() for file in folder.iterdir()})
     script = f"""

@@ -1,4 +1,4 @@
-"""Any model on disk: reference outputs through `load`, round trips, conversions, hints, errors, and memory."""
+"""Tests of loading any model: reference outputs, round trips, conversions, hints, errors, and memory."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ GOLDEN = {
     "timm_vit_registers": ("timm", ".safetensors"), "torchvision_vit": ("torchvision", ".pth"),
     "bit_torch_small": ("bit-torch", ".pth"),
 }  # fmt: skip
-"""Reference outputs, with the layout they are of and the file that they come in."""
+"""Reference outputs, with their layout and the suffix of their file."""
 
 
 def hints(layout: str, image_size: tuple[int, int], heads: int = 4) -> dict[str, Any]:
-    """What a file cannot say."""
+    """Return the facts that a file does not contain."""
     return {"image_size": image_size, **({"heads": heads} if layout in ("timm", "torchvision") else {})}
 
 
@@ -110,7 +110,7 @@ def test_the_package_offers_both() -> None:
 
 @st.composite
 def vits(draw: st.DrawFn, layout: str) -> dict[str, Any]:
-    """Fields of small Vision Transformers that a layout has a place for."""
+    """Draw fields of small Vision Transformers that a layout can store."""
     square = layout == "torchvision"
     patch, grid = draw(st.tuples(*[st.integers(1, 4)] * 2)), draw(st.tuples(*[st.integers(1, 3)] * 2))
     if square:
@@ -170,7 +170,7 @@ def resnets(draw: st.DrawFn, layout: str) -> dict[str, Any]:
 
 
 def preprocesses(config: AnyConfig, drawn: st.DataObject) -> Preprocess:
-    """Preprocessing for a config, one number for each channel: so a folder of timm has it."""
+    """Draw a preprocessing for a config, with a number for each channel, as timm's folders have it."""
     numbers = st.floats(0.1, 0.9)
     per_channel = st.tuples(*[numbers] * config.channels)
     return Preprocess(
@@ -551,7 +551,7 @@ MODEL = {
     "cls", "cls_token", "pos_embed", "pos_embedding", "Transformer/posembed_input/pos_embedding",
     "patch_embed.proj.bias",
 }  # fmt: skip
-"""Tensors without which a file holds another model, of other pooling or positions."""
+"""Tensors without which a file holds another model, with other pooling or positions."""
 REPEATED = re.compile(r"(encoderblock|layer)_1\b|blocks\.1\.|/unit2/|MAPHead_0/M|block[234]|block1/unit1/.*[23]")
 
 

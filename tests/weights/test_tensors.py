@@ -1,4 +1,4 @@
-"""Files of named tensors: what is written is read, in float32, and whatever is damaged is said to be."""
+"""Tests of files of named tensors: written tensors are read in float32, and damage is reported."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_other_number_formats_of_numpy_become_float32(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_bfloat16_of_jax_in_an_npz(compressed: bool, order: Any, tmp_path: Path) -> None:
     values = torch.tensor([[1.0, -2.5, 3e20], [0.1, 7.0, -0.0]]).bfloat16()
-    # numpy has no such type: jax's arrays end up as two bytes without a meaning
+    # numpy has no such type, so jax's arrays are saved as two bytes without a meaning
     array = np.asarray(values.view(torch.int16).numpy().view("V2"), order=order)
     (np.savez_compressed if compressed else np.savez)(tmp_path / "x.npz", w=array, step=np.array(7))
     file = open_tensors(tmp_path / "x.npz")
@@ -194,7 +194,7 @@ def test_pickled_objects_in_an_npz_are_not_loaded(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sharded(tmp_path: Path, write_file: Write) -> Callable[..., Path]:
-    """Writes the tensors into two files with an index; `change` is called with its weight map."""
+    """Write the tensors into two files with an index. `change` is called with the index's weight map."""
 
     def make(change: Callable[[dict[str, Any]], object] = dict) -> Path:
         first, second = dict(list(TENSORS.items())[:2]), dict(list(TENSORS.items())[2:])

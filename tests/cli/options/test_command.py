@@ -1,4 +1,4 @@
-"""Reading options, and spelling them in messages."""
+"""Tests of parsing options and of spelling them in messages."""
 
 from __future__ import annotations
 

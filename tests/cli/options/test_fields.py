@@ -1,4 +1,4 @@
-"""Options from the fields of dataclasses."""
+"""Tests of options that are made from the fields of dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of help pages."""
+"""Tests of the layout of help pages."""
 
 from __future__ import annotations
 

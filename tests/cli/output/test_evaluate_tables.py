@@ -1,4 +1,4 @@
-"""The tables of `vitrail evaluate`, as text."""
+"""Tests of the tables of `vitrail evaluate`, as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult
 
 
 def shown(table: RenderableType) -> list[list[str]]:
-    """The words of each line."""
+    """Return the words of each line of a table."""
     file = io.StringIO()
     Console(file=file, width=200).print(table)
     return [line.split() for line in file.getvalue().splitlines() if line.strip()]
@@ -82,7 +82,7 @@ def test_a_small_confusion_matrix_is_shown_whole() -> None:
 def test_of_a_large_one_the_most_confused_pairs_are_shown() -> None:
     labels = [number for number in range(30) for _ in range(4)]
     likeliest = [label if copy else (label + 1) % 30 for label in range(30) for copy in range(4)]
-    likeliest[5] = 9  # of class 1, besides the one that is taken for 2
+    likeliest[5] = 9  # of class 1, except the class that is confused with 2
     likeliest[6] = 9
     lines = shown(confusion_table("test", of(labels, likeliest, 30), tuple(f"c{n}" for n in range(30))))
     assert lines[2] == ["c1", "c9", "2", "50.00%"]

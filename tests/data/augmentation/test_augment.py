@@ -1,5 +1,7 @@
-"""What happens to a batch: flips, shifts and erased boxes against plain references, presets, and that a sample's change
-is its own."""
+"""Tests of batch augmentation: flips, shifts and erased boxes against plain references, and presets.
+
+Each sample is changed independently of the other samples.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def reference_uniform(seed: int, epoch: int, sample: int, draws: int) -> list[fl
 
 
 def reference_augment(image: np.ndarray, numbers: list[float], *, flip: bool, shift: int) -> np.ndarray:
-    """One image, c h w: mirrored, padded by its edge, and cut at the place that the numbers say."""
+    """Return an image (c, h, w) that is mirrored, padded with its edge, and cropped at the drawn position."""
     _, height, width = image.shape
     if flip and numbers[0] < 0.5:
         image = image[:, :, ::-1]
@@ -103,7 +105,7 @@ def test_what_happens_to_a_sample_depends_neither_on_its_batch_nor_on_its_place(
 @pytest.mark.parametrize("fields", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_with_mixing_only_the_partner_comes_from_the_batch(fields: dict[str, float], place: int) -> None:
-    """Whoever else is there: beside the same next one, a sample is mixed the same way."""
+    """A sample with the same next sample is mixed in the same way, whatever the rest of the batch is."""
     augment = Augment(**EVERYTHING, **fields)
     images, samples = batch(12), torch.arange(100, 112)
     whole = make_batch(images, samples // 105, samples)
@@ -134,7 +136,7 @@ def test_the_steps_follow_each_other_in_the_order_stated() -> None:
 def test_all_offsets_appear_about_equally_often_and_half_are_flipped() -> None:
     count, shift = 9800, 3
     rows, columns = torch.meshgrid(torch.arange(7), torch.arange(7), indexing="ij")
-    image = (16 * rows + columns).to(torch.uint8)  # the middle pixel tells the offset, its neighbour the flip
+    image = (16 * rows + columns).to(torch.uint8)  # the middle pixel shows the offset, and its neighbour shows the flip
     found = change(
         Augment(flip=True, shift=shift),
         image.expand(count, 1, 7, 7),
@@ -219,7 +221,8 @@ def test_half_of_the_images_lose_a_twentieth() -> None:
 
 
 def test_presets_are_the_papers() -> None:
-    """RandAugment's layers and magnitude, and alpha: 2106.10270 section 3.3, and 2205.01580."""
+    """The numbers are the layers and magnitude of RandAugment, and alpha of mixup (2106.10270 section 3.3,
+    2205.01580)."""
     paper = {
         "none": (0, 0, 0), "light1": (2, 0, 0), "light2": (2, 10, 0.2), "medium1": (2, 15, 0.2),
         "medium2": (2, 15, 0.5), "strong1": (2, 20, 0.5), "strong2": (2, 20, 0.8), "bp": (2, 10, 0.2),
@@ -336,7 +339,7 @@ def test_a_value_out_of_range_is_named_with_its_rule(
 
 
 def test_the_key_must_lie_on_the_cpu() -> None:
-    """Where it does not, that is an error at once: reading it would make the processor wait for a device."""
+    """A key on another device is an error, because reading it would make the processor wait for the device."""
     images, away = batch(2), torch.zeros(2, dtype=torch.int64, device="meta")
     data = replace(make_batch(images, longs(0, 0), longs(0, 1)), samples=away)
     with pytest.raises(BufferError):
@@ -345,7 +348,7 @@ def test_the_key_must_lie_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)
 def test_each_view_is_augmented_and_mixed_for_itself(fields: dict[str, float]) -> None:
-    """View 0 of several is what a batch of one view is; the others differ, and are mixed with their own kind."""
+    """View 0 of several views equals the batch of one view. The other views differ, and are mixed with each other."""
     augment, views = Augment(**EVERYTHING, **fields), 3
     images, samples = batch(8), torch.arange(8)
     single = augment(make_batch(images, samples // 5, samples), seed=2, classes=4)
@@ -363,7 +366,7 @@ def test_each_view_is_augmented_and_mixed_for_itself(fields: dict[str, float]) -
 
 @pytest.mark.parametrize(("flip", "shift"), [(True, 0), (False, 2), (True, 2)])
 def test_placements_say_where_images_land(flip: bool, shift: int) -> None:
-    """Against images whose pixels are numbered; what is moved in from beyond the border has no place."""
+    """The pixels of the images are numbered. Pixels that are moved in from outside the border have no position."""
     count, height, width = 24, 5, 7
     ids = np.arange(height * width, dtype=np.uint8).reshape(height, width)
     images = torch.from_numpy(ids).repeat(count, 1, 1, 1)
@@ -380,7 +383,7 @@ def test_placements_say_where_images_land(flip: bool, shift: int) -> None:
 
 
 def test_a_box_is_cut_out_of_scaled_images_and_placements_follow() -> None:
-    """Against images whose pixels are numbered, at every corner equally often."""
+    """The pixels of the images are numbered. Every corner is drawn equally often."""
     count, scaled, size = 4000, (7, 9), (5, 6)
     ids = np.arange(63, dtype=np.uint8).reshape(scaled)
     samples = torch.arange(count)

@@ -1,4 +1,4 @@
-"""Random boxes: inside the image, of the shares and ratios asked for, and where they cannot be."""
+"""Tests of random boxes: they lie inside the image and have the requested areas and ratios, or the fallback is used."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ def test_every_place_occurs_the_last_row_and_column_too() -> None:
 def test_boxes_are_distributed_as_those_of_the_original_code(
     number: int, goldens: ModuleType, types_unchecked: None
 ) -> None:
-    """Against 20,000 draws of the original: means within four standard errors, and distribution functions within the
-    0.1 % level of the two-sample Kolmogorov-Smirnov test."""
+    """The boxes are compared with 20,000 draws of the original. The means agree within four standard errors, and the
+    distribution functions agree at the 0.1 % level of the two-sample Kolmogorov-Smirnov test.
+    """
     golden = goldens.read("random_crop")
     case, levels = golden["cases"][number], np.array(golden["quantiles_percent"]) / 100
     count, height, width = case["draws"], case["image_h"], case["image_w"]
@@ -132,7 +133,7 @@ def test_tensorflows_boxes_are_smaller_than_torchvisions() -> None:
 
 
 def test_tensorflows_rule_takes_the_whole_image_after_100_tries() -> None:
-    """No box of a third of a strip has an allowed shape. A box of the only allowed area needs a few tries."""
+    """No box with a third of a strip's area has an allowed shape. A box of the only allowed area needs a few tries."""
     assert {tensorflow_crop(0, 0, n, 300, 20, area=(0.3, 1.0)) for n in range(20)} == {(0, 0, 300, 20)}
     found = [tensorflow_crop(0, 0, n, 100, 100, area=(0.985, 1.0)) for n in range(300)]
     whole = sum(box == (0, 0, 100, 100) for box in found)

@@ -1,4 +1,4 @@
-"""The keyed random numbers against the generator as published, their independence, and the beta distribution."""
+"""Tests of the keyed random numbers: the published generator, independence, and the beta distribution."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASK = (1 << 64) - 1
 
 
 class SplitMix64:
-    """The generator as its authors publish it (Vigna's C source), in Python's integers."""
+    """The generator from its authors' C source (Vigna), in Python's integers."""
 
     def __init__(self, state: int) -> None:
         self.state = state & MASK
@@ -104,7 +104,7 @@ def test_no_two_uses_share_a_draw() -> None:
 
 
 def moment(alpha: float, power: int) -> float:
-    """E[X^power] of Beta(alpha, alpha)."""
+    """Return E[X^power] for X from Beta(alpha, alpha)."""
     return math.prod((alpha + r) / (2 * alpha + r) for r in range(power))
 
 

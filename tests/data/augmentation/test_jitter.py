@@ -1,4 +1,4 @@
-"""Colour jitter against Pillow one change after another, in the order and by the amounts drawn."""
+"""Tests of colour jitter against Pillow, with the drawn order and amounts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_jitter_is_pillows_changes_in_the_order_drawn(strengths: tuple[float, ..
     assert found.dtype == torch.uint8
     for image, draw, result in zip(images.numpy(), draws, found.numpy(), strict=True):
         expected = reference(image, draw, strengths).astype(int)
-        # A hue's turn may round otherwise by the last bit, and what follows makes up to twice as much of it.
+        # The hue may round differently in the last bit, and later operations can double the difference.
         assert np.abs(result - expected).max() <= (2 if strengths[3] else 0)
 
 

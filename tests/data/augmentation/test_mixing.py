@@ -1,4 +1,4 @@
-"""Mixup and CutMix: what of whom an image holds, and that its targets say so."""
+"""Tests of mixup and CutMix: the mixed pixels, and the targets that describe them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_mixup_is_linear_in_images_and_targets(count: int, alpha: float, seed: i
         own, partner = batch.images[n].double(), batch.images[(n + 1) % count].double()
         keep = max(share[n], 1 - share[n])
         expected = keep * own + (1 - keep) * partner
-        assert (mixed.images[n] - expected).abs().max() < 0.5 + 255 / 2**16  # rounding of the pixel and of the share
+        assert (mixed.images[n] - expected).abs().max() < 0.5 + 255 / 2**16  # rounding of the pixel and of the fraction
         target = np.zeros(CLASSES)
         target[n % CLASSES] += keep
         target[(n + 1) % count % CLASSES] += 1 - keep
@@ -54,7 +54,7 @@ def test_mixup_is_linear_in_images_and_targets(count: int, alpha: float, seed: i
 
 
 def test_pixels_and_targets_of_mixup_agree_exactly() -> None:
-    """Black and white: a pixel tells the share, and the target is the share itself."""
+    """One image is black and one is white, so a pixel shows the fraction, which is also the target."""
     images = torch.zeros(200, 1, 2, 3, dtype=torch.uint8)
     images[::2] = 255
     batch = make_batch(200, images=images, labels=torch.arange(200) % 2)
@@ -66,7 +66,7 @@ def test_pixels_and_targets_of_mixup_agree_exactly() -> None:
 
 @given(samples=st.integers(1, 6), views=st.integers(1, 2), cutmix=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 99))
 def test_one_mixup_weight_per_batch(samples: int, views: int, cutmix: float, seed: int) -> None:
-    """The weight is that which the first row has on its own. Rows of CutMix are not changed by it."""
+    """The weight is the one that the first row alone would get. It does not change rows with CutMix."""
     count = samples * views
     batch = make_batch(count, views=torch.arange(count) % views)
     draws = draws_of(count, seed)

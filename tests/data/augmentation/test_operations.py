@@ -1,4 +1,6 @@
-"""Every change of pixels against Pillow, exactly, on sizes odd and even, of one channel and of three."""
+"""Tests of every operation on pixels against Pillow. Results are equal for odd and even sizes, with one and three
+channels.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def from_pillow(picture: Image.Image) -> np.ndarray:
 
 
 def pictures(channels: int, height: int, width: int) -> Tensor:
-    """Noise, noise of few values, one value, two values, and a ramp."""
+    """Return images of noise, noise of few values, one value, two values, and a ramp."""
     random = np.random.default_rng(height * width)
     shape = (channels, height, width)
     noise = random.integers(0, 256, shape)

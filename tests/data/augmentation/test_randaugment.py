@@ -1,4 +1,4 @@
-"""The sixteen operations at every strength against Pillow, and which images get which."""
+"""Tests of the sixteen operations at every strength against Pillow, and of the choice of operations for each image."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def from_pillow(picture: Image.Image) -> np.ndarray:
 
 
 def pictures(count: int, channels: int, height: int, width: int) -> Tensor:
-    """Waves with some noise: neighbours are alike, and all values occur."""
+    """Return images of waves with noise. Neighbouring pixels are similar, and all values occur."""
     random = np.random.default_rng(9)
     y, x = np.mgrid[:height, :width]
     phase = random.uniform(0, 6, (count, channels, 1, 1))
@@ -116,7 +116,7 @@ def test_the_operations_are_the_papers_sixteen() -> None:
 
 
 def test_lengths_at_magnitude_10_are_big_visions_at_224_pixels() -> None:
-    """100 pixels of translation, a box of 80, a shear of 0.3, 30 degrees."""
+    """They are a translation of 100 pixels, a box of 80 pixels, a shear of 0.3 and a rotation of 30 degrees."""
     image = torch.zeros(1, 1, 224, 224, dtype=torch.uint8)
     draw = np.array([[0, 0, 0.5, 0.5]], np.float32)
 
@@ -188,7 +188,9 @@ def test_layers_follow_one_another() -> None:
 
 
 def original(image: np.ndarray, case: dict[str, Any]) -> np.ndarray:
-    """An image (h w 3) after big_vision's operation with the magnitude, direction and place of a golden's case."""
+    """Return an image (h, w, 3) after big_vision's operation, with the magnitude, direction and position of a golden
+    case.
+    """
     draws = np.zeros((1, 4), np.float32)
     draws[0, 1] = 0.75 if case.get("sign") == -1 else 0.25
     if centre := case.get("cutout_centre_y_x"):

@@ -1,4 +1,4 @@
-"""Packing: nothing is lost, the same bytes however it is done, and what was begun is gone on with."""
+"""Tests of packing: no sample is lost, shards have the same bytes in every run, and a stopped command continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, encode: Callable[..., bytes]) -> Path:
-    """Images of several formats and sizes in two splits, with names that collide and that have dots."""
+    """Images of several formats and sizes in two splits. Some names collide, and some contain dots."""
     random = np.random.default_rng(0)
     formats = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP", "JPEG": "JPEG"}
     for split, count in (("train", 9), ("val", 3)):
@@ -290,7 +290,7 @@ def test_options_out_of_range(folder: Path, tmp_path: Path, options: dict[str, i
 
 
 def test_a_full_disk_is_an_error_after_which_it_goes_on(folder: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: writing fails in the same place."""
+    """A limit on the size of files replaces a full disk: writing fails at the same point."""
     pack(opened(folder), tmp_path / "straight", shard_size=40_000)
     out, before = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
     usual = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""Decodes mutated files, as a process of its own: `python fuzz_files.py COUNT KIND...` prints their outcomes as JSON.
+"""Decoding of mutated files in a separate process: `python fuzz_files.py COUNT KIND...` prints the outcomes as JSON.
 
-Whole files are also cut short, at every byte where COUNT is above 1,000. The process has little memory to spare and
-a time limit for each file, and dies of either. Each file follows from its kind and number alone.
+Whole files are also truncated, at every byte if COUNT is above 1,000. The process has little memory and a time limit
+for each file, and dies if it exceeds one of them. Each file depends only on its kind and number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vitrail.errors import UndecodableImage
 MAX_PIXELS = 1_000_000
 MEMORY = 128 << 20
 SECONDS = 5
-"""Of processor time, for one file."""
+"""Processor seconds for one file."""
 
 
 def encoded(picture: Image.Image, file_format: str, **options: object) -> bytes:
@@ -37,7 +37,7 @@ def encoded(picture: Image.Image, file_format: str, **options: object) -> bytes:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Small whole files of each kind."""
+    """Return small valid files of each kind."""
     random_numbers = np.random.default_rng(0)
     soft = Image.fromarray(random_numbers.integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize((30, 21))
     clear = soft.copy()
@@ -84,7 +84,7 @@ def seeds() -> dict[str, list[bytes]]:
 
 
 def run_lengths() -> bytes:
-    """A BMP file of 8 x 2 pixels whose rows are run lengths, which Pillow reads and does not write."""
+    """Return a BMP file of 8 x 2 pixels with run-length encoding, which Pillow reads but does not write."""
     rows = b"\x08\x01\0\0" + b"\x03\x02\0\x05\x01\x02\x03\x04\x05\0" + b"\0\0\0\x01"
     palette = b"".join(bytes([level, level, 255 - level, 0]) for level in range(256))
     header = struct.pack("<IiiHHIIiiII", 40, 8, 2, 1, 8, 1, len(rows), 0, 0, 256, 0)
@@ -133,7 +133,7 @@ MUTATIONS: tuple[Callable[[bytearray, random.Random, list[bytes]], None], ...] =
 
 
 def checked(data: bytes) -> bytes:
-    """A PNG file with the checksums that its chunks should have, so that what lies behind them is reached."""
+    """Return a PNG file with correct checksums of its chunks, so that a decoder reads on after them."""
     out, place = data[:8], 8
     while place + 12 <= len(data):
         (length,) = struct.unpack(">I", data[place : place + 4])
@@ -144,7 +144,7 @@ def checked(data: bytes) -> bytes:
 
 
 def outcome(data: bytes, number: int) -> str:
-    """ "pixels" or "refused"; anything else is a fault of the decoder."""
+    """Return "pixels" or "refused". Any other outcome is an error of the decoder."""
     channels = 1 if number % 4 == 0 else 3
     try:
         pixels = decode.decode(data, channels)
@@ -175,7 +175,7 @@ def faults(kind: str, count: int, files: list[bytes], counts: dict[str, int]) ->
 
 
 def cut_faults(files: list[bytes], step: int) -> Iterator[str]:
-    """Files cut short that give other pixels than the whole file."""
+    """Return the truncated files whose pixels differ from those of the whole file."""
     for number, data in enumerate(files):
         whole = decode.decode(data, 3)
         for length in range(0, len(data), step):
@@ -190,9 +190,7 @@ def cut_faults(files: list[bytes], step: int) -> Iterator[str]:
 def main(count: int, kinds: list[str]) -> None:
     files = seeds()
     for data in (data for kind in kinds for data in files[kind]):
-        decode.decode(
-            data, 3
-        )  # whole files have to be understood, and libraries have to be loaded before memory is short
+        decode.decode(data, 3)  # whole files must decode, and libraries must be loaded before memory is limited
     decode.MAX_PIXELS = MAX_PIXELS
     warnings.simplefilter("always")
     with open("/proc/self/statm") as file:

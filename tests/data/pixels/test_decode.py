@@ -1,4 +1,4 @@
-"""Files of every kind, whole and broken, to grey and RGB pixels."""
+"""Tests of decoding all kinds of files, valid and broken, to grey and RGB pixels."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def picture(height: int = 13, width: int = 21, channels: int = 3) -> np.ndarray:
 
 
 def blocks(rows: int = 2, columns: int = 3) -> np.ndarray:
-    """Squares of 16 pixels of one colour each, which JPEG keeps nearly as they are."""
+    """Return an image of 16 x 16 squares of one colour each, which JPEG hardly changes."""
     colours = np.random.default_rng(6).integers(30, 220, (rows, columns, 3), dtype=np.uint8)
     return colours.repeat(16, axis=0).repeat(16, axis=1)
 
 
 def grey_of(colours: np.ndarray) -> np.ndarray:
-    """Luma of ITU-R 601, in the integers that Pillow documents: (19595 R + 38470 G + 7471 B + 2^15) / 2^16."""
+    """Return the luma of ITU-R 601 with Pillow's integers: (19595 R + 38470 G + 7471 B + 2^15) / 2^16."""
     red, green, blue = np.moveaxis(colours.astype(np.int64), -1, 0)
     return ((19595 * red + 38470 * green + 7471 * blue + (1 << 15)) >> 16).astype(np.uint8)[..., None]
 
@@ -52,7 +52,7 @@ def on_white(colours: np.ndarray, alpha: np.ndarray) -> np.ndarray:
 
 
 def png(width: int, height: int, *, depth: int = 8, kind: int = 0, rows: bytes = b"") -> bytes:
-    """A PNG file put together by hand: `kind` 0 is grey, 2 is RGB; each row begins with its filter, 0."""
+    """Return a hand-made PNG file. `kind` 0 is grey, and 2 is RGB. Each row begins with its filter, 0."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -222,7 +222,7 @@ STORED = {
     7: lambda upright: upright[::-1, ::-1].swapaxes(0, 1),
     8: lambda upright: np.rot90(upright, -1),
 }
-"""How each orientation of EXIF holds an upright picture."""
+"""Functions that store an upright picture with each EXIF orientation."""
 
 
 def orientation(number: int) -> Image.Exif:
@@ -430,7 +430,7 @@ def test_a_pillow_image_is_left_as_it_is(encode: Encode) -> None:
 
 
 def tiff(width: int, height: int, tags: dict[int, int], data: bytes, *, tiles: bool = False) -> bytes:
-    """A TIFF file put together by hand, of one strip or tile."""
+    """Return a hand-made TIFF file with one strip or tile."""
     places = {324: 8, 325: len(data)} if tiles else {273: 8, 278: height, 279: len(data)}
     entries = sorted({256: width, 257: height, 277: 1, 258: 8, 262: 1, 259: 1, **tags, **places}.items())
     data += b"\0" * (len(data) % 2)
@@ -541,7 +541,7 @@ def test_the_size_needs_the_header_alone(encode: Encode, file_format: str) -> No
     data = encode(picture(70, 90), file_format)
     with pytest.raises(UndecodableImage):
         decode(data[: len(data) * 3 // 4], 3)
-    if file_format == "TIFF":  # whose header is at the end in some files, and counts the bytes that follow
+    if file_format == "TIFF":  # in some files the header is at the end, and counts the bytes after it
         data = data[:200] + bytes(len(data) - 200)
     assert image_size_of(data if file_format == "TIFF" else data[: len(data) * 3 // 4]) == (70, 90)
 

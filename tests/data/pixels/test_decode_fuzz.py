@@ -1,4 +1,4 @@
-"""Mutated files of every format give pixels or `UndecodableImage`: no crash, no hang, no other exception, no output."""
+"""Tests that mutated files give pixels or `UndecodableImage`, without a crash, a hang, another exception or output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memor
 
 
 def check(count: int, *kinds: str) -> None:
-    """Runs `fuzz_files.py`; a file that takes too long, or all memory, kills it."""
+    """Run `fuzz_files.py`. A file that takes too much time or memory kills the process."""
     script = Path(__file__).parent / "fuzz_files.py"
     done = subprocess.run(
         [sys.executable, str(script), str(count), *kinds], capture_output=True, text=True, check=False

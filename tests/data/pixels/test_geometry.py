@@ -1,4 +1,4 @@
-"""Where images land, against numbers of torchvision and timm and against pixels made by their documented steps."""
+"""Tests of placements against numbers of torchvision and timm, and against pixels from their documented steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from vitrail.data.pixels.preprocess import FILTERS, Interpolation, Preprocess
 from vitrail.errors import ConfigError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "placements.json").read_text())
-"""Transform, size of the image, size asked for, share (torchvision: cut and short side), and what their code does: the
-scaled height and width, top and left of the window. Made with torchvision 0.29.2 and timm 1.0.31."""
+"""Cases of the transforms of other libraries, with their results. A case is the transform, the size of the image, the
+requested size and the fraction (for torchvision the crop and the short side). A result is the scaled height and width,
+and the top and left of the window. Made with torchvision 0.29.2 and timm 1.0.31."""
 
 OURS = {"torchvision": "crop", "center": "crop", "squash": "squash", "border": "pad"}
 
@@ -134,11 +135,13 @@ cases = st.tuples(
     st.tuples(small, small), st.tuples(small, small), st.sampled_from(["squash", "crop", "pad"]), st.floats(0.3, 1),
     st.none() | st.tuples(small, small, small, small), st.booleans(), st.tuples(st.integers(-3, 3), st.integers(-3, 3)),
 )  # fmt: skip
-"""Sizes of the image and of the result, resize, crop_share, what a box is made of, mirrored, and a shift."""
+"""Random cases: sizes of the image and of the result, resize, crop_share, numbers for a box, mirroring and a shift."""
 
 
 def placed(case: tuple[Any, ...]) -> Placement:
-    """A placement of an image of odd size: squashed, cut, padded, or a box of it, and perhaps mirrored and moved."""
+    """Return a placement of an image of odd size, by squashing, cropping, padding or a box, and perhaps mirrored and
+    moved.
+    """
     old, new, resize, share, numbers, mirrored, shift = case
     box = None
     if numbers is not None:
@@ -149,21 +152,21 @@ def placed(case: tuple[Any, ...]) -> Placement:
 
 
 def forwards(placement: Placement, axis: int, at: Fraction) -> Fraction:
-    """Where a coordinate of the image lands, by the definition: cut the box, scale it, cut the window, mirror."""
+    """Return the position of an image's coordinate by the definition: cut the box, scale it, cut the window, mirror."""
     scaled = (at - placement.box[axis]) * placement.scaled[axis] / placement.box[2 + axis]
     window = scaled - (placement.top, placement.left)[axis]
     return placement.size[axis] - window if axis == 1 and placement.mirrored else window
 
 
 def under(placement: Placement, axis: int) -> list[int]:
-    """For each pixel of the result the pixel of the image whose area holds its centre, -1 for padding."""
+    """Return for each pixel of the result the pixel of the image that contains its centre, or -1 in the padding."""
     found = []
     edges = [forwards(placement, axis, Fraction(at)) for at in range(placement.image[axis] + 1)]
     box = range(placement.box[axis], placement.box[axis] + placement.box[2 + axis])
     for pixel in range(placement.size[axis]):
         centre = pixel + Fraction(1, 2)
         holding = [at for at in box if min(edges[at : at + 2]) <= centre <= max(edges[at : at + 2])]
-        # On the edge of two pixels, the one whose area begins there in the image, whichever way it is mirrored.
+        # On the edge between two pixels, it is the pixel that begins there in the image, even if the image is mirrored.
         found.append(max(holding) if holding else -1)
     return found
 
@@ -177,7 +180,7 @@ def test_masks_are_placed_as_the_definition_says(case: tuple[Any, ...]) -> None:
     expected = [[-1 if row < 0 or column < 0 else row * width + column for column in columns] for row in rows]
     found = placement.mask(ids, fill=-1)
     assert found.dtype == ids.dtype
-    # A centre on the outer edge of the scaled box belongs to the padding or to the box; both hold by the definition.
+    # A centre on the outer edge of the scaled box may count as padding or as the box by the definition.
     edge = np.array(expected) != found
     assert not edge.any() or set(found[edge]) == {-1}
     np.testing.assert_array_equal(placement.mask(np.stack([ids, ids + 1]), fill=-1)[0], found)
@@ -196,7 +199,7 @@ def test_points_go_there_and_back_exactly_as_defined(case: tuple[Any, ...]) -> N
 
 @given(cases, st.tuples(*[st.integers(0, 22)] * 4))
 def test_boxes_enclose_the_pixels_of_their_masks(case: tuple[Any, ...], corners: tuple[int, int, int, int]) -> None:
-    """A pixel of the result shows the box where its centre is in the placed box (centres on an edge aside)."""
+    """A pixel of the result shows the box if its centre is in the placed box. Centres on an edge are not tested."""
     placement = placed(case)
     height, width = placement.image
     left, right = sorted((corners[0] % width, corners[1] % width + 1))
@@ -212,7 +215,7 @@ def test_boxes_enclose_the_pixels_of_their_masks(case: tuple[Any, ...], corners:
     boxed = placement.mask(np.ones_like(mask))
     assert (seen >= (inside & boxed)).all() and (seen <= nearly).all()
     back = placement.boxes_back(np.array([[x0, y0, x1, y1]]))[0]
-    if x1 > x0 and y1 > y0:  # what was clipped is lost, and nothing is added
+    if x1 > x0 and y1 > y0:  # clipped pixels are lost, and no pixel is added
         assert back[0] >= left - 1e-9 and back[1] >= top - 1e-9 and back[2] <= right + 1e-9 and back[3] <= bottom + 1e-9
 
 
@@ -244,7 +247,8 @@ def test_maps_are_filtered_as_pillow_does(case: tuple[Any, ...]) -> None:
 
 @given(cases, st.integers(1, 9), st.integers(1, 9))
 def test_cells_of_the_result_are_put_back_onto_the_image(case: tuple[Any, ...], rows: int, columns: int) -> None:
-    """By nearest cells, and by linear interpolation, against the place where each pixel's centre lands."""
+    """The values by nearest cells and by linear interpolation are compared with the placement of each pixel's
+    centre."""
     placement = placed(case)
     height, width = placement.image
     cells = np.arange(rows * columns).reshape(rows, columns)
@@ -276,7 +280,7 @@ def test_cells_of_the_result_are_put_back_onto_the_image(case: tuple[Any, ...], 
 def test_pixels_are_where_the_placement_says(
     box: tuple[int, int, int, int] | None, resize: str, new: tuple[int, int]
 ) -> None:
-    """A picture of coordinates, decoded and scaled as a network's input is."""
+    """The pixels of an image encode their coordinates. The image is decoded and scaled like a network's input."""
     y, x = np.mgrid[:13, :16].astype(np.uint8)
     picture = np.stack([y, x, np.full_like(x, 1)], axis=2)
     preprocess = Preprocess(image_size=new, resize=resize, crop_share=0.8, interpolation="nearest", pad_value=(0,))

@@ -1,4 +1,4 @@
-"""Geometry and normalisation against independent computations."""
+"""Tests of geometry and normalisation against independent computations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
 
 
 def soft_noise(height: int, width: int) -> np.ndarray:
-    """Noise that a bicubic kernel does not push beyond 0 or 255."""
+    """Return noise that a bicubic kernel does not push below 0 or above 255."""
     return np.random.default_rng(0).integers(60, 196, (height, width, 3), dtype=np.uint8)
 
 
@@ -39,7 +39,7 @@ def triangle(x: float) -> float:
 
 
 def cubic(x: float) -> float:
-    """Keys's kernel with a = -1/2."""
+    """Return Keys's cubic kernel with a = -1/2."""
     x = abs(x)
     if x < 1:
         return 1.5 * x**3 - 2.5 * x**2 + 1
@@ -50,7 +50,7 @@ KERNELS = {"bilinear": (triangle, 1), "bicubic": (cubic, 2)}
 
 
 def resampling(old: int, new: int, interpolation: str) -> np.ndarray:
-    """The matrix that scales one axis: the kernel widened by the scale when shrinking, rows summing to 1."""
+    """Return the matrix that scales one axis. For shrinking, the kernel is widened by the scale. Each row sums to 1."""
     kernel, reach = KERNELS[interpolation]
     scale = old / new
     widened = max(scale, 1.0)
@@ -64,13 +64,13 @@ def resampling(old: int, new: int, interpolation: str) -> np.ndarray:
 
 
 def reference_resize(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    """h w c -> height width c, without any rounding."""
+    """Return an image (h, w, c) scaled to (height, width, c) without any rounding."""
     across = np.einsum("hwc,vw->hvc", image.astype(float), resampling(image.shape[1], width, interpolation))
     return np.einsum("hwc,vh->vwc", across, resampling(image.shape[0], height, interpolation)).clip(0, 255)
 
 
 def reference_placement(old: tuple[int, int], new: tuple[int, int], share: float) -> tuple[list[int], int, int]:
-    """Size of the scaled image, top and left of the cut, for "crop", in fractions: no rounding but what is meant."""
+    """Return the size of the scaled image, and the top and left of the window, for "crop", in exact fractions."""
     target = [math.floor(Fraction(side) / Fraction(share).limit_denominator(1000)) for side in new]
     if target[0] == target[1]:
         scaled = [math.floor(Fraction(target[0] * before, min(old))) for before in old]
@@ -372,7 +372,7 @@ def test_a_box_that_the_image_does_not_hold_is_refused(box: tuple[int, int, int,
 
 
 def slope(height: int, width: int) -> np.ndarray:
-    """Levels that rise by 2 to the right and downwards: a shift by half a pixel would show."""
+    """Return pixel values that rise by 2 to the right and downwards, so that a shift by half a pixel is visible."""
     rows, columns = np.mgrid[:height, :width]
     return np.stack([columns * 200 / width, rows * 200 / height, (rows + columns) * 200 / (height + width)], -1).astype(
         np.uint8
@@ -430,7 +430,7 @@ def test_scaled_decoding_keeps_twice_the_pixels_that_are_needed(encode: Encode, 
 
 
 def plain_resampling(old: int, new: int, interpolation: str) -> np.ndarray:
-    """The matrix of one axis: the nearest 2 or 4 pixels, those beyond the edge being the edge's."""
+    """Return the matrix of one axis from the nearest 2 or 4 pixels. Pixels outside the image repeat its edge."""
 
     def keys(x: float) -> float:
         x, a = abs(x), -0.75

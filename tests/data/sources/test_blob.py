@@ -1,4 +1,4 @@
-"""Pieces of bytes in one file: whole, damaged, and written on disks that are full or have no locks."""
+"""Tests of files that hold many pieces of bytes: valid, damaged, and on disks that are full or have no locks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_goes_wrong_while_it_is_written_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk."""
+    """A limit on the size of files replaces a full disk."""
     script = f"""
 import resource, signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bundled share of Fashion-MNIST, and the ways to the full set."""
+"""Tests of the bundled part of Fashion-MNIST, and of the ways to get the full set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = tuple(SHA256)
 
 
 class Mirror:
-    """A web server on the loopback: what it serves, and what was asked of it."""
+    """A web server on this machine, with the files that it serves and the requests that it received."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -53,7 +53,7 @@ class Mirror:
 
 @pytest.fixture
 def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
-    """Serves four small IDX files, whose checksums take the place of the published ones."""
+    """Serve four small IDX files. Their checksums replace the published ones."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = Mirror()
     for number, name in enumerate(FILES):
@@ -76,7 +76,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nowhere(tmp_path: Path) -> Path:
-    """In place of Debian's folder, none."""
+    """Make Debian's folder of the data set seem to be missing."""
     return tmp_path / "nowhere"
 
 

@@ -1,4 +1,4 @@
-"""Class folders as a source."""
+"""Tests of class folders as a source."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_order_does_not_depend_on_that_of_the_file_system(tree: Trees, monkeypat
 
 
 class _Entries:
-    """What `os.scandir` gives: an iterator that can be closed."""
+    """The result of `os.scandir`: an iterator that can be closed."""
 
     def __init__(self, entries: object) -> None:
         self.entries = iter(entries)

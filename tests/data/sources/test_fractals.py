@@ -1,4 +1,5 @@
-"""Fractals: the same pictures everywhere, of classes that look alike within and differ between, none of them empty."""
+"""Tests of fractals: equal pictures on every machine, similar within a class, different between classes, never
+empty."""
 
 from __future__ import annotations
 
@@ -144,7 +145,7 @@ def test_systems_are_contractions_whatever_a_sample_scales() -> None:
 
 
 def test_points_are_those_of_a_walk() -> None:
-    """An independent reference: one point at a time, each mapped at random from the last."""
+    """The reference maps one point at a time, with a map that is drawn at random for each step."""
     system, side = system_of(0, 1), 64
     random = np.random.default_rng(0)
     x, walk = np.zeros(2), []
@@ -164,7 +165,9 @@ def test_points_are_those_of_a_walk() -> None:
 
 
 def test_points_under_known_maps_are_where_they_belong() -> None:
-    """Sierpinski's triangle with corners (0, 0), (1, 0), (0, 1): nowhere are a binary digit of x and of y both 1."""
+    """The maps give Sierpinski's triangle with corners (0, 0), (1, 0), (0, 1). No point has a binary digit 1 in both x
+    and y.
+    """
     half, zero = [0.5] * 3, [0.0] * 3
     system = FunctionSystem(np.array([half, zero, zero, half, [0, 0.5, 0], [0, 0, 0.5]]), np.full(3, 1 / 3))
     y, x = np.nonzero(dots_of(system, 259, 300, "sierpinski"))  # 256 pixels, and 3 of a patch's room

@@ -1,4 +1,4 @@
-"""Data sets on the hub: huggingface_hub itself and real Parquet files, against a server on this machine."""
+"""Tests of data sets on the hub, with huggingface_hub itself, real Parquet files, and a server on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONVERTED = "refs/convert/parquet"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The server, the only one that the client knows, and caches that are empty."""
+    """A server that replaces the hub for the client, with empty caches."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "data"))
     with serving(tmp_path / "home", monkeypatch) as server:
         yield server
@@ -38,7 +38,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def parquet(encode: Callable[..., bytes]) -> Callable[..., bytes]:
-    """The bytes of a Parquet file as Hugging Face's library writes it, of one image for each label, all different."""
+    """Return a Parquet file as Hugging Face's library writes it, with a different image for each label."""
     random = np.random.default_rng(0)
 
     def make(labels: Sequence[int], names: Sequence[str] = ("rose", "daisy"), **columns: Any) -> bytes:
@@ -61,7 +61,7 @@ def parquet(encode: Callable[..., bytes]) -> Callable[..., bytes]:
 
 
 def card(*configs: str) -> bytes:
-    """A README with configurations, each in YAML."""
+    """Return a README with configurations, each in YAML."""
     entries = "\n".join(f"- {config}" for config in configs)
     return f"---\nlicense: mit\nconfigs:\n{entries}\n---\n# A data set\n".encode()
 
@@ -258,7 +258,7 @@ def test_without_a_network_the_cache_serves(
 
 
 def test_a_cache_on_a_disk_without_links(hub: Hub, parquet: Callable[..., bytes]) -> None:
-    """Files of one name in two data sets are told apart all the same."""
+    """Files with equal names in two data sets are not confused."""
     for name, labels in (("datasets/org/a", [0, 1]), ("datasets/org/b", [1, 1, 0])):
         hub.add(name, {"data/train-00000-of-00001.parquet": parquet(labels)})
     images = []
@@ -302,7 +302,7 @@ def test_a_dropped_connection_is_taken_up_again(hub: Hub, parquet: Callable[...,
 
 @pytest.mark.slow
 def test_a_connection_that_stalls(hub: Hub, parquet: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends in an error that names the file, after a bounded number of attempts."""
+    """The result is an error that names the file, after a limited number of attempts."""
     monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "1")
     restart_client()
     hub.add(NAME, {"train.parquet": parquet([0, 1])})

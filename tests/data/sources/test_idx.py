@@ -1,4 +1,4 @@
-"""IDX files, whole and damaged."""
+"""Tests of IDX files, valid and damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for files that are written over and over."""
+    """A folder for files that each example overwrites."""
     return tmp_path_factory.mktemp("scratch")
 
 

@@ -1,4 +1,4 @@
-"""What users type, opened: names, folders with and without splits, and the cut where validation is missing."""
+"""Tests of opening data by its SPEC: names, folders with and without splits, and held-out validation images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keys_of(source: Source | None) -> list[str]:
 
 
 def names_of(source: Source | None) -> list[str]:
-    """The class name of each sample."""
+    """Return the class name of each sample."""
     assert source is not None
     return [source.classes[source.target(index)] for index in range(len(source))]
 

@@ -1,4 +1,4 @@
-"""Checks of arrays, their statistics, and draws within classes."""
+"""Tests of array checks, statistics, and draws within classes."""
 
 from __future__ import annotations
 

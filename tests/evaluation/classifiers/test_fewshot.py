@@ -1,4 +1,4 @@
-"""Few-shot least squares beside the normal equations in numpy, and leaving one out beside leaving one out."""
+"""Tests of few-shot least squares against the normal equations in numpy, and against explicit leave-one-out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "fewsho
 def clusters(
     per_class: int, width: int, classes: int, *, seed: int = 0, spread: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features around a centre for each class, of uneven scales and means, and their labels, shuffled."""
+    """Return shuffled features around a centre for each class, with different scales and means, and their labels."""
     random = np.random.default_rng(seed)
     centres = np.random.default_rng(99).normal(size=(classes, width))
     labels = random.permutation(np.repeat(np.arange(classes), per_class))
@@ -44,7 +44,10 @@ def measured(
 def normal_equations(
     features: np.ndarray, labels: np.ndarray, classes: int, l2: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Whitened features with the constant, y, and (X^T X + l2)^-1 X^T y as weights and intercepts for raw features."""
+    """Return standardised features with the constant, y, and weights and intercepts for raw features.
+
+    The weights are (X^T X + l2)^-1 X^T y.
+    """
     raw = features.astype(np.float64)
     mean, scale = raw.mean(axis=0), raw.std(axis=0) + 1e-5
     x = np.hstack([(raw - mean) / scale, np.full((len(raw), 1), 100.0)])

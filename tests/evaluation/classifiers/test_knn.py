@@ -1,4 +1,4 @@
-"""Nearest neighbours beside brute force in float64 and scikit-learn, ties, and memory."""
+"""Tests of nearest neighbours against brute force in float64 and scikit-learn, including ties and memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vitrail.evaluation.truth import MultiLabels, SingleLabels, Truth
 
 
 def corners(n: int, seed: int) -> np.ndarray:
-    """Corners of a cube in 16 dimensions, many of them twice: their cosines are multiples of 1/8, without rounding."""
+    """Return corners of a cube in 16 dimensions, many of them twice. Their cosines are exact multiples of 1/8."""
     random = np.random.default_rng(seed)
     few = random.choice([-1.0, 1.0], size=(max(2, n // 3), 16))
     return few[random.integers(0, len(few), n)].astype(np.float32)
 
 
 def brute_force(stored: np.ndarray, queries: np.ndarray | None, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and cosines in float64, by a full stable sort."""
+    """Return indices and cosines in float64, by a full stable sort."""
 
     def unit(rows: np.ndarray) -> np.ndarray:
         lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
@@ -51,7 +51,7 @@ def joined(stored: np.ndarray, queries: np.ndarray | None, k: int) -> tuple[np.n
 
 @pytest.fixture(params=[(8192, 1024, 16384), (60, 20, 64), (7, 3, 33)], ids="{0[0]},{0[1]},{0[2]}".format)
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes of parts: the package's own, and small ones that cut everything unevenly."""
+    """Sizes of the search's blocks: the package's own, and small sizes that divide everything unevenly."""
     for name, value in zip(("QUERIES", "ROWS", "STORED"), request.param, strict=True):
         monkeypatch.setattr(module, name, value)
 
@@ -100,7 +100,7 @@ def truth_in(values: np.ndarray, num_classes: int) -> Truth:
 def voted(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, *, num_classes: int, **settings: Any
 ) -> tuple[NeighbourRow, ...]:
-    """The votes of labels, or of targets with a column for each class."""
+    """Return the weighted votes for labels, or for targets with a column for each class."""
     return knn(train, truth_in(labels, num_classes), test, truth_in(truth, num_classes), **settings)
 
 
@@ -229,7 +229,7 @@ print(peak_memory(torch.device("cpu")) - before - mapped.nbytes)
 @pytest.mark.slow
 @pytest.mark.parametrize("alike", [False, True])
 def test_memory_beyond_the_features_is_bounded(tmp_path: Path, alike: bool) -> None:
-    """It was 1.4 GB where all features are alike, the worst case, and 0.3 GB otherwise."""
+    """The worst case is features that are all equal."""
     random = np.random.default_rng(0)
     features = np.ones((100_000, 24), np.float32) if alike else random.normal(size=(100_000, 24)).astype(np.float32)
     np.save(tmp_path / "features.npy", features)

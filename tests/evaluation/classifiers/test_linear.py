@@ -1,4 +1,4 @@
-"""The linear probe beside scikit-learn's pipeline, and the duties of its rows."""
+"""Tests of the linear probe against scikit-learn's pipeline, and of the rows that it uses for each purpose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 def drawn(n: int, width: int, classes: int, *, seed: int = 0, noise: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
-    """Features of uneven scales and means, one of them constant, and labels that they half explain."""
+    """Return features of different scales and means, one of them constant, and labels that depend on them."""
     shared, random = np.random.default_rng(77), np.random.default_rng(seed)
     mixing, truth = shared.normal(size=(width, width)), shared.normal(size=(width, classes))
     core = random.normal(size=(n, width))
@@ -35,7 +35,7 @@ def drawn(n: int, width: int, classes: int, *, seed: int = 0, noise: float = 2.0
 def probed(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray, truth: np.ndarray, *, num_classes: int, **settings: Any
 ) -> LinearResult:
-    """The probe of labels, or of targets with a column for each class."""
+    """Return the result of the probe for labels, or for targets with a column for each class."""
     one, other = (
         SingleLabels(values, num_classes) if values.ndim == 1 else MultiLabels(values) for values in (labels, truth)
     )

@@ -1,4 +1,4 @@
-"""The minimum beside scikit-learn's, by its coefficients, and the conditions that a minimum meets."""
+"""Tests of the minimum: its coefficients against scikit-learn's, and the conditions of a minimum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitrail.evaluation.truth import MultiLabels, SingleLabels
 
 
 def rows(n: int, d: int, classes: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Standardised, correlated features in float64, and labels that they half explain; every class is there."""
+    """Return standardised, correlated features in float64, and labels of all classes that depend on them."""
     random = np.random.default_rng(seed)
     features = (
         random.normal(size=(n, d)) @ random.normal(size=(d, d)) * np.geomspace(1, 0.03, d) @ random.normal(size=(d, d))
@@ -46,7 +46,10 @@ def test_softmax_has_the_minimum_of_scikit_learn(n: int, d: int, classes: int, p
 
 
 def _two_logits(features: torch.Tensor, labels: torch.Tensor, penalty: float) -> tuple[np.ndarray, np.ndarray]:
-    """The minimum with a logit for each of two classes: w and -w, where w / 2 has the binary one's data term."""
+    """Return the minimum with a logit for each of two classes, from the minimum of a binary fit.
+
+    The weights are w and -w, where w / 2 has the data term of the binary fit.
+    """
     reference = Reference(C=2 / (penalty * len(features)), tol=1e-12, max_iter=100_000, solver="newton-cg")
     reference.fit(features.numpy(), labels.numpy())
     coefficients, intercept = reference.coef_[0] / 2, reference.intercept_[0] / 2

@@ -1,4 +1,4 @@
-"""Ridge regression and neighbours of numbers beside scikit-learn's."""
+"""Tests of ridge regression and of neighbours of numbers against scikit-learn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vitrail.evaluation.truth import Numbers, SingleLabels
 
 
 def drawn(n: int, width: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[np.ndarray, Numbers]:
-    """Features of uneven scales and means, and two numbers that they half explain, some of them unknown."""
+    """Return features of different scales and means, and two numbers that depend on them, some of them unknown."""
     shared, random = np.random.default_rng(7), np.random.default_rng(seed)
     mixing, truth = shared.normal(size=(width, width)), shared.normal(size=(width, 2)) * (1, 100)
     core = random.normal(size=(n, width))
@@ -34,7 +34,7 @@ def drawn(n: int, width: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[n
 
 
 def reference(features: np.ndarray, truth: Numbers, output: int, penalty: float, queries: np.ndarray) -> np.ndarray:
-    """scikit-learn's predictions, from the rows whose number is known."""
+    """Return scikit-learn's predictions, fitted on the rows with a known number."""
     scaler = StandardScaler().fit(features.astype(np.float64))
     known = ~np.isnan(truth.values[:, output])
     fit = Ridge(alpha=penalty * known.sum(), solver="cholesky")

@@ -1,4 +1,4 @@
-"""What tells features apart: fingerprints of weights and of every kind of data, and the names of cache entries."""
+"""Tests of the identity of features: fingerprints of weights and of all kinds of data, and names of cache entries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rewrite(path: Path, *, keep_time: bool = True) -> None:
-    """Other bytes of the same number, and with `keep_time` the same time of change."""
+    """Overwrite a file with other bytes of the same length. With `keep_time` the modification time stays the same."""
     status = path.stat()
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -151,7 +151,7 @@ def test_of_a_subset_or_a_mixture_its_own_files_count(colour_folder: Path) -> No
 
 
 class Numbers:
-    """A source that cannot say what changes when an image does."""
+    """A source that cannot detect a changed image."""
 
     classes = ("a", "b")
 

@@ -1,4 +1,4 @@
-"""Features against the network itself, with and without a cache, by one process and by several."""
+"""Tests of features against the network itself, with and without a cache, by one process and by several."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from vitrail.weights.bundle import Bundle
 
 PREPROCESS = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,))
 HERE = Readers(0)
-"""Without threads: the images of these tests are tiny."""
+"""Reading without threads, because the images of these tests are tiny."""
 
 
 class Pictures:
-    """A source of random images in memory; those whose index is in `broken` are not images."""
+    """A source of random images in memory. Samples whose index is in `broken` are not images."""
 
     classes = ("a", "b", "c")
 
@@ -71,7 +71,7 @@ def make_network(seed: int = 3) -> VisionTransformer:
 
 
 class Watched:
-    """Extracts with a network that counts the images it sees, and keeps the notes."""
+    """Extracts features with a network that counts the images it receives, and keeps the notes."""
 
     def __init__(self, network: VisionTransformer | None = None) -> None:
         self.network = make_network() if network is None else network
@@ -96,7 +96,7 @@ class Watched:
 
 
 def by_hand(network: VisionTransformer, source: Pictures) -> np.ndarray:
-    """Each image by itself."""
+    """Return the features, computed one image at a time."""
     rows = []
     network.eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Features in files: what is written is read back, and what does not fit is named."""
+"""Tests of feature files: what is written can be read, and messages name files that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bootstrap intervals against exact distributions, plain resampling, and their coverage in simulations."""
+"""Tests of bootstrap intervals against exact distributions, plain resampling, and their coverage in simulations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_means_equal_gathering_the_drawn_rows() -> None:
 
 
 def test_resampled_accuracy_is_binomial() -> None:
-    """17 of 20 right: the number right in a resample is binomial(20, 0.85), exactly."""
+    """With 17 of 20 correct, the number of correct samples in a resample is exactly binomial(20, 0.85)."""
     means = resampled_means((np.arange(20) < 17.0)[:, None].astype(float), resamples=20_000, seed=1)[:, 0]
     counts = np.bincount(np.rint(means * 20).astype(int), minlength=21)
     expected = stats.binom.pmf(np.arange(21), 20, 0.85) * 20_000
@@ -96,8 +96,9 @@ def test_wrong_settings_are_refused() -> None:
 
 @pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_claim() -> None:
-    """800 data sets of 150 samples; a share near 0.95 of 800 has a standard error of 0.8 points, and percentiles of so
-    few samples hold a little less than they claim."""
+    """There are 800 data sets of 150 samples. A fraction near 0.95 of 800 has a standard error of 0.8 points, and
+    percentiles of so few samples cover a little less than stated.
+    """
     random = np.random.default_rng(0)
     held = {"mean": 0, "accuracy": 0, "balanced": 0}
     for trial in range(800):

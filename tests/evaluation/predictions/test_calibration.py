@@ -1,4 +1,4 @@
-"""Probabilities against closed forms, scikit-learn, scipy's minimisers and float64 by hand."""
+"""Tests of probabilities against closed forms, scikit-learn, scipy's minimisers and computations in float64."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_several_labels_equal_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calibration_error_of_a_known_case() -> None:
-    """Two bins of ten: 0.9 claimed and 3 of 4 right; 0.35 claimed on average and none of 2 right."""
+    """There are two bins. One has a confidence of 0.9 and 3 of 4 correct, the other a mean of 0.35 and none of 2
+    correct.
+    """
     confidence, correct = np.array([0.9] * 4 + [0.31, 0.39]), np.array([True, True, True, False, False, False])
     assert expected_calibration_error(confidence, correct, bins=10) == pytest.approx(4 / 6 * 0.15 + 2 / 6 * 0.35)
     bins = calibration_bins(confidence, correct, bins=10)
@@ -105,8 +107,9 @@ def test_bins_and_error_equal_a_loop(samples: list[tuple[float, bool]], bins: in
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @given(size=st.floats(0.01, 30), right=st.integers(11, 19))
 def test_temperature_of_two_classes_is_a_closed_form(scores: OutputKind, size: float, right: int) -> None:
-    """All logits are (a, -a): the probability is sigmoid(2a / T) with softmax, sigmoid(a / T) with sigmoid, and is best
-    where it equals the share that is right."""
+    """All logits are (a, -a). The probability is sigmoid(2a / T) with softmax and sigmoid(a / T) with sigmoid. The best
+    T makes it equal to the fraction of correct samples.
+    """
     size = float(np.float32(size))
     logits = np.tile(np.array([[size, -size]], np.float32), (20, 1))
     labels = np.array([0] * right + [1] * (20 - right))

@@ -1,4 +1,4 @@
-"""ImageNet's labels, with a made-up list of ids in the place of ImageNet's, and a server of our own for the public."""
+"""Tests of ImageNet's labels, with made-up ids instead of ImageNet's, and a local server for the public files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from vitrail.evaluation.truth import SingleLabels
 from vitrail.testing import check_source
 
 IDS = [f"n{1_000_000 + 37 * number:08}" for number in range(1000)]
-"""A thousand ids in rising order, which are taken for ImageNet's here."""
+"""A thousand ids in rising order, which replace ImageNet's ids in these tests."""
 NAMES = [f"thing {number}, res {number}" for number in range(1000)]
 NAMES[134] = NAMES[517] = "crane"
 NUMBERS = [str(number) for number in range(1000)]
@@ -49,7 +49,7 @@ NUMBERS = [str(number) for number in range(1000)]
 
 @pytest.fixture(autouse=True)
 def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ids above are ImageNet's, the cache is empty, and nothing outside can be asked."""
+    """Replace ImageNet's ids by the ids above, empty the cache, and block all other hosts."""
     monkeypatch.setattr(imagenet, "IDS_SHA256", hashlib.sha256("\n".join(IDS).encode()).hexdigest())
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "PAUSE", 0.0)
@@ -59,7 +59,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PlainFileSystem(AbstractFileSystem):
-    """plain://host/path by urllib: fsspec's own http needs another package."""
+    """A file system for plain://host/path that uses urllib, because fsspec's own http needs another package."""
 
     protocol = "plain"
     cachable = False
@@ -75,7 +75,7 @@ class PlainFileSystem(AbstractFileSystem):
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, bytes]], list[str]]]:
-    """Serves these files in the place of the public ones; returns the list of what is asked for."""
+    """Return a function that serves files in place of the public ones. It returns the list of requested files."""
     files: dict[str, bytes] = {}
     asked: list[str] = []
 
@@ -110,7 +110,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, bytes
 
 
 def index_json() -> bytes:
-    """As Keras writes the list."""
+    """Return the list in the JSON form of Keras."""
     names = [name.split(",")[0].replace(" ", "_") for name in NAMES]
     return json.dumps({str(number): pair for number, pair in enumerate(zip(IDS, names, strict=True))}).encode()
 
@@ -158,7 +158,7 @@ def test_two_classes_that_are_one_output_are_refused() -> None:
 
 
 def test_all_classes_in_order_may_have_a_name_twice() -> None:
-    """As ImageNet's two cranes, the second of which the hub's data calls "crane (517)"."""
+    """An example is ImageNet's two cranes. The hub's data calls the second one "crane (517)"."""
     numbered = [*NAMES[:517], "crane (517)", *NAMES[518:]]
     assert map_classes(NAMES, numbered).columns == map_classes(NAMES, NAMES).columns == tuple(range(1000))
 
@@ -313,7 +313,7 @@ def test_labels_of_a_mapped_source() -> None:
 
 
 def real_json(labels: list[list[int]]) -> bytes:
-    """The given ones first, and then one for each image."""
+    """Return a real.json with the given labels first, and then one label for each image."""
     return json.dumps(labels + [[number % 1000] for number in range(len(labels), 50_000)]).encode()
 
 

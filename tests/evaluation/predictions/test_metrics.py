@@ -1,4 +1,4 @@
-"""Figures against scikit-learn's and against counts by hand."""
+"""Tests of metrics against scikit-learn and against counts by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vitrail.evaluation.predictions.metrics import (
 
 @st.composite
 def samples(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """Labels, guesses that are often right, and the number of classes, some of which may be absent."""
+    """Return labels, predictions that are often correct, and the number of classes. Some classes may be absent."""
     count, classes = draw(st.integers(1, 60)), draw(st.integers(2, 9))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     labels = random.integers(0, draw(st.integers(1, classes)), count)
@@ -89,7 +89,7 @@ def test_a_label_that_is_no_class_is_refused(label: int) -> None:
 
 @st.composite
 def several(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Logits without ties, and targets of which some classes may have none."""
+    """Return logits without ties, and targets with several labels. Some classes may be absent."""
     count, classes = draw(st.integers(1, 30)), draw(st.integers(2, 7))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     targets = (random.random((count, classes)) < random.random(classes)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Metrics of numbers beside scikit-learn's, with unknown numbers, in parts, and their intervals."""
+"""Tests of metrics of numbers against scikit-learn: unknown numbers, batches, and intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vitrail.evaluation.truth import Numbers
 
 
 def drawn(n: int, outputs: int, *, seed: int = 0, unknown: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Predicted and true numbers of uneven scales and large means, some unknown."""
+    """Return predicted and true numbers with different scales and large means. Some are unknown."""
     random = np.random.default_rng(seed)
     truth = random.normal(size=(n, outputs)) * np.geomspace(0.1, 1000, outputs) + 1e6
     predicted = truth + 0.3 * random.normal(size=(n, outputs)) * np.geomspace(0.1, 1000, outputs)
@@ -25,7 +25,7 @@ def drawn(n: int, outputs: int, *, seed: int = 0, unknown: float = 0.0) -> tuple
 
 
 def references(predicted: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """R², mean absolute error and root mean squared error of each output that has known numbers."""
+    """Return R², mean absolute error and root mean squared error of each output with known numbers."""
     rows = []
     for guesses, numbers in zip(predicted.T, truth.T, strict=True):
         known = ~np.isnan(numbers)

@@ -1,4 +1,4 @@
-"""Logits of every sample against the network called an image at a time."""
+"""Tests of the logits of all samples against the network, called with one image at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREPROCESS = Preprocess(image_size=(14, 21), channels=1, mean=(0.3,), std=(0.4,)
 
 
 class Pictures:
-    """Random grey images in memory; those in `broken` are not images."""
+    """A source of random grey images in memory. Samples in `broken` are not images."""
 
     classes = ("a", "b", "c")
 
@@ -123,7 +123,7 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
 
 @pytest.fixture
 def predictions() -> Callable[..., Predictions]:
-    """Random logits of as many samples as labels, and 4 classes."""
+    """Return random logits of 4 classes, as many rows as there are labels."""
 
     def make(labels: list[int], **fields: object) -> Predictions:
         logits = np.random.default_rng(0).standard_normal((len(labels), 4)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The report of numbers: residuals, points and the largest errors, and as JSON."""
+"""Tests of the report of numbers: residuals, points, largest errors, and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report against the functions it gathers, and as JSON."""
+"""Tests of the classification report against the functions that it calls, and as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from vitrail.plain import from_plain, to_plain
 
 
 def make_predictions(count: int = 60, classes: int = 7, *, unlabelled: int = 0) -> Predictions:
-    """Of which about half are right; the last two classes have no sample, and the last is never guessed."""
+    """Return predictions, half of which are correct. The last two classes have no sample, and the last is never
+    predicted.
+    """
     random = np.random.default_rng(4)
     labels = random.integers(0, classes - 2, count)
     logits = (random.standard_normal((count, classes)) + 2 * np.eye(classes)[labels]).astype(np.float32)

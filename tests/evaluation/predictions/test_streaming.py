@@ -1,4 +1,4 @@
-"""Metrics that are added up over parts, beside those of all samples at once."""
+"""Tests of metrics that are added up batch by batch, against the metrics of all samples at once."""
 
 from __future__ import annotations
 

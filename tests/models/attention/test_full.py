@@ -1,4 +1,4 @@
-"""Self-attention against a version written by hand, torch's own layer, and the fused kernel."""
+"""Tests of self-attention against plain formulas, PyTorch's own layer, and the fused kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitrail.models.vit import VisionTransformer, ViTConfig
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Equations 6 and 7, for one query at a time."""
+    """Return equations 6 and 7, computed for one query at a time."""
     result = torch.empty_like(q)
     for image in range(q.shape[0]):
         for head in range(q.shape[1]):
@@ -38,7 +38,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def with_gradients(function: object, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """The output of a function of the tensors, and the gradients of a fixed weighting of it."""
+    """Return the output of a function of tensors, and the gradients of a fixed weighted sum of the output."""
     assert callable(function)
     result = function(*tensors)
     weighting = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result.dtype)
@@ -166,7 +166,7 @@ def test_attend_on_the_gpu() -> None:
 def test_the_fused_kernel_is_given_heads_without_copies(
     fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels on GPUs want the last dimension without gaps, and in one number format; a mask they do not all take."""
+    """GPU kernels need a last dimension without gaps and one number format. Some do not accept a mask."""
     layer, seen, real = SelfAttention(24, 3, **fields), [], F.scaled_dot_product_attention
 
     def spy(*tensors: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -186,7 +186,7 @@ def test_the_fused_kernel_is_given_heads_without_copies(
 
 
 class Mean(FullAttention):
-    """A kind of attention in which every token takes the mean of all tokens; it has no weights."""
+    """Attention without weights, in which every token takes the mean of all tokens."""
 
     def problems(self) -> list[str]:
         return [] if self.config.qkv_bias else ["qkv_bias=False: attention='mean' has no queries, keys and values"]

@@ -1,4 +1,4 @@
-"""Bytes of a training step by closed form, against what autograd keeps and the profiler counts."""
+"""Tests of the formulas for the bytes of a training step, against autograd and the profiler."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Precision = Literal["float32", "bf16"]
 
 
 def saved(network: nn.Module, images: Tensor, precision: Precision) -> int:
-    """Bytes of all that autograd keeps of a forward pass, weights not counted; views of one storage count once."""
+    """Return the bytes that autograd keeps of a forward pass, without weights. Views of one storage count once."""
     own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other gets its address
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # referenced, so that no other tensor gets its address
         return tensor
 
     bf16 = precision == "bf16"
@@ -40,7 +40,7 @@ def saved(network: nn.Module, images: Tensor, precision: Precision) -> int:
 
 
 def saved_per_image(config: AnyConfig, size: tuple[int, int], precision: Precision) -> int:
-    """By the difference of two batches, which leaves out what is kept once, however many images there are."""
+    """Return the bytes per image, from the difference of two batches. It excludes what is kept once per batch."""
     with torch.device("meta"):  # weights of zero take no time to draw
         network = build(config).to_empty(device="cpu").train()
     with torch.no_grad():
@@ -116,8 +116,10 @@ def test_bytes_grow_with_depth_by_the_same_for_each_block() -> None:
 
 
 def held_at_once(config: AnyConfig, batch: int, precision: Precision) -> int:
-    """Bytes of tensors at the peak of the second step, as torch's profiler counts them; what is there before the step
-    (weights, moments, images) by hand."""
+    """Return the bytes of tensors at the peak of the second step, as torch's profiler counts them.
+
+    The bytes that exist before the step (weights, moments, images) are added by hand.
+    """
     step = make_step(Entry(OURS), Workload(name="any", config=config, batch=batch, precision=precision))
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

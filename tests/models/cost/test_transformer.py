@@ -1,4 +1,4 @@
-"""Closed forms of parameters, multiply-accumulates and bytes, against what the modules have, compute and keep."""
+"""Tests of the formulas for parameters, multiply-accumulates and bytes, against the modules themselves."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GMACS = {
     "ViT-B/16": "17.56", "ViT-B/8": "78.15", "ViT-L/32": "15.38", "ViT-L/16": "61.55", "ViT-So400m/14": "109.9",
     "ViT-H/14": "167.3", "ViT-g/14": "267.0", "ViT-G/14": "483.7", "ViT-e/14": "990.7",
 }  # fmt: skip
-"""At 224 with 1000 classes. Of ViT-G/14 it is 483.7476, which tables that round 483.75 again give as 483.8."""
+"""Published GMACs at 224 pixels with 1000 classes. ViT-G/14 has 483.7476. Tables that round 483.75 again have 483.8."""
 
 
 def counted(config: AnyConfig, device: str, batch: int = 1, size: tuple[int, int] | None = None) -> int:
-    """Multiply-accumulates of one forward pass as torch's counter sees them, where all tokens go through all blocks."""
+    """Return the multiply-accumulates of one forward pass by torch's counter, with all tokens in all blocks."""
     flops = executed(config, device, batch, size, through_features=True)
     assert flops % 2 == 0
     return flops // 2
@@ -44,7 +44,7 @@ def executed(
     *,
     through_features: bool = False,
 ) -> int:
-    """FLOPs of logits; by way of all features where asked, from which the head's part follows."""
+    """Return the FLOPs of the logits. With `features`, they are computed from all features."""
     with torch.device(device):
         network, images = build(config).eval(), torch.zeros(batch, config.channels, *(size or config.image_size))
     # the counter has no formula for the CPU's fused attention
@@ -64,7 +64,7 @@ def logits_of_features(network: VisionTransformer, images: Tensor) -> None:
 
 
 def trained(config: AnyConfig, size: tuple[int, int] | None = None) -> int:
-    """FLOPs of a forward and a backward pass of one image."""
+    """Return the FLOPs of a forward and a backward pass for one image."""
     with torch.device("meta"):
         network, images = build(config).train(), torch.zeros(1, config.channels, *(size or config.image_size))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,5 @@
-"""The dense layer: exchanged products, adapted weights, products by rows, and weights made ready for prediction."""
+"""Tests of the dense layer: exchanged kernels, adapted weights, products by rows, and weights prepared for
+prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in 8 bits: exact on rounded factors, errors within the digits, and a network that learns."""
+"""Tests of products in 8 bits: exact for rounded factors, bounded errors otherwise, and a network that learns."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ def autocast() -> torch.autocast:
 
 
 def rounded(x: Tensor, format: tuple[torch.dtype, float]) -> Tensor:  # noqa: A002
-    """What is left of a tensor in 8 bits whose largest number is that of `x`, in float64."""
+    """Return a tensor rounded to 8 bits, with the scale of the largest number of `x`, in float64."""
     dtype, largest = format
     unit = x.detach().float().abs().max() / largest
     return (x.detach().float() / unit).to(dtype).double() * unit.double()
 
 
 def assert_product(found: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None, digits: int = 8) -> None:
-    """That `found` is `a b`, exact but for sums in float32 and one rounding to so many digits (a bias may cost one)."""
+    """Assert that `found` is `a b`, up to sums in float32 and one rounding to so many digits. A bias may cost one
+    digit.
+    """
     exact = a @ b if added is None else a @ b + added.double()
     sums = a.abs() @ b.abs() + (0 if added is None else added.double().abs())
     allowed = exact.abs() * 2.0**-digits + sums * a.shape[-1] * 2.0**-22
@@ -83,7 +85,9 @@ def test_products_are_exact_on_what_rounding_leaves(
 
 @needs_float8
 def test_errors_stay_within_the_formats_digits() -> None:
-    """A factor in e4m3 has 4 digits, in e5m2 3: 0.026 and 0.053 of a uniform mantissa's norm, by their mean square."""
+    """A factor has 4 digits in e4m3 and 3 in e5m2. The root mean square errors of a uniform mantissa are 0.026 and
+    0.053.
+    """
     torch.manual_seed(0)
     layer, x = Linear(256, 128), torch.randn(5, 37, 256, requires_grad=True)
     upstream = torch.randn(5, 37, 128).bfloat16()
@@ -142,7 +146,7 @@ def test_a_network_without_such_layers_is_refused(variant: str) -> None:
 def test_every_such_layer_trains_in_8_bits(
     fields: dict[str, Any], products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a class token the last block's queries are a product of their own."""
+    """With a class token, the queries of the last block have a matrix product of their own."""
     made, calls, product = network(**fields), [], torch._scaled_mm
 
     def counted(*args: Any, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fused products against the plain ones: same results within bfloat16's rounding, forward and backward."""
+"""Tests of the fused kernels against plain ones: equal results within bfloat16's rounding, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters start as nothing, change the rows they are named after and no others, and leave a plain network."""
+"""Tests of adapters: they change nothing at first and later only the named rows, and merging removes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def adapters_of(network: nn.Module) -> dict[str, LowRank]:
 
 @torch.no_grad()
 def learn(network: nn.Module, std: float = 0.3) -> None:
-    """Gives every adapter factors that are not 0, the same in every network."""
+    """Give every adapter nonzero factors, which are the same in every network."""
     for number, adapter in enumerate(adapters_of(network).values()):
         generator = torch.Generator().manual_seed(number)
         adapter.a.normal_(std=std, generator=generator)
@@ -44,7 +44,7 @@ def images_of(network: VisionTransformer, batch: int = 3) -> Tensor:
 
 
 def predict(network: VisionTransformer, images: Tensor) -> Tensor:
-    """As evaluation does. PyTorch chooses some kernels by whether a weight wants a gradient: none does."""
+    """Predict as evaluation does, with weights that need no gradient, because PyTorch chooses some kernels by this."""
     network.requires_grad_(False)
     return Predictor(network).logits(images).clone()
 
@@ -115,7 +115,7 @@ def test_the_first_factor_is_random_and_of_unit_gain() -> None:
 def test_gradients_are_those_of_the_factors(
     small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
 ) -> None:
-    """With respect to B and A, by the chain rule from the gradient that the merged weight has."""
+    """The gradients of B and A follow by the chain rule from the gradient of the merged weight."""
     network = randomised(small())
     add_adapters(network, rank=2, alpha=4.0, names=("value", "up"))
     learn(network)
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_the_factors(
 def test_in_bf16_the_change_of_a_weight_is_not_rounded_before_it_is_added(
     pool: str, small: Callable[..., ViTConfig], randomised: Callable[[ViTConfig], VisionTransformer]
 ) -> None:
-    """So the fused products see what the merged weight would have them see, bit by bit."""
+    """The fused kernels therefore receive the same bits as with the merged weight."""
     network = randomised(small(pool=pool))
     add_adapters(network, rank=3, alpha=3.0, names=NAMES)
     learn(network)
@@ -193,7 +193,7 @@ def test_adapted_blocks_still_share_a_graph(
     compile_blocks(compiled, "on", backend=backend)
     for network in networks:
         network(images_of(network)).square().sum().backward()
-    # One for the first block, which no gradient leaves at the bottom, and one for all others.
+    # One graph for the first block, which passes no gradient to its input, and one for all other blocks.
     assert count <= 2
     for name, adapter in adapters_of(plain).items():
         found = adapters_of(compiled)[name]

@@ -1,4 +1,4 @@
-"""Every kind of positions: its formula, its place, and how it is stretched to another grid."""
+"""Tests of every kind of positions: its formula, the tokens that it acts on, and resizing to another grid."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 def made(kind: str, place: PositionPlace = "stem", *, grid: tuple[int, int] = (3, 4), **fields: Any) -> Positions:
-    """Positions for 5 blocks of width 16 with 2 heads, and 3 tokens before the patches, one of them covered."""
+    """Return positions for 5 blocks of width 16 with 2 heads, and 3 tokens before the patches, one of them covered."""
     settings: dict[str, Any] = {"width": 16, "heads": 2, "depth": 5, "mlp_width": 8, "registers": 2, **fields}
     config = ViTConfig(image_size=grid, patch_size=(1, 1), positions=kind, positions_at=place, **settings)
     positions = config.position_embedding.build()
@@ -81,7 +81,7 @@ def test_shapes_at_any_grid(kind: str, place: PositionPlace, grid: tuple[int, in
 @pytest.mark.parametrize("grid", [(3, 4), (5, 2)])
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 def test_kept_patches_have_their_own_positions(kind: str, place: PositionPlace, grid: tuple[int, int]) -> None:
-    """Those that they have among all, and the tokens before them too."""
+    """They and the tokens before them have the same positions as among all patches."""
     positions = made(kind, place)
     tokens = torch.randn(2, 3 + math.prod(grid), 16)
     kept = torch.tensor([[0, 4, 5, 9], [1, 2, 7, 8]])
@@ -217,7 +217,7 @@ def test_learned_2d_is_the_column_and_then_the_row() -> None:
 
 
 def big_vision(height: int, width: int, channels: int) -> np.ndarray:
-    """Written after `posemb_sincos_2d` of big_vision's models/vit.py, in float64."""
+    """Return the positions of big_vision's models/vit.py (`posemb_sincos_2d`), rewritten in float64."""
     y, x = np.mgrid[:height, :width].astype(np.float64)
     omega = np.arange(channels // 4) / (channels // 4 - 1)
     omega = 1.0 / 10_000**omega
@@ -277,7 +277,7 @@ def test_relative_bias_of_another_grid_keeps_the_ends_and_the_centre() -> None:
 
 @pytest.mark.parametrize("head_width", [4, 8, 12, 64])
 def test_rotary_logits_depend_on_the_offset_alone(head_width: int) -> None:
-    """Against the closed form: sums over pairs of channels of |q||k| cos(angle between + offset * frequency)."""
+    """The closed form is the sum over pairs of channels of |q||k| cos(angle between + offset * frequency)."""
     rows, columns = grid = 4, 5
     (inside,) = RotaryPositions(head_width, prefix=2).for_attention(grid, 1, CPU)
     assert inside is not None and inside.rotation is not None
@@ -336,7 +336,7 @@ def test_attention_adds_the_bias_to_the_logits() -> None:
 
 
 def corners_aligned(image: Tensor, new: tuple[int, int]) -> Tensor:
-    """`scipy.ndimage.zoom` of order 1: corners stay, and between them each place is a mean of its four neighbours."""
+    """Return `scipy.ndimage.zoom` of order 1: corners stay, and other values are means of their four neighbours."""
     height, width = image.shape[:2]
     result = image.new_zeros(*new, *image.shape[2:])
     for i in range(new[0]):
@@ -405,7 +405,7 @@ def test_the_ways_differ() -> None:
 
 
 def test_known_values_of_each_way() -> None:
-    """A ramp 0, 1 stretched to four: weights of the triangle, and of Keys' cubic with a = -0.75."""
+    """A ramp from 0 to 1 is resized to four values, with triangle weights and with Keys' cubic with a = -0.75."""
     ramp = torch.tensor([[[0.0], [1.0]]])
     expected = {
         "linear-corners": [0, 1 / 3, 2 / 3, 1],
@@ -433,7 +433,7 @@ Randomised = Callable[[ViTConfig], VisionTransformer]
 def test_a_network_takes_another_size(
     small: Small, randomised: Randomised, kind: str, place: PositionPlace, cover: str, size: tuple[int, int]
 ) -> None:
-    """And gives what a network for that size gives, whose positions were stretched by hand."""
+    """The result equals that of a network for this size whose positions were resized by hand."""
     fields = {"positions": kind, "positions_at": place, "positions_cover": cover, "registers": 2}
     config = small(**fields)
     network = randomised(config)

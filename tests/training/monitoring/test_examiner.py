@@ -1,4 +1,4 @@
-"""What is measured during a run: averaged weights beside the trained ones, when patience ends it, and probes."""
+"""Tests of evaluations during a run: averaged and trained weights, the end by patience, and probes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Initial = Callable[..., Path]
 FromModel = Callable[..., TrainConfig]
 COLOURS = ("blue", "green", "red")
 STILL = {"optimizer": "sgd", "learning_rate": 1e-12, "steps": 24, "evaluations": 6}
-"""With these no step changes what a model says, so no evaluation is better than the first, after four steps."""
+"""Settings with which no step changes the outputs, so that no evaluation is better than the first one, after four
+steps."""
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def weights_by_step(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """The trained weights before the first step and after each."""
+    """Return the trained weights before the first step and after each step."""
     seen: list[dict[str, Tensor]] = []
     real = loop_module.train_step
 

@@ -1,4 +1,4 @@
-"""Example images: written as files, named by class, and predicted as the originals are."""
+"""Tests of example images: they are written as files, named by class, and predicted like the originals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events go in and come out; what a resumed run did again replaces what it did before."""
+"""Tests of the journal: written events can be read, and repeated steps of a resumed run replace the earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means over steps, read once, and the step at which a number went bad."""
+"""Tests of means over steps, which are read once, and of the first step with a number that is not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first signal asks, the second insists; in the process itself and in a real run."""
+"""Tests of stopping: the first signal requests a stop, and the second one ends the process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_works_outside_the_main_thread(tiny: Callable[..., TrainConfig]) -
 
 
 def await_event(process: subprocess.Popen[str], journal: Path, event: str, seconds: float = 60) -> None:
-    """Returns when the run has written such an event."""
+    """Wait until the run has written such an event."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if journal.exists() and any(item["event"] == event for item in read_journal(journal)):

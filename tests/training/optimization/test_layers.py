@@ -1,4 +1,5 @@
-"""From bottom to top: every weight is somewhere once, and what is not to be trained costs a forward pass alone."""
+"""Tests of numbered layers and frozen weights: every weight occurs once, and frozen weights cost only a forward
+pass."""
 
 from __future__ import annotations
 

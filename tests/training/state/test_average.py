@@ -1,4 +1,4 @@
-"""The mean of the weights against its formula in float64, and that exchanging it loses no bit."""
+"""Tests of the averaged weights against the formula in float64, and of exchanging them without loss."""
 
 from __future__ import annotations
 

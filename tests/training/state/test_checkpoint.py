@@ -1,4 +1,4 @@
-"""Checkpoints exist when they are whole, and the newest whole one counts."""
+"""Tests of checkpoints: only complete ones exist, and the newest complete one is used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def moving(
 
 @pytest.fixture
 def saved(moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """Takes a step, saves at the step numbers given, and returns the tensors that were saved with the last."""
+    """Take a step, save under the given step numbers, and return the tensors of the last save."""
     state, plan = moving
 
     def save(*steps: int, retain: int = 2) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def test_the_same_step_can_be_saved_again(
 
 
 def flip(path: Path, bit: int) -> None:
-    """Changes one bit of a file."""
+    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[bit // 8 % len(data)] ^= 1 << bit % 8
     path.write_bytes(data)
@@ -254,7 +254,7 @@ def test_the_manifest_states_every_file(saved: Callable[..., Any], tmp_path: Pat
 
 @pytest.fixture
 def lock() -> Iterator[Callable[[Path], None]]:
-    """Makes a folder from which nothing can be deleted, for root too."""
+    """Return a function that makes a folder from which nothing can be deleted, even by root."""
     locked: list[Path] = []
 
     def make(folder: Path) -> None:

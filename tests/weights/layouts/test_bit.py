@@ -1,4 +1,4 @@
-"""Big Transfer's npz and its PyTorch state."""
+"""Tests of the npz and the PyTorch state of Big Transfer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Write = Callable[..., Path]
 
 
 def npz_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The state of BiT's PyTorch code as its npz has it (paper.md section 6), by rules of its own."""
+    """Return the state of BiT's PyTorch code under the names of its npz (paper.md section 6), by independent rules."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 4:

@@ -1,4 +1,4 @@
-"""What layouts carry: every field is in a table, and a field that is in none is never exported."""
+"""Tests of the tables of options: every field is in a table, and a field without a rule is never exported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Place = Callable[[str, Path], Path]
 
 @dataclass(frozen=True, kw_only=True)
 class WarmViT(ViTConfig):
-    """A config with an option that changes the arithmetic and that no layout has heard of."""
+    """A config with an option that changes the arithmetic and that no layout knows."""
 
     temperature: float = 1.0
 
@@ -44,7 +44,7 @@ class WarmPreprocess(Preprocess):
 
 
 def extended(value: Any, cls: type[Any], **others: Any) -> Any:
-    """The same values in a class with one more field."""
+    """Return the same values in a class with one more field."""
     return cls(**{item.name: getattr(value, item.name) for item in fields(value)} | others)
 
 

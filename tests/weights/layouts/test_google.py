@@ -1,4 +1,4 @@
-"""Files of the original code, in every form that they were published in."""
+"""Tests of files of the original code, in every published form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OLD = {
 
 
 def old_names(tensors: Arrays) -> Arrays:
-    """As flax numbered the parts of a block at first: one count for all kinds."""
+    """Return the names of early files, where flax numbered the layers of a block with one count for all kinds."""
 
     def rename(name: str) -> str:
         if "encoderblock" in name:
@@ -42,7 +42,7 @@ def old_names(tensors: Arrays) -> Arrays:
 
 
 def scanned(tensors: Arrays) -> Arrays:
-    """All blocks stacked along a first axis."""
+    """Return the tensors of all blocks, stacked along a first axis."""
     prefix = "Transformer/encoderblock_"
     depth = 1 + max(int(name.removeprefix(prefix).split("/")[0]) for name in tensors if name.startswith(prefix))
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
@@ -54,7 +54,7 @@ def scanned(tensors: Arrays) -> Arrays:
 
 
 def wide_norms(tensors: Arrays) -> Arrays:
-    """Group norms of (1, 1, 1, channels), as the published hybrids have."""
+    """Return the tensors with group norms of (1, 1, 1, channels), as in the published hybrids."""
     return {name: tensor[None, None, None] if "gn" in name else tensor for name, tensor in tensors.items()}
 
 
@@ -81,7 +81,7 @@ def test_every_form_gives_the_reference_outputs(
     bundle = load(path, device="cpu", image_size=reference.image_size)
     assert reference.difference(bundle) < 1e-5
     assert bundle.provenance["layout"] == ("big-vision" if name.startswith("bigvision") else "google")
-    for parameter in bundle.network.parameters():  # no row keeps the whole stack in memory
+    for parameter in bundle.network.parameters():  # a row does not keep the whole stack in memory
         assert parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
@@ -197,7 +197,7 @@ def test_names_and_shapes_as_the_code_writes_them(
 
 
 def test_big_visions_first_names(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> None:
-    """Positions in the encoder, and the parts of attention pooling at the top."""
+    """These files have positions in the encoder, and the tensors of attention pooling at the top level."""
     reference = golden("bigvision_map")
     old = {name.removeprefix("MAPHead_0/"): tensor for name, tensor in reference.tensors.items()}
     old["Transformer/pos_embedding"] = old.pop("pos_embedding")
@@ -210,7 +210,7 @@ def test_big_visions_first_names(golden: Callable[..., Any], write_file: Write, 
 def test_big_visions_positions_with_one_for_the_class_token(
     name: str, golden: Callable[..., Any], write_file: Write, tmp_path: Path
 ) -> None:
-    """25 positions are 24 and the class token's for an image of 4 x 6 patches, although they would make a square."""
+    """25 positions are those of 24 patches and the class token for 4 x 6 patches, although 25 is a square."""
     reference = golden("google_vit_token")
     old = dict(reference.tensors)
     old[name] = old.pop("Transformer/posembed_input/pos_embedding")

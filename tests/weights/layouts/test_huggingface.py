@@ -1,4 +1,4 @@
-"""Folders of transformers: read as the library computes them, written as it reads them."""
+"""Tests of folders of transformers, against the library's outputs and against loading by the library."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SQUASH = {
     "do_rescale": True, "rescale_factor": 0.00392156862745098, "do_normalize": True, "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }  # fmt: skip
-"""As vit-base-patch16-224 has it, for images of 32 x 48."""
+"""The preprocessing of vit-base-patch16-224, for images of 32 x 48."""
 CUT = {
     "image_processor_type": "BitImageProcessor", "crop_size": {"height": 224, "width": 224}, "do_center_crop": True,
     "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3,
     "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "size": {"shortest_edge": 256},
     "rescale_factor": 0.00392156862745098,
 }  # fmt: skip
-"""As dinov2-base has it."""
+"""The preprocessing of dinov2-base."""
 REFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hf_vit": ({"model_type": "vit", **SHAPE, "image_size": [32, 48], "patch_size": 8}, SQUASH),
     "hf_vit_hub": ({"model_type": "vit", **SHAPE, "image_size": [32, 48], "patch_size": 8}, SQUASH),
@@ -75,7 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def reference(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Tensors, images and logits of a golden file."""
+    """Return the tensors, images and logits of a golden file."""
     spec = importlib.util.spec_from_file_location("golden_weights", GOLDEN / "weights.py")
     assert spec is not None and spec.loader is not None
     weights = importlib.util.module_from_spec(spec)
@@ -103,7 +103,7 @@ def reference_folder(path: Path, name: str, **fields: Any) -> Path:
 
 
 def edit(folder: Path, file: str = "config.json", **fields: Any) -> Path:
-    """Replaces fields of a JSON file; None removes one."""
+    """Replace fields of a JSON file. None removes a field."""
     content = {**json.loads((folder / file).read_text()), **fields}
     (folder / file).write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
     return folder
@@ -114,7 +114,7 @@ def pictures(config: Any) -> Tensor:
 
 
 def as_new(name: str) -> str:
-    """The name that newer releases give a tensor of ViT or DINOv2."""
+    """Return the name that newer releases give a tensor of ViT or DINOv2."""
     for part, new in (("query", "q"), ("key", "k"), ("value", "v")):
         name = name.replace(f"attention.attention.{part}", f"attention.{new}_proj")
     name = name.replace("attention.output.dense", "attention.o_proj")

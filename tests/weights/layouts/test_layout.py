@@ -1,4 +1,4 @@
-"""What layouts share: pairs, positions moved between tokens, grids, heads, and what does not fit."""
+"""Tests of what layouts share: pairs of tensors, moved positions, grids, heads, and tensors that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of timm, DINO and DINOv2."""
+"""Tests of files of timm, DINO and DINOv2."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def folder(golden: Callable[..., Any], write_file: Write, tmp_path: Path) -> Callable[..., Path]:
-    """Writes a hub folder with the tensors of a golden file and a `config.json` of these fields."""
+    """Write a hub folder with the tensors of a golden file and a `config.json` with these fields."""
 
     def make(name: str = "timm_vit", **fields: Any) -> Path:
         write_file(golden(name).tensors, tmp_path / "model.safetensors")
@@ -164,7 +164,7 @@ def test_published_sizes_need_no_heads(random_bundle: Callable[..., Bundle], tmp
 
 @pytest.fixture
 def dinov2(random_bundle: Callable[..., Bundle]) -> Callable[..., tuple[Bundle, dict[str, torch.Tensor]]]:
-    """Makes a network with registers and LayerScale, and its tensors as DINOv2's own code names them."""
+    """Return a network with registers and LayerScale, and its tensors under the names of DINOv2's own code."""
 
     def make(*, chunked: bool = False, **fields: Any) -> tuple[Bundle, dict[str, torch.Tensor]]:
         defaults: dict[str, Any] = {
@@ -316,7 +316,7 @@ def test_names_and_shapes_as_the_library_writes_them(
 
 
 def test_a_root_without_stages_is_a_bare_stem(random_bundle: Callable[[ViTConfig], Bundle], tmp_path: Path) -> None:
-    """timm's `vit_tiny_r_s16_p8_224` has the stem itself where the others have a ResNet."""
+    """timm's `vit_tiny_r_s16_p8_224` has only the stem where other hybrids have a ResNet."""
     root = RootConfig(width=32, norm_eps=1e-5, weight_eps=1e-8, weight_eps_on="variance")
     config = ViTConfig(
         root=root, patch_size=(2, 1), image_size=(16, 12), width=8, depth=1, heads=2, mlp_width=5, num_classes=3

@@ -1,4 +1,4 @@
-"""Files of torchvision."""
+"""Tests of files of torchvision."""
 
 from __future__ import annotations
 

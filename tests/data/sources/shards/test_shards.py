@@ -1,4 +1,4 @@
-"""Tar shards: what a tar means, where its samples lie, what a location stands for, and every way to be broken."""
+"""Tests of tar shards: the samples of a tar file, their positions, the forms of a location, and all kinds of damage."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def picture(encode: Callable[..., bytes]) -> Callable[[int], bytes]:
-    """A small image, another for each number."""
+    """Return a small image that differs for each number."""
     return lambda number: encode(np.full((3, 5 + number % 4, 3), number, np.uint8), "PNG")
 
 
 def write(path: Path, files: Members | list[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT) -> str:
-    """A tar by Python's own writer."""
+    """Write a tar file with Python's own writer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=tar_format) as tar:
         for name, data in files.items() if isinstance(files, Mapping) else files:
@@ -54,7 +54,7 @@ def write(path: Path, files: Members | list[tuple[str, bytes]], tar_format: int 
 
 
 def labelled(*names: str) -> dict[str, bytes]:
-    """An "image" and a label for each "key:label"."""
+    """Return an image and a label file for each "key:label"."""
     files = {}
     for name in names:
         key, _, label = name.partition(":")
@@ -201,7 +201,7 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
 def test_what_a_location_stands_for(
     tmp_path: Path, paths: list[str], location: str, expected: dict[str, list[str]]
 ) -> None:
-    root = tmp_path / "test"  # a folder above the location has no say in splits
+    root = tmp_path / "test"  # a folder above the location does not influence splits
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).touch()
@@ -371,7 +371,7 @@ def test_a_flipped_byte_in_a_header_is_noticed(tmp_path_factory: pytest.TempPath
         found = keys_of(open_shards(str(path), None).train)
     except DataError:
         return
-    assert found == ["1", "2"]  # a digit of the sum became another blank, which states the same
+    assert found == ["1", "2"]  # a digit of the sum became another blank, so the value is the same
 
 
 @given(st.binary(max_size=1500), st.integers(0, 3000))
@@ -403,7 +403,7 @@ def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shards whose headers were read."""
+    """A list of the shards whose headers were read."""
     scanned: list[str] = []
 
     def count(shard: str, read: Callable[[int, int], bytes], size: int) -> object:
@@ -463,7 +463,7 @@ def test_an_index_that_points_out_of_its_shard_is_not_used(tmp_path: Path, scans
 
 def test_where_nothing_can_be_written_the_index_is_in_the_cache(tmp_path: Path, cache: Path, scans: list[str]) -> None:
     location = write(tmp_path / "x.tar", labelled("1:0"))
-    (tmp_path / "x.tar.index").mkdir()  # no file can have this name, even for root, whom no permission stops
+    (tmp_path / "x.tar.index").mkdir()  # a file cannot have this name, even for root, whom permissions do not stop
     for _ in range(2):
         assert keys_of(open_shards(location, None).train) == ["1"]
     assert len(scans) == 1 and len(list((cache / "shards").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""Parquet files of images: real ones, written with pyarrow in all the ways that others write them."""
+"""Tests of Parquet files of images that pyarrow wrote in the ways of other programs."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def pictures(encode: Callable[..., bytes]) -> list[bytes]:
-    """Encoded images of odd sizes, no two the same."""
+    """Return encoded images of odd sizes. No two of them are equal."""
     random = np.random.default_rng(0)
     sizes = [(5 + number % 4, 9 - number % 5, 3) for number in range(30)]
     return [encode(random.integers(0, 256, size, dtype=np.uint8), ("PNG", "JPEG")[size[0] % 2]) for size in sizes]
 
 
 def images(pieces: Sequence[bytes | None], kind: pa.DataType = IMAGE) -> pa.Array:
-    """A column of images; None is a row without one."""
+    """Return a column of images. None is a row without an image."""
     if pa.types.is_struct(kind):
         return pa.array([None if piece is None else {"bytes": piece, "path": None} for piece in pieces], kind)
     return pa.array(pieces, kind)
@@ -60,7 +60,7 @@ def class_label(*names: str) -> dict[str, Any]:
 
 
 def write(path: Path, columns: dict[str, Any], features: dict[str, Any] | None = None, **options: Any) -> Path:
-    """A Parquet file with what Hugging Face's library says of its columns in the schema."""
+    """Write a Parquet file whose schema describes the columns as Hugging Face's library does."""
     table = pa.table(columns)
     if features is not None:
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
@@ -612,7 +612,7 @@ def test_files_that_disagree(tmp_path: Path, pictures: list[bytes], second: str)
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_row_groups(tmp_path: Path) -> None:
-    """320 MB of images in row groups of 20 MB are unpacked and read with a fraction of that in memory."""
+    """Images of 320 MB in row groups of 20 MB are unpacked and read with a fraction of that memory."""
     piece = np.random.default_rng(0).bytes(200_000)
     table = pa.table({"image": images([piece] * 1600), "label": [0, 1] * 800})
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, row_group_size=100)

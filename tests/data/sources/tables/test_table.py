@@ -1,4 +1,4 @@
-"""Tables of images: which columns are what, several labels, splits, and every mistake by its line."""
+"""Tests of tables of images: the meaning of columns, several labels, splits, and the line number of every mistake."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ Trees = Callable[..., Path]
 
 @pytest.fixture
 def table(tree: Trees) -> Callable[..., Path]:
-    """Writes a table beside the images a/1.jpg, a/2.jpg, b/3.PNG and 4.jpg: `table("path,label", "a/1.jpg,rose")`."""
+    """Return a function that writes a table beside a/1.jpg, a/2.jpg, b/3.PNG and 4.jpg: `table("path,label",
+    "a/1.jpg,rose")`.
+    """
 
     def write(*lines: str, name: str = "labels.csv") -> Path:
         path = tree("a/1.jpg", "a/2.jpg", "b/3.PNG", "4.jpg", name=f"with {name}") / name
@@ -172,7 +174,7 @@ def test_mistakes_in_json_lines_are_named(table: Callable[..., Path], lines: tup
 
 
 def numbers_of(source: Source | None) -> list[Any]:
-    """The targets, with a text for NaN, which is unequal to itself."""
+    """Return the targets, with a text for NaN, which does not equal itself."""
     assert source is not None
     targets = [source.target(index) for index in range(len(source))]
     return [
