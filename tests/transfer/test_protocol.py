@@ -116,10 +116,30 @@ def test_a_row_can_be_chosen_and_one_rate_needs_no_trial() -> None:
     assert (found.config.run.steps, optimization.learning_rate, found.rates) == (2500, 0.01, ())
     assert (optimization.warmup, found.config.data.validation_share, found.config.run.evaluations) == (0.2, 0, 0)
     assert found.reasons[0] == "the paper's settings for VTAB: as chosen"
+    augment, images = found.config.augment, found.config.images
+    assert (augment.crop_from, augment.crop_area, images.image_size) == ((448, 448), None, (384, 384))
+    assert augment.training_preprocess(images).image_size == (448, 448) and augment.flip
+    assert "training images are scaled to 448 x 448, and random boxes of 384 x 384 are cut out" in found.reasons
     tried = plan_by_paper(
         base, network, Preprocess(image_size=(224, 224)), facts, memory=PLENTY, row="vtab", rates=(0.01, 0.03)
     )
     assert tried.rates == (0.01, 0.03) and tried.config.data.validation_share == 0.2
+
+
+def test_crops_of_the_user_replace_those_of_the_row() -> None:
+    base, network = TrainConfig().override(init="model"), variant_config("ViT-B/16", num_classes=10)
+
+    def crops(**explicit: Any) -> tuple[object, ...]:
+        preprocess = Preprocess(image_size=(224, 224))
+        plan = plan_by_paper(base, network, preprocess, FACTS, memory=PLENTY, row="vtab", explicit=explicit)
+        assert any("cut out" in reason for reason in plan.reasons) == (not {"crop_area", "crop_from"} & {*explicit})
+        augment = plan.config.augment
+        return augment.crop_from, augment.settings.crop_area, augment.settings.crop_rule
+
+    assert crops(image_size=(96, 192)) == ((112, 224), None, "tensorflow")
+    assert crops(crop_area=(0.5, 1.0)) == (None, (0.5, 1.0), "tensorflow")
+    assert crops(crop_from=(400, 400)) == ((400, 400), None, "tensorflow")
+    assert crops(crop_area=(1.0, 1.0)) == (None, None, "tensorflow")
 
 
 @pytest.fixture

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.conftest import make_colour_folder
+from tests.conftest import idx_bytes, make_colour_folder
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
@@ -16,7 +17,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.evaluators import evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
-from vitrail.transfer.suite import SuiteResult, TaskResult, read_suite, run_suite, suite_as_plain, suites
+from vitrail.transfer.suite import SuiteResult, TaskResult, open_task, read_suite, run_suite, suite_as_plain, suites
 from vitrail.weights.bundle import Bundle
 
 TASKS = """
@@ -104,6 +105,32 @@ def test_vtab_has_its_nineteen_tasks_of_1000_images_of_which_200_choose() -> Non
 def test_the_papers_table_has_six() -> None:
     names = [task.name for task in read_suite("paper-table-5").tasks]
     assert names == ["cifar10", "cifar100", "imagenet", "real", "flowers102", "pets"]
+
+
+@pytest.mark.parametrize(("task", "images", "pool", "measured"), [
+    ("uc_merced", 2100, 1000, 1100), ("colorectal_histology", 5000, 2000, 3000)
+])  # fmt: skip
+def test_shots_are_drawn_from_big_visions_number_of_images_and_all_others_are_measured(
+    task: str, images: int, pool: int, measured: int, tmp_path: Path
+) -> None:
+    """In big_vision's configs/common_fewshot.py, train[:1000] and train[1000:]."""
+    (tmp_path / task).mkdir()
+    random = np.random.default_rng(0)
+    pixels, labels = random.integers(0, 256, (images, 2, 3), np.uint8), (np.arange(images) % 8).astype(np.uint8)
+    (tmp_path / task / "train-images-idx3-ubyte").write_bytes(idx_bytes(pixels))
+    (tmp_path / task / "train-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+    (found,) = (each for each in read_suite("fewshot").tasks if each.name == task)
+    data = open_task(found, tmp_path, lambda note: None)
+    learned, others = ({source.key(index) for index in range(len(source))} for source in (data.train, data.held_out))
+    assert (len(learned), len(others)) == (pool, measured) and not learned & others
+    counts = np.bincount([int(str(data.train.target(index))) for index in range(pool)])
+    assert counts.max() - counts.min() <= 1, "every class has its fraction of the pool"
+
+
+def test_the_shots_of_imagenet_come_from_65000_images() -> None:
+    pools = {task.name: task.train for task in read_suite("fewshot").tasks}
+    assert pools.pop("imagenet") == "[:65000]" and pools.pop("uc_merced") == "[:1000]"
+    assert pools.pop("colorectal_histology") == "[:2000]" and {*pools.values()} == {""}
 
 
 # --- running

@@ -86,13 +86,16 @@ def plan_by_hyperrule(
     choices.reasons.append(f"BiT-HyperRule for {facts.images:,} training images")
     small = facts.side is not None and facts.side < SMALL_SIDE
     scaled, side = SMALL if small else LARGE
-    choices.add(
-        f"training images are scaled to {scaled} x {scaled}, and boxes of {side} x {side} are cut out: the images are "
-        + ("small" if small else f"not smaller than {SMALL_SIDE} x {SMALL_SIDE}"),
-        crop_from=(scaled, scaled),
-        image_size=(side, side),
-    )
-    choices.add(flip=True)
+    size = explicit.get("image_size", (side, side))
+    why = f"{'smaller' if small else 'not smaller'} than {SMALL_SIDE} x {SMALL_SIDE}"
+    choices.add(f"image size {side} x {side}: the images are {why}", image_size=size)
+    height, width = (round(each * scaled / side) for each in size)
+    if "crop_area" not in explicit:
+        choices.add(
+            f"training images are scaled to {height} x {width}, and random boxes of the image size are cut out",
+            crop_from=(height, width),
+        )
+    choices.add("random mirroring", flip=True)
     choose_geometry(choices)
     batch = explicit.get("batch_size", BATCH_SIZE)
     choices.add(batch_size=batch)
@@ -105,7 +108,7 @@ def plan_by_hyperrule(
     decays: tuple[Duration, ...] = tuple(
         step / row.steps if is_own_length else f"{step + 1} steps" for step in row.decays
     )
-    choose_accumulation(choices, network, explicit.get("image_size", (side, side)), batch, memory)
+    choose_accumulation(choices, network, size, batch, memory)
     choices.add(
         f"SGD with momentum 0.9; the learning rate {LEARNING_RATE:g} for a batch size of {BATCH_SIZE} is divided by "
         f"ten after {', '.join(f'{step / row.steps:.0%}' for step in row.decays)} of the steps",

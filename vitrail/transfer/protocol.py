@@ -70,16 +70,20 @@ class Row(NamedTuple):
     """Fraction of the training images that is held out to choose the learning rate. 0 if there is only one rate."""
     data: str
     """The data sets for which the paper states this row."""
+    crop_from: int | None = None
+    """Side in pixels to which whole training images are scaled, before a random box of 384 x 384 is cut out of each. By
+    default, random crops of the original code are used instead."""
 
 
 TABLE_4: dict[TableRow, Row] = {
     "flowers": Row(20_000, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1, "Pets and Flowers"),
     "cifar": Row(500_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02, "CIFAR"),
     "imagenet": Row(math.inf, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01, "ImageNet"),
-    "vtab": Row(0, 2500, 500, (0.01,), 0.0, "VTAB"),
+    "vtab": Row(0, 2500, 500, (0.01,), 0.0, "VTAB", 448),
 }
 """Rows by name. The paper gives data sets instead of numbers of images, so the bounds between the first three rows are
-BiT's."""
+BiT's. For VTAB the paper uses the preprocessing of BiT (1912.11370, section 3.3) at 384 pixels: scaling to 448 x 448, a
+random box of 384 x 384, and mirroring."""
 
 VTAB_HELD_OUT = 0.2
 """Fraction of the 1,000 images of a VTAB task that is held out if several learning rates are tried."""
@@ -146,12 +150,8 @@ def plan_by_paper(
     choices.add("SGD with momentum 0.9, without weight decay", optimizer="sgd", momentum=0.9, weight_decay=0.0)
     choices.add(warmup=found.warmup / found.steps, warmup_from_zero=True, clip=1.0)
     choices.add("a new head of zeros", new_head=True)
-    choices.add(
-        f"random crops of at least {CROP_AREA[0]:.0%} of the area, as the original code draws them, and mirroring",
-        flip=True,
-        crop_area=CROP_AREA,
-        crop_rule="tensorflow",
-    )
+    _choose_crops(choices, found, size)
+    choices.add("random mirroring", flip=True)
     choose_task(choices, base.task.name, facts, label_smoothing=0.0)
     choices.add(keep="last", checkpoints=5)
     base = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
@@ -171,6 +171,22 @@ def plan_by_paper(
     )
     choices.add(evaluations=10)
     return choices.plan(base, rates)
+
+
+def _choose_crops(choices: Choices, row: Row, size: tuple[int, int]) -> None:
+    """Choose the random crops of a row for images of this height and width, unless the user chose crops."""
+    choices.add(crop_rule="tensorflow")  # has no effect unless there is a crop area
+    if {"crop_area", "crop_from"} & choices.explicit.keys():
+        return
+    if row.crop_from is None:
+        reason = f"random crops of at least {CROP_AREA[0]:.0%} of the area, as the original code draws them"
+        choices.add(reason, crop_area=CROP_AREA)
+        return
+    height, width = (round(side * row.crop_from / LONGEST_SIDE) for side in size)
+    choices.add(
+        f"training images are scaled to {height} x {width}, and random boxes of {size[0]} x {size[1]} are cut out",
+        crop_from=(height, width),
+    )
 
 
 def choose_rate(

@@ -16,7 +16,18 @@ from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.plain import from_plain
 
-__all__ = ["Suite", "SuiteResult", "SuiteTask", "TaskResult", "read_suite", "run_suite", "suite_as_plain", "suites"]
+__all__ = [
+    "Suite",
+    "SuiteResult",
+    "SuiteTask",
+    "TaskData",
+    "TaskResult",
+    "open_task",
+    "read_suite",
+    "run_suite",
+    "suite_as_plain",
+    "suites",
+]
 
 SUFFIX = ".toml"
 
@@ -72,6 +83,19 @@ class Suite:
         if not settings:
             raise ConfigError("neither the task nor the suite has evaluators; add a table [evaluators.NAME]")
         return evaluators_of(",".join(settings), settings)
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The images of a task. They are the same for every model and every seed of a run."""
+
+    spec: str
+    """The data SPEC of the training images."""
+    train: Source
+    held_out: Source
+    """The images to measure."""
+    split: str | None
+    """Name of the split to measure. None if the task holds out images because the data has only one split."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +203,8 @@ def run_suite(
             on_task(task)
         outputs.forget()
         try:
-            train, held_out = _open(task, folder, outputs.note)
-            rows.append(TaskResult(task, measure(suite.evaluators_for(task), outputs, train, held_out)))
+            data = open_task(task, folder, outputs.note)
+            rows.append(TaskResult(task, measure(suite.evaluators_for(task), outputs, data.train, data.held_out)))
         except UserError as error:
             if strict:
                 raise type(error)(f"task {task.name}: {error}") from error
@@ -209,6 +233,33 @@ def suite_as_plain(result: SuiteResult) -> dict[str, Any]:
     return {"suite": result.suite.name, "tasks": tasks, "groups": means, "all": over_all}
 
 
+def open_task(task: SuiteTask, folder: Path | None, note: Callable[[str], None]) -> TaskData:
+    """Return the images of a task. If `folder` contains a file or folder with the name of the task, it is the data.
+
+    `note` is called with each remark on the data. Raise `DataError` if the data does not exist, or if it has no split
+    to measure.
+    """
+    data = task.data
+    if folder is not None and (own := folder / task.name).exists():
+        data = str(own)
+    if not data:
+        raise DataError(task.where or "the suite has no data for this task; add data or where to the task")
+    spec = f"{data}{task.train}"
+    opened = open_whole(spec, numbers=task.numbers)
+    has_split = opened.whole.held_out is not None
+    splits = opened.splits(validation_share=0.0 if has_split else task.held_out_fraction, per_class=task.per_class)
+    for text in splits.notes:
+        note(f"{task.name}: {text}")
+    found = splits.held_out
+    if task.split != "held-out":
+        source = {"validation": splits.validation, "test": splits.test}[task.split]
+        found = None if source is None else (task.split, source)
+    if found is None:
+        raise DataError(f"data {data!r} has no {task.split} split; choose another split")
+    name, held_out = found
+    return TaskData(spec, splits.train, held_out, name if has_split else None)
+
+
 def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[SuiteTask]:
     """Yield the tasks of a file. Raise `ConfigError` with the name of the first invalid task."""
     if not tables or not isinstance(tables, list):
@@ -227,22 +278,3 @@ def _resolved(task: SuiteTask, folder: Path) -> SuiteTask:
     """Return the task with the path of its data, if the data exists in the folder of the suite's file."""
     path = folder / task.data
     return replace(task, data=str(path)) if task.data and path.exists() else task
-
-
-def _open(task: SuiteTask, folder: Path | None, note: Callable[[str], None]) -> tuple[Source, Source]:
-    """Return the training images and the images to measure. Raise `DataError` if the data does not exist."""
-    data = task.data
-    if folder is not None and (own := folder / task.name).exists():
-        data = str(own)
-    if not data:
-        raise DataError(task.where or "the suite has no data for this task; add data or where to the task")
-    opened = open_whole(f"{data}{task.train}", numbers=task.numbers)
-    fraction = task.held_out_fraction if opened.whole.held_out is None else 0.0
-    splits = opened.splits(validation_share=fraction, per_class=task.per_class)
-    for text in splits.notes:
-        note(f"{task.name}: {text}")
-    found = {"held-out": splits.held_out and splits.held_out[1], "validation": splits.validation, "test": splits.test}
-    held_out = found[task.split]
-    if held_out is None:
-        raise DataError(f"data {data!r} has no {task.split} split; choose another split")
-    return splits.train, held_out
