@@ -16,11 +16,11 @@ MOST_READ = 1000
 
 
 def shared_images(train: Source, held_out: Source) -> list[int]:
-    """Return the indices of held-out images that the training data contains as well.
+    """Return the indices of held-out images that the training data also contains.
 
     Two samples are the same image if they are read from the same place, whatever their names are. Copies are found if
-    they have the same file name and the same bytes. Of more than 1,000 pairs with the same file name, 1,000 at even
-    distances are compared.
+    they have the same file name and the same bytes. If more than 1,000 pairs have the same file name, 1,000 evenly
+    spaced pairs are compared.
     """
     if not len(train) or not len(held_out):
         return []
@@ -32,7 +32,7 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
             other = origins.get(origin_of(train, index) or "")
             if other is None:
                 continue
-            # files on two disks can have the same inode, but not the same times as well
+            # files on two disks can have the same inode, but hardly the same times as well
             if kind != "file" or stamp_of(train, index) == stamp_of(held_out, other):
                 same.add(other)
     if kind != "fractal":
@@ -55,8 +55,8 @@ def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]
 def _equal(train: Source, held_out: Source, one: int, other: int) -> bool:
     try:
         mine, theirs = train[one].image, held_out[other].image
-    except DataError:  # training skips the image and reports it
+    except DataError:  # training will skip the image and report it
         return False
     if isinstance(mine, bytes) and isinstance(theirs, bytes):
-        return mine == theirs != b""  # an empty file is a broken image, and not a copy
+        return mine == theirs != b""  # an empty file is a broken image, not a copy
     return isinstance(mine, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(mine, theirs)

@@ -51,7 +51,7 @@ class Crop(Protocol):
 
 @dataclass(frozen=True)
 class Readers:
-    """Threads and processes that read and decode. They do not influence which samples a batch holds."""
+    """Worker threads and processes that read and decode. They do not influence which samples a batch holds."""
 
     threads: int | None = None
     """Threads per process. By default one per core, at most 16. If it is 0, samples are read when a batch is
@@ -78,16 +78,16 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side, one row per sample, or several views of each sample in consecutive rows.
+    """Samples in rows: one row per sample, or consecutive rows with several views of each sample.
 
-    A sample that cannot be decoded keeps its place, with `valid` False and black pixels.
+    A sample that cannot be decoded keeps its row, with `valid` False and black pixels.
     """
 
     images: Shaped[Tensor, "b c h w"]
     """Levels from 0 to 255, until they are normalised: uint8 for training, float32 for evaluation if the resampler of
     the preprocessing keeps fractions of levels."""
     labels: Int64[Tensor, " b"]
-    """Class indices. The value is -1 if there is no label or if only `targets` can hold the target."""
+    """Class indices. The value is -1 for an image without a label, and if the target is in `targets` instead."""
     valid: Bool[Tensor, " b"]
     samples: Int64[Tensor, " b"]
     """Index of each image in its source. `samples`, `epochs` and `views` stay on the CPU, because the random numbers
@@ -132,7 +132,7 @@ class Batch:
         for name in ON_DEVICE:
             if (tensor := getattr(self, name)) is not None:
                 if device.type == "cuda":
-                    tensor = tensor.pin_memory()  # so that it is copied while the GPU computes
+                    tensor = tensor.pin_memory()  # pinned, so that the copy runs while the GPU computes
                 moved[name] = tensor.to(device, non_blocking=True)
         return replace(self, **moved)
 
@@ -163,7 +163,7 @@ class _Loader:
     kind: TargetKind
     crop: Crop | None = None
     first: int = 0
-    """First index and length of the samples of one source of a mixture. The positions in the order refer to these
+    """First index and length of the samples of one source of a mixture. Positions in the order refer to these
     samples."""
     length: int | None = None
     views: int = 1
@@ -275,7 +275,7 @@ class TrainingBatches(Iterator[Batch]):
         ]
         order = orders[0] if len(orders) == 1 else _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])
         mine = order[ranks.rank :: ranks.world] if ranks.world > 1 else order
-        # Grain's endless data set has no remainder, but without this it would look for one.
+        # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
         self._batches = mine.batch(batch_size // ranks.world, batch_fn=_collate, drop_remainder=True)
         self._readers = readers
         self._taken = 0
@@ -285,7 +285,7 @@ class TrainingBatches(Iterator[Batch]):
         if self._iterator is None:
             ahead = self._batches[self._taken :] if self._taken else self._batches
             self._iterator = _read(ahead, self._readers)
-            weakref.finalize(self, self._iterator.close)  # at the latest before Python unloads its modules
+            weakref.finalize(self, self._iterator.close)  # closed at the latest before Python unloads its modules
         columns = next(self._iterator)
         self._taken += 1
         return _batch(columns, self._kind)
@@ -330,15 +330,20 @@ def evaluation_batches(
 
 
 def _order_seed(seed: int, part: int) -> int:
-    """Return the hashed seed. Grain seeds epoch e with seed + e. Without the hash, runs with consecutive seeds would
-    share orders."""
+    """Return a hash of the seed.
+
+    Grain seeds epoch e with seed + e, so runs with consecutive seeds would share orders without the hash.
+    """
     text = f"order {seed}" + (f" of part {part}" if part else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def _read(batches: grain.MapDataset, readers: Readers) -> Any:
-    """Return an iterator that reads batches ahead. An element is a whole batch. The buffer holds a few more batches
-    than there are readers, which is enough and limits the memory."""
+    """Return an iterator that reads whole batches ahead.
+
+    The buffer holds a few more batches than there are readers. This is enough to keep the readers busy and limits
+    memory.
+    """
     threads = default_threads() if readers.threads is None else readers.threads
     options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 2 if threads else 0)
     dataset = batches.to_iter_dataset(options)
@@ -349,8 +354,10 @@ def _read(batches: grain.MapDataset, readers: Readers) -> Any:
 
 @functools.cache
 def _grain() -> ModuleType:
-    """Return the module Grain. It is imported at first use, because prediction does not need it and its import warns
-    that jax is missing."""
+    """Import Grain, and return the module.
+
+    It is imported at first use, because prediction does not need it and its import warns that jax is missing.
+    """
     logger = logging.getLogger("absl")
     was_disabled, logger.disabled = logger.disabled, True
     try:

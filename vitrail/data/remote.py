@@ -1,7 +1,8 @@
-"""Files at URLs (s3://, gs://, https:// and all others of fsspec): ranges of bytes, with retries and timeouts.
+"""Reading of files at URLs (s3://, gs://, https:// and the other protocols of fsspec): byte ranges, retries and
+timeouts.
 
 Each attempt may take `TIMEOUT` seconds. The pause between attempts starts at `PAUSE` seconds and doubles each time.
-After `ATTEMPTS` attempts, a `DataError` names the URL. No request therefore blocks for longer than 2 min 38 s.
+After `ATTEMPTS` attempts, a `DataError` names the URL. Therefore no request blocks for longer than 2 min 38 s.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def is_remote(location: str) -> bool:
 
 
 def describe(url: str) -> tuple[int, str]:
-    """Return the size of a file in bytes and a text that identifies its version, or "" if the server states no version.
+    """Return the size of a file in bytes, and a text that identifies its version, or "" if the server states no
+    version.
 
-    Raises `FileNotFoundError`, `PermissionError`, or, after the last attempt, `DataError`.
+    Raises `FileNotFoundError` or `PermissionError`. Raises `DataError` if the last attempt fails.
     """
     about = _retry("looking it up", url, lambda system, path: system.info(path))
     if not isinstance(about.get("size"), int):
@@ -106,7 +108,7 @@ def _retry(action: str, url: str, work: Callable[[Any, str], T]) -> T:
             return _in_time(lambda: work(system, path))  # noqa: B023 (the call ends before the names change)
         except FileNotFoundError:
             raise
-        except Exception as error:  # each file system has exceptions of its own
+        except Exception as error:  # each file system has its own exceptions
             if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
                 raise PermissionError(f"{url}: {action} is not allowed ({error})") from error
             failure = error
@@ -133,8 +135,10 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _in_time(work: Callable[[], T]) -> T:
-    """Return the result of `work`, and raise its errors. Raises `TimeoutError` after the timeout; the thread of `work`
-    then continues in the background."""
+    """Return the result of `work`, and raise its errors. Raises `TimeoutError` after the timeout.
+
+    The thread of `work` then continues in the background.
+    """
     results: list[T] = []
     errors: list[Exception] = []
 

@@ -218,7 +218,7 @@ def class_indices(target: Target) -> tuple[int, ...]:
 
 
 def stamp_of(source: Source, index: int) -> str | None:
-    """Return a text that changes when the image of a sample changes, or None if the source has none.
+    """Return a text that changes when the image of a sample changes, or None if there is no such text.
 
     The image is not decoded. A source whose images can change has a method `stamp(index)`, which returns, for example,
     a file's size and times. If a source has neither this method nor an `identity`, the result is None.
@@ -231,11 +231,11 @@ def stamp_of(source: Source, index: int) -> str | None:
 
 
 def origin_of(source: Source, index: int) -> str | None:
-    """Return a text of the place that the image of a sample is read from, or None if the source does not know it.
+    """Return a text that identifies the place that the image of a sample is read from, if the source knows it.
 
     The text begins with a word for the kind of place and a blank. Two samples with the same text have the same image.
-    Files are an exception: their text is the inode, and two disks can have the same inodes. The image is not decoded.
-    A source whose stamp does not tell its samples apart has a method `origin(index)`.
+    Files are an exception: their text is the inode, and two disks can have the same inodes. The image is not decoded. A
+    source whose stamp does not distinguish its samples has a method `origin(index)`.
     """
     own = getattr(source, "origin", None)
     if own is not None:

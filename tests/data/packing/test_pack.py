@@ -331,7 +331,7 @@ def test_a_shard_of_another_size_than_was_written_is_noticed(folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "vitrail shards 2"}, "has the format 'vitrail shards 2'; this version of Vitrail reads"),
+        ({"format": "vitrail shards 2"}, "has the format 'vitrail shards 2', but this version of Vitrail reads"),
         ({"classes": 3}, "is not a description of packed shards"),
         ({"shards": {"traning": []}}, "has invalid names of splits or shards: traning"),
         ({"shards": {}}, "has no training split"),

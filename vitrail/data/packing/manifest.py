@@ -28,9 +28,9 @@ class Packing:
     fingerprint: str
     """`vitrail.data.source.fingerprint` of the splits."""
     shard_size: int
-    """Largest size of a shard in bytes. Only a shard with a single sample can be larger."""
+    """Maximum size of a shard in bytes. Only a shard with a single sample can be larger."""
     max_side: int | None
-    """Largest side in pixels. Larger images are scaled down to it. None keeps all sizes."""
+    """Maximum side in pixels, to which larger images are scaled down. None keeps all sizes."""
     jpeg_quality: int | None
     """JPEG quality of the images that are scaled down."""
 
@@ -70,7 +70,10 @@ def parse(where: str, data: bytes) -> Manifest:
     except (ValueError, RecursionError, ConfigError) as error:
         raise DataError(f"{where} is not a description of packed shards: {error}") from error
     if manifest.format != FORMAT:
-        raise DataError(f"{where} has the format {manifest.format!r}; this version of Vitrail reads {FORMAT!r}")
+        raise DataError(
+            f"{where} has the format {manifest.format!r}, but this version of Vitrail reads {FORMAT!r}; pack the "
+            "data again"
+        )
     names = [record.name for records in manifest.shards.values() for record in records]
     if set(manifest.shards) - set(SPLITS) or any("/" in name or not name.endswith(".tar") for name in names):
         raise DataError(f"{where} has invalid names of splits or shards: {listed([*manifest.shards, *names], 4)}")

@@ -1,7 +1,7 @@
-"""Packing of a data set into tar shards. The bytes of the shards depend only on the input, not on the number of
-workers.
+"""Packing of a data set into tar shards.
 
-An interrupted pack continues after the last complete shard.
+The bytes of the shards depend only on the input, not on the number of workers. An interrupted pack continues after the
+last complete shard.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from vitrail.files import saving, write_json
 __all__ = ["JPEG_QUALITY", "pack", "packed_before"]
 
 JPEG_QUALITY = 95
-"""JPEG quality of images that are scaled down. Pillow's default of 75 is visibly worse; above 95, files grow without a
+"""JPEG quality of images that are scaled down. Pillow's default of 75 is visibly worse. Above 95, files grow without a
 visible gain."""
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
-"""The bytes that end a tar."""
+"""The bytes at the end of a tar file."""
 
 GREY = ("1", "L", "LA", "I;16", "I;16B", "I;16L")
 MARKS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
-"""The first bytes of image formats. A file without any of these is assumed to be a JPEG."""
+"""The first bytes of image formats. A file that begins with none of them is assumed to be a JPEG."""
 
 
 class _Encoded(NamedTuple):
-    """A sample as it is written into a shard."""
+    """A sample in the form in which it is written into a shard."""
 
     key: str
     image: bytes
@@ -54,7 +54,7 @@ class _Encoded(NamedTuple):
     text: bytes
     rescaled: bool
     reason: str | None
-    """Reason why the image could not be scaled down, or None."""
+    """Reason why the image could not be scaled down, if there is one."""
 
 
 def pack(
@@ -142,7 +142,7 @@ def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, .
 
 
 def _difference(before: Manifest, now: Manifest) -> str:
-    """Return the first difference between two packs, as text."""
+    """Return a text about the first difference between two packs."""
     pairs = {"classes": (before.classes, now.classes), "number of samples": (before.samples, now.samples)}
     old, new = asdict(before.packing), asdict(now.packing)
     pairs |= {name: (old[name], new[name]) for name in ("shard_size", "max_side", "jpeg_quality")}
@@ -193,7 +193,7 @@ def _write(
 
 
 class _Shard:
-    """A tar that is being written, under a temporary name until it is complete."""
+    """A tar file that is being written. It has a temporary name until it is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -236,7 +236,7 @@ class _Shard:
 
 
 def _member(name: str, data: bytes) -> bytes:
-    """Return a tar member without owner and time, so that the same data always gives the same bytes."""
+    """Return a tar member without owner and time, so that equal data always gives equal bytes."""
     about = tarfile.TarInfo(name)
     about.size = len(data)
     return about.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK)
@@ -280,7 +280,7 @@ def _encode(source: Source, index: int, max_side: int | None) -> _Encoded:
 
 
 def _fields(target: Target) -> dict[str, object]:
-    """Return the JSON fields of a target: a list of numbers for a tuple with a float, else the class indices."""
+    """Return the JSON fields of a target: a list of numbers if the target holds floats, or else the class indices."""
     if target is None:
         return {}
     if isinstance(target, tuple) and any(isinstance(number, float) for number in target):
@@ -289,8 +289,10 @@ def _fields(target: Target) -> dict[str, object]:
 
 
 def _rescaled(image: bytes, max_side: int) -> bytes | None:
-    """Return the image as a JPEG scaled down to `max_side`, or None if the image is small enough. Raises
-    `UndecodableImage`."""
+    """Return the image as a JPEG scaled down to `max_side`, or None if the image is small enough.
+
+    Raises `UndecodableImage`.
+    """
     try:
         with Image.open(io.BytesIO(image), formats=FORMATS) as header:
             size, mode = header.size, header.mode
@@ -315,7 +317,7 @@ def _saved(picture: Image.Image, file_format: str, **options: int) -> bytes:
 
 
 def _suffix(key: str, image: bytes) -> str:
-    """Return the image's file suffix: that of its key, else the suffix of the format that its first bytes show."""
+    """Return the suffix of the key, or else the suffix of the format that the image's first bytes show."""
     own = os.path.splitext(key)[1].lower()  # noqa: PTH122 (a key is not a path of this machine)
     if own in SUFFIXES:
         return own.removeprefix(".")

@@ -1,7 +1,7 @@
 """A file format for many byte strings (pieces) with random access by index. It caches images of sequential formats.
 
 The file holds the pieces one after another, then the offset of each piece (int64), the number of pieces, and a magic
-number. A reader keeps the offsets in memory and opens the file anew for each piece, so threads and processes can read
+number. A reader keeps the offsets in memory and opens the file again for each piece, so threads and processes can read
 it at the same time.
 """
 
@@ -77,11 +77,11 @@ def open_blob(path: Path) -> Blob | None:
 
 
 def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
-    """Write the pieces and return the blob. If another process has just written the file, return that blob.
+    """Write the pieces, and return the blob. If another process has just written the file, return that blob.
 
-    A piece is any buffer; None is written as 0 bytes. The file is written under a temporary name and then renamed. If
-    several processes write the same blob, one writes and the others wait. Raises `SaveError`, and any error that
-    `pieces` raises.
+    A piece is any buffer. None is written as 0 bytes. The file is written under a temporary name and then renamed. If
+    several processes write the same blob, one of them writes and the others wait. Raises `SaveError`, and any error
+    that `pieces` raises.
     """
     with saving("unpacked images", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
 
 
 def _write(file: Any, pieces: Iterable[Any]) -> Int64[np.ndarray, " offsets"]:
-    file.truncate(0)  # a process that was killed may have left bytes
+    file.truncate(0)  # a killed process may have left bytes
     offsets, end = [np.zeros(1, np.int64)], 0
     lengths: list[int] = []
     for piece in pieces:

@@ -35,10 +35,9 @@ SHA256 = {
 
 
 def locate(*, mirror: str = MIRROR, debian: Path = DEBIAN) -> Path:
-    """Return the folder with the full data set. It is searched under `$VITRAIL_DATA` and in Debian's package, else
-    downloaded.
+    """Return the folder with the full data set, from `$VITRAIL_DATA` or from Debian's package. Otherwise download it.
 
-    A download is verified by its hash. Raises `DataError` if the data set cannot be found; the message says what to do.
+    A download is verified by its hash. Raises `DataError` if the data set cannot be found. The message says what to do.
     """
     cache = cache_folder("fashion-mnist")
     for folder in (cache, cache.parent, debian):

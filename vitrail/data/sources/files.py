@@ -1,4 +1,4 @@
-"""The base of folder and table sources. Every image is a file, which is read when the sample is requested."""
+"""The base class of folder and table sources. Every image is a file, which is read when the sample is requested."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ __all__ = ["FileSource", "inode_of", "refuse_shared"]
 class FileSource:
     """Image files below a folder, named by relative paths, with one target per file.
 
-    `targets` holds one target per file, or is None if there are no targets. A million files with one class each take
-    about 150 MB of memory. `inodes` holds the inode of each file. If a file was removed or cannot be read, reading the
-    sample raises `UndecodableImage`, so that training can skip it.
+    `targets` holds one target per file, or is None if there are no targets. `inodes` holds the inode of each file. If a
+    file was removed or cannot be read, reading the sample raises `UndecodableImage`, so that training can skip it.
     """
 
     def __init__(
@@ -65,8 +64,10 @@ class FileSource:
         return "classes" if any(isinstance(target, tuple) for target in self._targets[:1]) else "class"
 
     def stamp(self, index: int) -> str:
-        """Return the file's size and its modification and inode change times. Programs that copy or unpack files cannot
-        set the latter."""
+        """Return the file's size, modification time and inode change time.
+
+        Programs that copy or unpack files cannot set the inode change time.
+        """
         try:
             status = os.stat(os.path.join(self.root, self._keys[index]))  # noqa: PTH116, PTH118 (as above)
         except OSError as error:

@@ -79,7 +79,7 @@ class FolderSource(FileSource):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
                 else:
                     self.ignored += 1
-        for inner in sorted(folders):  # sorted, so that every machine follows the same one of two links
+        for inner in sorted(folders):  # sorted, so that every machine follows the same one of two equal links
             found += self._images(root, inner, entered)
         return found
 

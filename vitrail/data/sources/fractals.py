@@ -31,7 +31,7 @@ from vitrail.errors import DataError
 __all__ = ["FractalSource", "FunctionSystem", "dots_of", "open_fractals", "system_of"]
 
 MAX_SAMPLES = 2**31 - 1
-"""Largest number of images of one source."""
+"""Maximum number of images of one source."""
 MAX_SEED = 2**32 - 1
 MAX_SIZE = 1024
 
@@ -45,7 +45,7 @@ FACTORS = np.array([0.8, 0.9, 1.0, 1.1, 1.2])
 COUNTS = 2, 8
 """Smallest and largest number of contractions of a system."""
 MAX_NORM = 0.775
-"""Largest norm of a contraction. Scaling the elements by up to 1.2 multiplies the norm by at most 1 + 0.2 sqrt(2), so
+"""Maximum norm of a contraction. Scaling the elements by up to 1.2 multiplies the norm by at most 1 + 0.2 sqrt(2), so
 that the norm stays below 1."""
 AREAS = 1.0, 1.5
 """Range of the sum of a system's determinants, before the norms are limited. If the sum is below 1, the images of the
@@ -57,7 +57,7 @@ FILLING_SIDE = 128
 """Side in pixels of the square for `SMALLEST_FILLING`, for all picture sizes. The number of points equals the
 number of pixels."""
 ATTEMPTS = 64
-"""Largest number of systems that are drawn for a class. If no system fills enough of the square, the fullest one is
+"""Maximum number of systems that are drawn for a class. If no system fills enough of the square, the fullest one is
 used."""
 DEPTH = 16
 """Number of contractions in the address of a point."""
@@ -70,19 +70,16 @@ class FunctionSystem:
     maps: Float64[np.ndarray, "6 n"]
     """Parameters a, b, c, d, e, f of each contraction, which maps (x, y) to (a x + b y + e, c x + d y + f)."""
     probabilities: Float64[np.ndarray, " n"]
-    """Probability of each contraction, proportional to the area of its image; the sum is 1."""
+    """Probability of each contraction, proportional to the area of its image. The sum is 1."""
 
 
 class FractalSource:
     """`classes` x `samples` grey pictures (size, size, 1), white on black, drawn on request and never stored.
 
-    Sample `index` has the class `index % classes`, so all classes are equally frequent in any prefix, give or take one
-    sample. A picture depends only on the seed, its class and its number within the class, which starts at `first`.
-    Larger values of `classes` or `samples` therefore add pictures and keep the existing ones. Pictures are drawn only
-    when they are requested. docs/data.md has the measured speed. Raises `DataError`.
-
-    One core draws about 1,600 pictures per second of 32 or of 224 pixels (AMD EPYC 9004, 2026-11). It draws about 550
-    per second if each is the first of its class, because the system of the class has to be found.
+    Sample `index` has the class `index % classes`, so the numbers of samples of two classes differ by at most one in
+    any prefix. A picture depends only on the seed, its class and its number within the class, which starts at `first`.
+    Larger values of `classes` or `samples` therefore add pictures and keep the existing ones. docs/data.md has the
+    measured speed. Raises `DataError`.
     """
 
     def __init__(self, classes: int, samples: int, seed: int = 0, *, size: int = 224, first: int = 0) -> None:

@@ -39,13 +39,13 @@ Configurations = dict[str, dict[str, list[str]]]
 
 
 class _Listing(NamedTuple):
-    """The files of a repository."""
+    """The files of a repository, as the hub or the cache lists them."""
 
     repository: Repository
     commit: str
     names: list[str]
     why: str
-    """Reason why the hub cannot be reached, or "" if it can. Without the hub, all files must come from the cache."""
+    """Reason why the hub cannot be reached, or "". If there is a reason, all files must come from the cache."""
 
 
 def open_hub_data(spec: str, classes: tuple[str, ...] | None, numbers: tuple[str, ...] = ()) -> Splits:
@@ -115,7 +115,7 @@ def _keep(found: _Listing) -> None:
     place = _kept(found.repository)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # another process may be writing the same
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:  # another process may be writing the same file
             partial = Path(folder) / place.name
             partial.write_text(json.dumps({"commit": found.commit, "names": found.names}), encoding="utf-8")
             partial.replace(place)

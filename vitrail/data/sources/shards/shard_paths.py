@@ -19,7 +19,7 @@ from vitrail.errors import DataError
 __all__ = ["Located", "locate", "looks_like_shards"]
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
-"""File suffixes of compressed shards. They are recognised so that a message can explain why they are refused."""
+"""File suffixes of tar files. Compressed ones are recognised so that a message can explain why they are refused."""
 
 OTHER_SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -29,11 +29,11 @@ MOST = 1_000_000
 
 @dataclass(frozen=True)
 class Located:
-    """Shards by split, as paths or URLs, in order."""
+    """Paths or URLs of shards, by split and in order."""
 
     shards: dict[Split, list[str]]
     classes: tuple[str, ...] | None
-    """The classes from dataset.json or classes.json beside the shards, or None without such a file."""
+    """The classes from dataset.json or classes.json beside the shards, if there is such a file."""
     sizes: dict[str, int]
     """Size of each shard in bytes, by path, from dataset.json beside the shards. Empty without such a file."""
 
@@ -95,7 +95,7 @@ def _pattern(location: str) -> Located:
         found += [match for match in matches if match.endswith(SUFFIXES)]
     found = list(dict.fromkeys(found))
     if not found:
-        raise DataError(f"data {location!r}: no file matches this pattern")
+        raise DataError(f"data {location!r}: no file matches this pattern; correct the pattern")
     if missing := [path for path in found if not remote.is_remote(base) and not Path(base + path).exists()]:
         raise DataError(
             f"data {location!r}: {len(missing):,} of {len(found):,} shards are missing, such as {base + missing[0]}"
@@ -191,5 +191,5 @@ def _file(path: str) -> bytes | None:
         return None
     except OSError as error:
         if remote.is_remote(path) and isinstance(error, PermissionError):
-            return None  # some servers answer so for a missing file
+            return None  # some servers give this answer for a missing file
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error

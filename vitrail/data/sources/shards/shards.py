@@ -27,7 +27,7 @@ from vitrail.errors import DataError, nearest, plural
 __all__ = ["ShardSource", "looks_like_shards", "open_shards"]
 
 OPEN_FILES = 64
-"""Largest number of shards that a source has open at once."""
+"""Maximum number of shards that a source has open at once."""
 
 MOST_CLASSES = 1_000_000
 """Limit for labels. A label of this number or more is an error."""
@@ -77,8 +77,7 @@ def _has_numbers(shard: Shard) -> bool:
 def _with_numbers(
     location: str, located: Located, opened: Mapping[Split, list[Shard]], numbers: tuple[str, ...]
 ) -> Splits:
-    """Open shards whose samples have numbers as targets. `numbers` selects some of the numbers; by default all are
-    used."""
+    """Open shards whose samples have numbers as targets. `numbers` selects some of them. By default all are used."""
     lengths = {
         len(label) if is_numbers(label) else 0
         for shards in opened.values()
@@ -104,10 +103,10 @@ def _with_numbers(
 class ShardSource:
     """The samples of tar shards, in the order of the shards and of the files in each tar.
 
-    `classes` holds the class names; by default they are collected from the labels. `numbered` holds the names of the
+    `classes` holds the class names. By default they are collected from the labels. `numbered` holds the names of the
     numeric labels in the shards if they differ from `classes`. For regression, `columns` selects the numbers that are
     the targets, and `classes` holds the names of these numbers. Raises `DataError` if a label is not among the classes
-    or two samples have the same key. A million samples with keys of 26 bytes take 61 MB of memory.
+    or two samples have the same key.
     """
 
     def __init__(
@@ -216,7 +215,7 @@ class _Descriptor:
 
 
 def _cache() -> Callable[[str, Version], _Descriptor]:
-    # The cache takes no Python lock, so a process can be forked while another thread uses it.
+    # The cache uses no Python lock, so a process can be forked while another thread uses it.
     return functools.lru_cache(maxsize=OPEN_FILES)(_Descriptor)
 
 
@@ -313,7 +312,7 @@ def _codes(
     parts = []
     for shard in shards:
         table = [places[resolved[label]] if label in resolved else none for label in shard.index.labels]
-        parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last entry is for code -1
+        parts.append(np.array([*table, none], np.int32)[shard.index.codes])  # the last element is for code -1
     codes = np.concatenate(parts)
     kinds = {isinstance(label, tuple) for label in resolved}
     if not numbers and (len(kinds) > 1 or (kinds == {True} and bool((codes == none).any()))):

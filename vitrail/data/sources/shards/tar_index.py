@@ -97,12 +97,12 @@ class Shard:
 
 
 def is_numbers(label: RawLabel) -> bool:
-    """Return True for numbers to learn, False for classes."""
+    """Return True for numbers to learn, and False for classes."""
     return isinstance(label, tuple) and any(isinstance(one, float) for one in label)
 
 
 def open_shard(path: str) -> Shard:
-    """Open the shard at a path or URL. A valid saved index is read; otherwise the tar's headers are scanned.
+    """Open the shard at a path or URL. A valid saved index is read. Otherwise the headers of the tar are scanned.
 
     Raises `DataError` if the file does not exist, is not a usable tar (see `members`), or has unreadable labels.
     """

@@ -38,7 +38,7 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
     position, name, length = 0, None, None
     last = "its beginning"
     while True:
-        header = read(position, BLOCK) if position < size else b""  # a header may claim any size
+        header = read(position, BLOCK) if position < size else b""  # a header may state any size
         if position == 0:
             _refuse_other(shard, header)
         if len(header) < BLOCK:

@@ -64,7 +64,7 @@ class ParquetSource:
     """The rows of some Parquet files, in order. The key of a sample is the file's name and the row:
     `train/0000.parquet:17`.
 
-    A row without an image has 0 bytes and counts as undecodable. A source takes 12 bytes of memory per row.
+    A row without an image has 0 bytes and counts as undecodable.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ParquetSource:
         return f"{self._blobs[file].path.name} {row}"
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the number of the file and the row in it."""
+        """Return the index of the file and the row in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         file = bisect.bisect_right(self._firsts, index) - 1
@@ -147,7 +147,7 @@ def open_parquet(location: Path, classes: tuple[str, ...] | None, numbers: tuple
         raise DataError(f"there is no file or folder {root}")
     if not names:
         raise DataError(f"{root} has no {SUFFIX} files in it")
-    single = len(names) == 1 and Path(text).is_file()  # a single file is for training, whatever its name is
+    single = len(names) == 1 and Path(text).is_file()  # a single file is the training split, whatever its name is
     splits: dict[Split, list[str]] = {"train": names} if single else by_split(str(root), names)
     files = {
         split: [ParquetFile(name, root / name, identity_of(root / name)) for name in some]

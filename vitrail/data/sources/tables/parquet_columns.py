@@ -249,7 +249,7 @@ class ParquetColumns:
 
 @functools.cache
 def _pyarrow() -> ModuleType:
-    """Return the module, imported at first use because the import takes a third of a second."""
+    """Import pyarrow, and return it. It is imported at first use, because the import is slow."""
     try:
         for part in ("compute", "parquet"):
             importlib.import_module(f"pyarrow.{part}")
