@@ -18,9 +18,6 @@ __all__ = ["detail_correlation", "most_similar", "shifted_copies"]
 NEIGHBOURS = 5
 """Number of most similar thumbnails with which an image is compared."""
 
-LEAST_SIMILAR = 0.7
-"""Smallest correlation of the thumbnails of two images that are compared."""
-
 FLATTEST = 3.0
 """Contrast of a thumbnail in grey levels, below which the thumbnail resembles no other."""
 
@@ -73,7 +70,7 @@ def shifted_copies(
 
 
 def most_similar(thumbnails: UInt8[np.ndarray, "n 8 8"], *, threads: int | None = None) -> Int64[np.ndarray, "p 2"]:
-    """Return the pairs of each thumbnail with the five others that correlate most with it, if they correlate enough.
+    """Return the pairs of each thumbnail with the five others that correlate most with it.
 
     Each pair occurs once, with the smaller index first. All thumbnails are compared with all others, so the time grows
     with the square of their number.
@@ -89,15 +86,15 @@ def most_similar(thumbnails: UInt8[np.ndarray, "n 8 8"], *, threads: int | None 
     def nearest(start: int) -> Int64[np.ndarray, "q 2"]:
         rows = np.arange(start, min(start + ROWS, count))
         similarity = flat[rows] @ others
-        similarity[np.arange(len(rows)), rows] = -1
+        similarity[np.arange(len(rows)), rows] = -2
+        similarity[:, count:] = -2
         groups = similarity.reshape(len(rows), -1, GROUP)
         best = np.argpartition(-groups.max(axis=2), NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]  # the groups of the best
         values = np.take_along_axis(groups, best[..., None], axis=1).reshape(len(rows), -1)
         places = (best[..., None] * GROUP + np.arange(GROUP)).reshape(len(rows), -1)
-        chosen = np.argpartition(-values, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS]
-        alike = np.take_along_axis(values, chosen, axis=1) >= LEAST_SIMILAR
-        found = np.stack([np.repeat(rows, NEIGHBOURS), np.take_along_axis(places, chosen, axis=1).ravel()], axis=1)
-        return np.sort(found[alike.ravel()], axis=1)
+        chosen = np.take_along_axis(places, np.argpartition(-values, NEIGHBOURS - 1, axis=1)[:, :NEIGHBOURS], axis=1)
+        found = np.stack([np.repeat(rows, NEIGHBOURS), chosen.ravel()], axis=1)
+        return np.sort(found[(found[:, 1] < count) & (found[:, 0] != found[:, 1])], axis=1)
 
     with in_threads(nearest, range(0, count, ROWS), threads) as parts:
         return np.unique(np.concatenate([np.zeros((0, 2), np.int64), *parts]), axis=0)
