@@ -23,6 +23,7 @@ VERBS = {
     "convert": "convert models between Vitrail's and other libraries' formats",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
+    "recipes": "list training recipes, with the results that papers published",
     "models": "list network sizes with their parameters and cost",
     "bench": "measure training and inference speed on this machine",
     "bench data": "measure how fast images are read",

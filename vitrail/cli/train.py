@@ -17,7 +17,7 @@ from vitrail.cli.options.fields import Option, Positional
 from vitrail.cli.options.run_options import check_only_resume, default_texts, run_options, task_of, task_options
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
-from vitrail.recipes import RECIPES
+from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
@@ -32,7 +32,7 @@ class Train:
     """Options of `vitrail train` that are not settings of the run."""
 
     recipe: Annotated[str, Positional("[RECIPE]")] = ""
-    """Recipe to start from: demo, fashion-mnist or folder. The default is demo, or folder if --data is given."""
+    """Recipe to start from; vitrail recipes lists all. The default is demo, or folder if --data is given."""
     resume: Path | None = None
     """Folder of a stopped run to continue, with the run's own settings."""
 
@@ -95,6 +95,8 @@ def main(call: Call) -> int:
             result = resume(folder, display=display, started=call.started)
         else:
             config, initial = _config(call.options)
+            if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:
+                display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
             result = train(config, initial=initial, display=display, started=call.started)
     except Stopped as stop:
         raise Stopped(f"{stop}\nContinue with: vitrail train --resume {stop.run}", stop.run) from None

@@ -1,18 +1,29 @@
-"""Recipes: functions that return the `TrainConfig` of a complete run. Their docstrings state the expected result."""
+"""Recipes: functions that return the `TrainConfig` of a complete run, with its expected result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from vitrail.recipes.augreg import AUGREG_RECIPES, PLAIN_RECIPES
+from vitrail.recipes.bit import BIT_RECIPES
 from vitrail.recipes.demo import demo
 from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
+from vitrail.recipes.paper import PaperRecipe
+from vitrail.recipes.vit import VIT_RECIPES
 from vitrail.training.config import TrainConfig
 
-__all__ = ["RECIPES"]
+__all__ = ["PAPER_RECIPES", "RECIPES"]
+
+PAPER_RECIPES: dict[str, PaperRecipe] = {
+    recipe.name: recipe for recipe in (*VIT_RECIPES, *AUGREG_RECIPES, *PLAIN_RECIPES, *BIT_RECIPES)
+}
+"""Training runs of papers, by name."""
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "demo": demo,
     "fashion-mnist": fashion_mnist,
     "folder": folder,
+    **PAPER_RECIPES,
 }
+"""All recipes by name: three of our own, and those of papers."""

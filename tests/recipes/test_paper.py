@@ -1,0 +1,139 @@
+"""Recipes of papers: settings against the papers' tables, sizes against published counts, and two steps of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vitrail.models.variants import AnyConfig
+from vitrail.recipes import PAPER_RECIPES
+from vitrail.recipes.augreg import ON_I21K, REGULARISATION, WEIGHT_DECAYS, augreg
+from vitrail.recipes.transfers import TRANSFERS
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.optimization.duration import RunLength
+from vitrail.training.run import train
+
+IMAGENET = 1_281_167
+FAMILIES = {
+    "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "augreg-ti16-i1k", "plain-vit-s16-90", "bit-r50x1-i1k",
+}  # fmt: skip
+"""A recipe of each kind but hybrids, for the fast tests."""
+
+
+def network_of(config: TrainConfig, num_classes: int) -> AnyConfig:
+    return config.model.resolve(num_classes=num_classes, image_size=config.images.image_size, channels=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_classes", "parameters"),
+    [
+        ("vit-b16-i21k", 21_843, 103_186_515), ("vit-b32-i21k", 21_843, 104_843_091),
+        ("vit-l16-i21k", 21_843, 326_740_307), ("vit-h14-jft", 21_843, 660_385_363),
+        ("hybrid-r50-b16-jft", 21_843, 115_277_971), ("resnet-r50x1-jft", 1000, 25_549_352),
+        ("augreg-ti16-i21k", 21_843, 9_740_115), ("augreg-r26-s32-i21k", 21_843, 44_456_467),
+        ("augreg-r50-l32-i21k", 21_843, 350_358_931), ("plain-vit-s16-90", 1000, 22_122_472),
+        ("bit-r152x2-i21k", 21_843, 321_728_979),
+    ],
+)  # fmt: skip
+def test_networks_have_the_published_number_of_weights(name: str, num_classes: int, parameters: int) -> None:
+    assert network_of(PAPER_RECIPES[name](), num_classes).parameters() == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "rate", "decay", "weight_decay", "dropout", "clip"),
+    [
+        ("vit-b16-jft", 7, 8e-4, "linear", 0.1, 0.0, 0.0), ("vit-l16-jft", 14, 4e-4, "linear", 0.1, 0.0, 0.0),
+        ("vit-h14-jft", 14, 3e-4, "linear", 0.1, 0.0, 0.0), ("hybrid-r50-l32-jft", 7, 2e-4, "linear", 0.1, 0.0, 0.0),
+        ("vit-l32-i21k-30", 30, 1e-3, "linear", 0.03, 0.1, 0.0), ("vit-b32-i1k", 300, 3e-3, "cosine", 0.3, 0.1, 1.0),
+    ],
+)  # fmt: skip
+def test_table_3(
+    name: str, epochs: int, rate: float, decay: str, weight_decay: float, dropout: float, clip: float
+) -> None:
+    config = PAPER_RECIPES[name]()
+    optimizer = config.optimizer
+    assert (config.run.epochs, config.run.batch_size, config.images.image_size) == (epochs, 4096, (224, 224))
+    assert (optimizer.kind, optimizer.learning_rate, optimizer.schedule) == ("adamw", rate, decay)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip) == (
+        0.9,
+        0.999,
+        weight_decay,
+        clip,
+    )
+    assert config.model.overrides["dropout"] == dropout
+    schedule = optimizer.schedule_of(RunLength(50_000, 4096, IMAGENET))
+    assert schedule(0) == 0 and schedule(10_000) == pytest.approx(rate) and schedule(50_000) == pytest.approx(0)
+
+
+def test_the_plain_s16_in_every_detail() -> None:
+    config = PAPER_RECIPES["plain-vit-s16-90"]()
+    settings, network = config.augment.settings, network_of(config, 1000)
+    assert (config.run.epochs, config.run.batch_size) == (90, 1024)
+    assert (settings.crop_area, settings.crop_rule) == ((0.05, 1.0), "tensorflow")
+    assert (settings.randaugment_layers, settings.randaugment_magnitude) == (2, 10)
+    assert (settings.randaugment_rule, settings.mixup, settings.mixup_per) == ("big-vision", 0.2, "batch")
+    assert (network.pool, network.positions, network.head_hidden, network.dropout) == ("gap", "sincos-2d", 384, 0)
+    assert config.data.validation == "train[99%:]" and config.task.loss == "softmax"
+    images = config.images
+    assert (images.resize, images.crop_share, images.interpolation) == ("crop", 0.875, "area")
+    schedule = config.optimizer.schedule_of(RunLength(112_590, 1024, 1_268_355))
+    assert schedule(10_000) == pytest.approx(1e-3) and schedule(112_590) == pytest.approx(0)
+    assert config.optimizer.weight_decay * config.optimizer.learning_rate == pytest.approx(1e-4)
+
+
+def test_bit_falls_after_30_60_and_80_epochs() -> None:
+    config = PAPER_RECIPES["bit-r50x1-i1k"]()
+    steps = config.run.total_steps(IMAGENET)
+    schedule = config.optimizer.schedule_of(RunLength(steps, 4096, IMAGENET))
+    per_epoch = IMAGENET / 4096
+    rates = [schedule(round(epoch * per_epoch)) for epoch in (20, 29.9, 30.1, 59.9, 60.1, 79.9, 80.1, 89.9)]
+    peak = 0.03 * 4096 / 256
+    assert rates == pytest.approx([peak, peak, peak / 10, peak / 10, peak / 100, peak / 100, peak / 1e3, peak / 1e3])
+    assert schedule(2500) == pytest.approx(peak / 2)
+
+
+def test_augregs_grid_can_be_said() -> None:
+    for rate in REGULARISATION:
+        for decay in WEIGHT_DECAYS:
+            config = augreg("ViT-S/16", "i21k", augmentation="augreg-strong2", weight_decay=decay, regularisation=rate)
+            assert config.model.overrides["dropout"] == config.model.overrides["stochastic_depth"] == rate
+            assert config.optimizer.weight_decay == decay and config.augment.settings.mixup == 0.8
+    assert {row.weight_decay for row in ON_I21K.values()} == set(WEIGHT_DECAYS)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in PAPER_RECIPES]
+)
+def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
+    """With a narrow network and small images, and everything else as in the recipe."""
+    config = PAPER_RECIPES[name]()
+    narrow = {"width": 32}
+    if config.model.name.startswith(("ViT", "R")):
+        narrow |= {"depth": 2, "heads": 2, "mlp_width": 48}
+        narrow |= {"head_hidden": 32} if "head_hidden" in config.model.overrides else {}
+    side = 28 if config.model.name.endswith("/14") else 64 if name == "augreg-r-ti16-i21k" else 32
+    config = config.override(
+        data=str(colour_folder), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
+        evaluations=1, checkpoints=1, image_size=(side, side), precision="float32", warmup="1 steps",
+        validation="auto", **({"stair_at": ("1 steps",)} if config.optimizer.stair_at else {}), **narrow,
+    )  # fmt: skip
+    result = train(config)
+    events = read_journal(result.folder / "journal.jsonl")
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
+    assert result.bundle.output == config.task.output and len(result.bundle.classes) == 3
+
+
+def test_every_recipe_says_what_was_published() -> None:
+    for name, recipe in PAPER_RECIPES.items():
+        assert recipe.name == name == recipe().run.name
+        assert recipe.result == "not stated" or "%" in recipe.result
+        assert recipe.source[0] in "12" and recipe.measured.startswith("on ImageNet")
+        assert recipe() == recipe(), "a recipe is the same every time"
+
+
+def test_transfers_are_the_rows_of_table_5_and_of_big_transfer() -> None:
+    assert len(TRANSFERS) == 5 * 5 + 2 + 2
+    (row,) = [row for row in TRANSFERS if (row.network, row.data) == ("ViT-L/32", "Pets")]
+    assert row.result == "93.09 %" and row.command.endswith("--data hf:timm/oxford-iiit-pet --protocol paper")
