@@ -15,7 +15,7 @@ from vitrail.tasks import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 
-__all__ = ["AUGREG_RECIPES", "PLAIN_RECIPES", "augreg", "plain_vit_s16"]
+__all__ = ["AUGREG_RECIPES", "PLAIN_RECIPES", "AugRegRow", "augreg", "plain_vit_s16"]
 
 REGULARISATION = (0.0, 0.1)
 """Rates of dropout and stochastic depth in AugReg's grid. Both have the same rate."""
@@ -81,7 +81,7 @@ def plain_vit_s16(epochs: int = 90) -> TrainConfig:
     )  # fmt: skip
 
 
-class Row(NamedTuple):
+class AugRegRow(NamedTuple):
     """A network of AugReg with the settings of its recommended model."""
 
     variant: str
@@ -93,25 +93,25 @@ class Row(NamedTuple):
 
 
 ON_I21K = {
-    "ti16": Row("ViT-Ti/16", "augreg-none", 0.03, 0.0, 78.22),
-    "s32": Row("ViT-S/32", "augreg-none", 0.1, 0.0, 79.58),
-    "s16": Row("ViT-S/16", "augreg-light1", 0.03, 0.0, 83.73),
-    "b32": Row("ViT-B/32", "augreg-light1", 0.1, 0.0, 83.59),
-    "b16": Row("ViT-B/16", "augreg-medium1", 0.1, 0.0, 85.49),
-    "l16": Row("ViT-L/16", "augreg-strong1", 0.1, 0.0, 85.59),
-    "r-ti16": Row("R+ViT-Ti/16", "augreg-none", 0.03, 0.0, 75.40),
-    "r26-s32": Row("R26+ViT-S/32", "augreg-light1", 0.1, 0.0, 83.85),
-    "r50-l32": Row("R50+ViT-L/32", "augreg-medium1", 0.1, 0.1, 85.99),
+    "ti16": AugRegRow("ViT-Ti/16", "augreg-none", 0.03, 0.0, 78.22),
+    "s32": AugRegRow("ViT-S/32", "augreg-none", 0.1, 0.0, 79.58),
+    "s16": AugRegRow("ViT-S/16", "augreg-light1", 0.03, 0.0, 83.73),
+    "b32": AugRegRow("ViT-B/32", "augreg-light1", 0.1, 0.0, 83.59),
+    "b16": AugRegRow("ViT-B/16", "augreg-medium1", 0.1, 0.0, 85.49),
+    "l16": AugRegRow("ViT-L/16", "augreg-strong1", 0.1, 0.0, 85.59),
+    "r-ti16": AugRegRow("R+ViT-Ti/16", "augreg-none", 0.03, 0.0, 75.40),
+    "r26-s32": AugRegRow("R26+ViT-S/32", "augreg-light1", 0.1, 0.0, 83.85),
+    "r50-l32": AugRegRow("R50+ViT-L/32", "augreg-medium1", 0.1, 0.1, 85.99),
 }
 """Settings and results of the models that the authors recommend, by the names of their files."""
 
 ON_I1K = {
-    "ti16": Row("ViT-Ti/16", "augreg-light1", 0.1, 0.0),
-    "s32": Row("ViT-S/32", "augreg-medium1", 0.1, 0.0),
-    "s16": Row("ViT-S/16", "augreg-medium2", 0.1, 0.0),
-    "b32": Row("ViT-B/32", "augreg-medium2", 0.1, 0.0),
-    "b16": Row("ViT-B/16", "augreg-medium2", 0.1, 0.0),
-    "l16": Row("ViT-L/16", "augreg-medium2", 0.1, 0.0),
+    "ti16": AugRegRow("ViT-Ti/16", "augreg-light1", 0.1, 0.0),
+    "s32": AugRegRow("ViT-S/32", "augreg-medium1", 0.1, 0.0),
+    "s16": AugRegRow("ViT-S/16", "augreg-medium2", 0.1, 0.0),
+    "b32": AugRegRow("ViT-B/32", "augreg-medium2", 0.1, 0.0),
+    "b16": AugRegRow("ViT-B/16", "augreg-medium2", 0.1, 0.0),
+    "l16": AugRegRow("ViT-L/16", "augreg-medium2", 0.1, 0.0),
 }
 """Default settings of big_vision's config for ImageNet."""
 
@@ -119,7 +119,7 @@ PLAIN_RESULTS = {90: 76.5, 150: 78.5, 300: 80.0}
 """Top-1 accuracy on ImageNet's validation split in percent, by epochs (Table 1 of 2205.01580)."""
 
 
-def _recipe(network: str, data: str, row: Row) -> PaperRecipe:
+def _recipe(network: str, data: str, row: AugRegRow) -> PaperRecipe:
     make = functools.partial(
         augreg,
         row.variant,

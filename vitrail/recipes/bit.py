@@ -13,7 +13,7 @@ from vitrail.tasks import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 
-__all__ = ["BIT_RECIPES"]
+__all__ = ["BIT_RECIPES", "upstream"]
 
 
 def upstream(variant: str, data: str) -> TrainConfig:

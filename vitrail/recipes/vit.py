@@ -15,10 +15,10 @@ from vitrail.tasks import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 
-__all__ = ["VIT_RECIPES"]
+__all__ = ["VIT_RECIPES", "Table3Row", "pretraining"]
 
 
-class Row(NamedTuple):
+class Table3Row(NamedTuple):
     """One network and data set of Table 3."""
 
     variant: str
@@ -30,32 +30,32 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "vit-b32-jft": Row("ViT-B/32", "jft", 7, 8e-4, 80.73),
-    "vit-b16-jft": Row("ViT-B/16", "jft", 7, 8e-4, 84.15),
-    "vit-l32-jft": Row("ViT-L/32", "jft", 7, 6e-4, 84.37),
-    "vit-l16-jft-7": Row("ViT-L/16", "jft", 7, 4e-4, 86.30),
-    "vit-l16-jft": Row("ViT-L/16", "jft", 14, 4e-4, 87.12),
-    "vit-h14-jft": Row("ViT-H/14", "jft", 14, 3e-4, 88.08),
-    "resnet-r50x1-jft": Row("BiT-R50x1", "jft", 7, 1e-3, 77.54),
-    "resnet-r50x2-jft": Row("BiT-R50x2", "jft", 7, 1e-3, 82.12),
-    "resnet-r101x1-jft": Row("BiT-R101x1", "jft", 7, 8e-4, 80.67),
-    "resnet-r152x1-jft": Row("BiT-R152x1", "jft", 7, 6e-4, 81.88),
-    "resnet-r152x2-jft": Row("BiT-R152x2", "jft", 7, 6e-4, 84.97),
-    "hybrid-r50-b32-jft": Row("R50+ViT-B/32", "jft", 7, 8e-4, 84.90),
-    "hybrid-r50-b16-jft": Row("R50+ViT-B/16", "jft", 7, 8e-4, 85.58),
-    "hybrid-r50-l32-jft": Row("R50+ViT-L/32", "jft", 7, 2e-4, 85.68),
-    "hybrid-r50-l16-jft-7": Row("R50+ViT-L/16", "jft", 7, 4e-4, 86.60),
-    "hybrid-r50-l16-jft": Row("R50+ViT-L/16", "jft", 14, 4e-4, 87.12),
-    "vit-b32-i21k": Row("ViT-B/32", "i21k", 90, 1e-3, 81.28),
-    "vit-b16-i21k": Row("ViT-B/16", "i21k", 90, 1e-3, 83.97),
-    "vit-l32-i21k-30": Row("ViT-L/32", "i21k", 30, 1e-3, None),
-    "vit-l32-i21k": Row("ViT-L/32", "i21k", 90, 1e-3, None),
-    "vit-l16-i21k-30": Row("ViT-L/16", "i21k", 30, 1e-3, None),
-    "vit-l16-i21k": Row("ViT-L/16", "i21k", 90, 1e-3, None),
-    "vit-b32-i1k": Row("ViT-B/32", "i1k", 300, 3e-3, 73.38),
-    "vit-b16-i1k": Row("ViT-B/16", "i1k", 300, 3e-3, 77.91),
-    "vit-l32-i1k": Row("ViT-L/32", "i1k", 300, 3e-3, 71.16),
-    "vit-l16-i1k": Row("ViT-L/16", "i1k", 300, 3e-3, 76.53),
+    "vit-b32-jft": Table3Row("ViT-B/32", "jft", 7, 8e-4, 80.73),
+    "vit-b16-jft": Table3Row("ViT-B/16", "jft", 7, 8e-4, 84.15),
+    "vit-l32-jft": Table3Row("ViT-L/32", "jft", 7, 6e-4, 84.37),
+    "vit-l16-jft-7": Table3Row("ViT-L/16", "jft", 7, 4e-4, 86.30),
+    "vit-l16-jft": Table3Row("ViT-L/16", "jft", 14, 4e-4, 87.12),
+    "vit-h14-jft": Table3Row("ViT-H/14", "jft", 14, 3e-4, 88.08),
+    "resnet-r50x1-jft": Table3Row("BiT-R50x1", "jft", 7, 1e-3, 77.54),
+    "resnet-r50x2-jft": Table3Row("BiT-R50x2", "jft", 7, 1e-3, 82.12),
+    "resnet-r101x1-jft": Table3Row("BiT-R101x1", "jft", 7, 8e-4, 80.67),
+    "resnet-r152x1-jft": Table3Row("BiT-R152x1", "jft", 7, 6e-4, 81.88),
+    "resnet-r152x2-jft": Table3Row("BiT-R152x2", "jft", 7, 6e-4, 84.97),
+    "hybrid-r50-b32-jft": Table3Row("R50+ViT-B/32", "jft", 7, 8e-4, 84.90),
+    "hybrid-r50-b16-jft": Table3Row("R50+ViT-B/16", "jft", 7, 8e-4, 85.58),
+    "hybrid-r50-l32-jft": Table3Row("R50+ViT-L/32", "jft", 7, 2e-4, 85.68),
+    "hybrid-r50-l16-jft-7": Table3Row("R50+ViT-L/16", "jft", 7, 4e-4, 86.60),
+    "hybrid-r50-l16-jft": Table3Row("R50+ViT-L/16", "jft", 14, 4e-4, 87.12),
+    "vit-b32-i21k": Table3Row("ViT-B/32", "i21k", 90, 1e-3, 81.28),
+    "vit-b16-i21k": Table3Row("ViT-B/16", "i21k", 90, 1e-3, 83.97),
+    "vit-l32-i21k-30": Table3Row("ViT-L/32", "i21k", 30, 1e-3, None),
+    "vit-l32-i21k": Table3Row("ViT-L/32", "i21k", 90, 1e-3, None),
+    "vit-l16-i21k-30": Table3Row("ViT-L/16", "i21k", 30, 1e-3, None),
+    "vit-l16-i21k": Table3Row("ViT-L/16", "i21k", 90, 1e-3, None),
+    "vit-b32-i1k": Table3Row("ViT-B/32", "i1k", 300, 3e-3, 73.38),
+    "vit-b16-i1k": Table3Row("ViT-B/16", "i1k", 300, 3e-3, 77.91),
+    "vit-l32-i1k": Table3Row("ViT-L/32", "i1k", 300, 3e-3, 71.16),
+    "vit-l16-i1k": Table3Row("ViT-L/16", "i1k", 300, 3e-3, 76.53),
 }
 
 OF_BOTH_LENGTHS = {"ViT-L/32": 80.99, "ViT-L/16": 85.15}
@@ -94,7 +94,7 @@ def pretraining(variant: str, data: str, *, epochs: int, learning_rate: float) -
     )
 
 
-def _recipe(name: str, row: Row) -> PaperRecipe:
+def _recipe(name: str, row: Table3Row) -> PaperRecipe:
     accuracy = row.accuracy or OF_BOTH_LENGTHS[row.variant]
     result = f"{accuracy:.2f} %" + ("" if row.accuracy else " (epochs not stated)")
     make = functools.partial(pretraining, row.variant, row.data, epochs=row.epochs, learning_rate=row.learning_rate)
