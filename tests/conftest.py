@@ -21,9 +21,13 @@ from hypothesis import settings
 from PIL import Image
 from torch import Tensor
 
-from vitrail.recipes import RECIPES
-from vitrail.training.config import TrainConfig
-from vitrail.weights.bundle import Bundle
+from tests.checking import check_signatures_quickly
+
+check_signatures_quickly()  # before the package is imported
+
+from vitrail.recipes import RECIPES  # noqa: E402
+from vitrail.training.config import TrainConfig  # noqa: E402
+from vitrail.weights.bundle import Bundle  # noqa: E402
 
 settings.register_profile("vitrail", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("vitrail")

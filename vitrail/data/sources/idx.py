@@ -65,7 +65,7 @@ def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
     return None
 
 
-def read_idx(path: Path) -> UInt8[np.ndarray, ...]:
+def read_idx(path: Path) -> UInt8[np.ndarray, " ..."]:
     """Return the array in an IDX file of unsigned bytes. Raises `DataError` for another format or a truncated file."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -44,7 +44,7 @@ class Linear(nn.Linear):
             return self(F.gelu(hidden, approximate=approximate))
         return gelu_linear(hidden, self.operand, self.bias, approximate)
 
-    def by_rows(self, *inputs: tuple[Float[Tensor, ...], int]) -> tuple[Tensor, ...]:
+    def by_rows(self, *inputs: tuple[Float[Tensor, " ..."], int]) -> tuple[Tensor, ...]:
         """Return the matrix product of each input with its number of rows of the weight. Each argument is a pair of an
         input and a number of rows. The first input uses the first rows, the next input the rows after these, and so on,
         so the numbers must add up to the number of rows."""
