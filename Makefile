@@ -26,8 +26,9 @@ demo: setup
 	$(BIN)/vitrail train
 
 # One thread for each process: the matrices of tests are tiny, and processes that share cores slow each other down.
+# Compiled tests are kept, even if the environment says otherwise: each process would compile all of them again.
 test: setup check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not network"
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu and not network"
 
 test-slow: $(REFERENCE)
 	$(BIN)/python -m pytest -m "slow and not gpu and not network"

@@ -100,7 +100,7 @@ import vitrail
 for module in pkgutil.walk_packages(vitrail.__path__, "vitrail."):
     importlib.import_module(module.name)
 """
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    finished = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
 
 
