@@ -43,7 +43,22 @@ def reduced(config: AnyConfig) -> AnyConfig:
     return replace(config, depth=2, width=8 * config.heads, mlp_width=24 * config.heads, root=root)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+DISTINCT = (
+    "ViT-Pico/7", "Conv+ViT-Pico/8", "ViT-Nano/8", "ViT-Ti/16", "ViT-S/32", "ViT-So400m/14", "R+ViT-Ti/16",
+    "R26+ViT-S/32", "R50+ViT-B/16", "BiT-R50x1",
+)  # fmt: skip
+"""One of each group of published networks that differ in nothing but heads and widths when they are reduced."""
+
+
+def test_every_published_network_is_like_one_of_these() -> None:
+    def kind(name: str) -> AnyConfig:
+        config = reduced(variant_config(name))
+        return replace(config, heads=1, width=8, mlp_width=8) if isinstance(config, ViTConfig) else config
+
+    assert {kind(name) for name in PUBLISHED} == {kind(name) for name in DISTINCT}
+
+
+@pytest.mark.parametrize("name", DISTINCT)
 def test_published_networks_keep_the_contract(name: str) -> None:
     if name.startswith("BiT"):
         config, sizes = variant_config(name, image_size=(40, 72)), [(40, 72), (33, 1)]

@@ -84,12 +84,10 @@ def test_options_replace_what_the_rule_says(
     run = tmp_path / "run"
     words = [str(model), "--data", str(badges), "--run", str(run), "--image-size", "24", "40", "--batch-size", "16"]
     more = ["--train-blocks", "1", "--learning-rate", "0.02", "--average", "0.9", "--class-weights", "balanced"]
-    assert main(["finetune", *words, *more, "--max-skipped", "0.1", *QUICK]) == 0
+    assert main(["finetune", *words, *more, "--max-skipped", "0.1", *QUICK, "--steps", "6"]) == 0
     config = json.loads((run / "run.json").read_text())["config"]
     assert (
-        config["images"]["image_size"] == [24, 40]
-        and config["run"]["batch_size"] == 16
-        and config["run"]["steps"] == 30
+        config["images"]["image_size"] == [24, 40] and config["run"]["batch_size"] == 16 and config["run"]["steps"] == 6
     )
     assert config["start"]["train_blocks"] == 1 and config["optimizer"]["learning_rate"] == 0.02
     assert config["augment"]["flip"] is False and config["augment"]["crop_area"] == [0.8, 1.0]
@@ -130,7 +128,7 @@ def test_several_labels_have_figures_of_their_own(
         lines.append(f"{number}.png,{there[0]},{there[1]}")
     (data / "labels.csv").write_text("\n".join(lines), encoding="utf-8")
     words = [str(model), "--data", str(data), "--run", str(tmp_path / "run"), "--validation-share", "0.4"]
-    assert main(["finetune", *words, *QUICK]) == 0
+    assert main(["finetune", *words, *QUICK, "--steps", "6"]) == 0
     out = capsys.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     (shown,) = re.findall(r"all labels right +([\d.]+%)", out)
@@ -147,7 +145,7 @@ def test_numbers_are_fine_tuned(model: Path, tmp_path: Path, capsys: pytest.Capt
         lines.append(f"{number}.png,{grey},x")
     (data / "ages.csv").write_text("\n".join(lines), encoding="utf-8")
     words = [str(model), "--data", str(data), "--run", str(tmp_path / "run"), "--validation-share", "0.4"]
-    assert main(["finetune", *words, *QUICK, "--numbers", "<age>"]) == 0
+    assert main(["finetune", *words, *QUICK, "--steps", "6", "--numbers", "<age>"]) == 0
     out = capsys.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     (shown,) = re.findall(r"<age>: R² +(-?[\d.]+)", out)
@@ -244,9 +242,9 @@ def test_images_that_chose_the_weights_are_not_called_unseen(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["finetune", str(model), "--data", str(badges), "--run", str(tmp_path / "run"), "--max-skipped", "0.1"]
-    assert main([*words, *QUICK]) == 0
+    assert main([*words, *QUICK, "--steps", "4"]) == 0
     assert "the best weights were chosen on these images" in capsys.readouterr().out
-    assert main([*words, "--overwrite", "--keep", "last", *QUICK]) == 0
+    assert main([*words, "--overwrite", "--keep", "last", *QUICK, "--steps", "4"]) == 0
     assert "best weights" not in capsys.readouterr().out
 
 
@@ -283,8 +281,9 @@ def test_a_stopped_run_goes_on_to_its_report(
 ) -> None:
     run = tmp_path / "run"
     words = ["finetune", str(model), "--data", str(badges), "--run", str(run), "--max-skipped", "0.1", *QUICK]
+    words += ["--steps", "8"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Monitor, "report", _stop_at(20, Monitor.report))
+        patch.setattr(Monitor, "report", _stop_at(5, Monitor.report))
         assert main(words) == Stopped.exit_code
     assert f"Continue with: vitrail finetune --resume {run}" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(run)]) == 0
@@ -295,7 +294,8 @@ def test_a_complete_run_without_a_report_gets_one(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert main(["finetune", str(model), "--data", str(badges), "--run", str(run), *QUICK]) == 0
+    words = [str(model), "--data", str(badges), "--run", str(run)]
+    assert main(["finetune", *words, *QUICK, "--steps", "4"]) == 0
     first = (run / "report.html").read_bytes()
     assert main(["finetune", "--resume", str(run)]) == 2 and "is complete" in capsys.readouterr().err
     (run / "report.html").unlink()  # as if it was killed before it wrote it

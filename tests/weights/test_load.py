@@ -191,7 +191,7 @@ ROUND_TRIPS = [
 
 
 @pytest.mark.parametrize(("kind", "layout"), ROUND_TRIPS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_what_is_written_is_read(
     kind: str,

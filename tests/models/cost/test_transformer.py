@@ -82,11 +82,12 @@ def test_published_gmacs_at_384() -> None:
     assert f"{variant_config('ViT-B/16', image_size=384).macs() / 1e9:.1f}" == "55.5"
 
 
-@pytest.mark.parametrize("name", ["ViT-Ti/16", "ViT-B/32", "ViT-L/16", "ViT-G/14"])
-def test_macs_of_published_networks_equal_the_modules(name: str) -> None:
-    config = variant_config(name)
+@pytest.mark.parametrize(("name", "depth"), [("ViT-Ti/16", 12), ("ViT-B/32", 3), ("ViT-L/16", 2), ("ViT-G/14", 2)])
+def test_macs_of_published_networks_equal_the_modules(name: str, depth: int) -> None:
+    config = variant_config(name, depth=depth)
     assert counted(config, "meta") == config.macs()
     assert executed(config, "meta") == config.inference_flops()
+    config = variant_config(name)
     assert 2 * config.macs() * 0.9 < config.inference_flops() < 2 * config.macs()
 
 
@@ -127,7 +128,7 @@ def test_macs_by_hand() -> None:
     assert config.inference_flops() == 2 * (stem + keys_values + queries + scores + mixed + out + mlp + 2 * 3)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_parameters_macs_and_training_equal_the_modules(
     configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject
@@ -141,7 +142,7 @@ def test_parameters_macs_and_training_equal_the_modules(
     assert config.training_flops() == pytest.approx(trained(config), rel=0.01)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), scale=st.tuples(st.integers(1, 3), st.integers(1, 3)))
 def test_macs_of_another_size(
     configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject, scale: tuple[int, int]
@@ -179,7 +180,7 @@ def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
     config, sizes = DROPPED[name]
     assert isinstance(config, ViTConfig)
     whole = replace(config, patch_dropout=0.0)
-    for size in sizes:
+    for size in sizes[-2:]:
         exact = config.root is None  # a root's first convolutions are counted to within a percent, as above
         assert config.training_flops(size) == pytest.approx(trained(config, size), rel=1e-9 if exact else 0.01)
         assert config.training_flops(size) < whole.training_flops(size) or size == (16, 16)

@@ -427,7 +427,7 @@ Small = Callable[..., ViTConfig]
 Randomised = Callable[[ViTConfig], VisionTransformer]
 
 
-@pytest.mark.parametrize("size", [(8, 20), (16, 10), (24, 20), (4, 5), (20, 20)])
+@pytest.mark.parametrize("size", [(8, 20), (24, 15), (4, 5)])
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("cover", ["all", "class", "patches"])
 def test_a_network_takes_another_size(
