@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import vitrail
+from tests.conftest import make_idx_folder
 from vitrail.cli import VERBS
+from vitrail.data.sources import fashion_mnist
 
 ROOT = Path(vitrail.__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -17,6 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fashion_mnist, "BUNDLED", make_idx_folder(tmp_path / "data", train=300))  # fewer images
     exec(code, {"__name__": "__main__"})
     shown = capsys.readouterr().out
     assert "test_accuracy" in shown and "Ankle boot ->" in shown

@@ -6,19 +6,35 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import make_idx_folder
+from vitrail.data.sources import fashion_mnist
 from vitrail.recipes import RECIPES
 from vitrail.training.run import RunResult, train
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """A run of a tiny network after 30 steps on the bundled images."""
+def some_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 1,100 training images and 300 test images of the bundled ones."""
+    return make_idx_folder(tmp_path_factory.mktemp("bundled") / "images", train=1100, test=300)
+
+
+@pytest.fixture
+def fewer_bundled(some_images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `bundled` mean a part of the bundled images."""
+    monkeypatch.setattr(fashion_mnist, "BUNDLED", some_images)
+
+
+@pytest.fixture(scope="session")
+def trained(some_images: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A run of a tiny network after 30 steps on a part of the bundled images."""
     run = tmp_path_factory.mktemp("trained") / "run"
     config = RECIPES["demo"]().override(
         run=str(run), steps=30, width=16, depth=2, heads=2, mlp_width=32, precision="float32", device="cpu",
         evaluations=1, checkpoints=1,
     )  # fmt: skip
-    return train(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fashion_mnist, "BUNDLED", some_images)
+        return train(config)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import make_colour_folder, make_idx_folder
+from tests.conftest import make_colour_folder
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.variants import create
@@ -34,15 +34,17 @@ def labelled(trained: RunResult, tmp_path: Path) -> Path:
     return tmp_path / "labelled"
 
 
+@pytest.mark.usefixtures("fewer_bundled")
 def test_the_test_split_gives_what_the_run_reported(
     model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(model), "--data", "bundled", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["test"]
     assert row["accuracy"] == trained.metrics["test_accuracy"]
-    assert (row["images"], row["skipped"]) == (2000, 0)
+    assert (row["images"], row["skipped"]) == (300, 0)
 
 
+@pytest.mark.usefixtures("fewer_bundled")
 def test_the_validation_split_is_the_one_that_training_held_out(
     model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,9 +54,9 @@ def test_the_validation_split_is_the_one_that_training_held_out(
     assert "has no validation split" in captured.err
 
 
-def test_all_measures_every_image(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = make_idx_folder(tmp_path / "data", train=1100, test=300)
-    assert main(["evaluate", str(model), "--data", str(data), "--split", "all"]) == 0
+@pytest.mark.usefixtures("fewer_bundled")
+def test_all_measures_every_image(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(model), "--data", "bundled", "--split", "all"]) == 0
     shown = capsys.readouterr().out
     assert "1,100" in shown and "300" in shown
 

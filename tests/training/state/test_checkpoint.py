@@ -146,7 +146,7 @@ def flip(path: Path, bit: int) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @given(bit=st.integers(0, 2**24))
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_flipped_bit_falls_back_to_the_one_before(
     bit: int, name: str, saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path
 ) -> None:
