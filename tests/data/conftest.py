@@ -15,12 +15,12 @@ from PIL import Image
 
 from vitrail.data.source import Sample, Target
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="session")
 def goldens() -> ModuleType:
-    """Golden outputs of the original code for images (see `tests/goldens/images.py`)."""
+    """Golden outputs of the original code for images (see `tests/golden/images.py`)."""
     spec = importlib.util.spec_from_file_location("golden_images", GOLDENS / "images.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -22,7 +22,7 @@ from vitrail.transfer.hyperrule import plan_by_hyperrule, schedule_for
 from vitrail.transfer.rules import DataFacts, Plan, facts_of
 from vitrail.weights.bundle import Bundle
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "pipeline" / "schedules.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline" / "schedules.json").read_text())
 FACTS = DataFacts(images=2040, side=300, targets="class", has_validation=True, has_test=True)
 R50 = variant_config("BiT-R50x1", num_classes=10)
 

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.golden.pipeline.formulas import fewshot_data
 from tests.golden.weights import tensor
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import LOO_GRID, FewShotResult, draw_shots, few_shot, fit_least_squares
@@ -21,6 +20,22 @@ from vitrail.evaluation.truth import SingleLabels
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "fewshot.json").read_text())
 """Results of big_vision's evaluator, in float32 and solved exactly in float64."""
+
+
+def fewshot_data(spec: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return training features and labels, and test features and labels, of a few-shot case."""
+    n, m, d, classes, tag = spec["train"], spec["test"], spec["dim"], spec["classes"], spec["tag"]
+    train_labels, test_labels = np.arange(n) % classes, (np.arange(m) * 3 + 1) % classes
+    centres = tensor(f"{tag}/centres", (classes, d))
+    scale = (1 + np.arange(d) % 5).astype(np.float32)
+    shift = (0.25 * (np.arange(d) % 7)).astype(np.float32)
+    pull = np.float32(spec["pull"])
+    train = (tensor(f"{tag}/train", (n, d)) + pull * centres[train_labels]) * scale + shift
+    test = (tensor(f"{tag}/test", (m, d)) + pull * centres[test_labels]) * scale + shift
+    for column in spec["constant_features"]:
+        train[:, column] = 0.25
+        test[:, column] = 0.25
+    return train.astype(np.float32), train_labels, test.astype(np.float32), test_labels
 
 
 def clusters(

@@ -1,6 +1,6 @@
 """Twelve training steps of the papers' code, repeated by this package's loop, optimizers, schedules and losses.
 
-`goldens/pipeline/train_*.json` were computed by vision_transformer and big_vision in float32 on a CPU. Weights and
+`golden/pipeline/train_*.json` were computed by vision_transformer and big_vision in float32 on a CPU. Weights and
 images follow from their names and seeds.
 """
 
@@ -33,7 +33,7 @@ from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
 from vitrail.weights.layouts.layout import theirs_of
 from vitrail.weights.load import load
 
-FOLDER = Path(__file__).parents[2] / "goldens" / "pipeline"
+FOLDER = Path(__file__).parents[2] / "golden" / "pipeline"
 SCHEDULE = {"warmup_from_zero": True}
 INDEPENDENT = {"weight_decay_rule": "independent"}
 BV_ADAM = {"kind": "adamw", "learning_rate": 1e-3, "weight_decay": 1e-4, "warmup": "3 steps", **INDEPENDENT}

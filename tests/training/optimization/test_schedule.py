@@ -18,7 +18,7 @@ from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.optimization.schedule import Schedule, ScheduleName
 
 KINDS = get_args(ScheduleName)
-GOLDEN = json.loads((Path(__file__).parents[2] / "goldens" / "pipeline" / "schedules.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "pipeline" / "schedules.json").read_text())
 arguments = st.integers(1, 200).flatmap(
     lambda steps: st.fixed_dictionaries(
         {
