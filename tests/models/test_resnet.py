@@ -431,12 +431,12 @@ def test_a_stem_that_does_not_exist() -> None:
         ({"depths": ()}, "depths=() leaves no stage, but a ResNet must have at least one"),
         (
             {"image_size": (0, 8)},
-            "image_size=(0, 8) and channels=3 must be at least 1, num_classes=1000 at least 0",
+            "image_size=(0, 8) and channels=3 must be at least 1, and num_classes=1000 at least 0",
         ),
-        ({"channels": 0}, "image_size=(224, 224) and channels=0 must be at least 1, num_classes=1000 at least 0"),
+        ({"channels": 0}, "image_size=(224, 224) and channels=0 must be at least 1, and num_classes=1000 at least 0"),
         (
             {"num_classes": -1},
-            "image_size=(224, 224) and channels=3 must be at least 1, num_classes=-1 at least 0",
+            "image_size=(224, 224) and channels=3 must be at least 1, and num_classes=-1 at least 0",
         ),
     ],
 )

@@ -174,17 +174,17 @@ def two_means(images: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("network", "rule"),
     [
-        (Alone(two_means, trained=False), "a network has a parameter that requires gradients"),
+        (Alone(two_means, trained=False), "a network must have a parameter that requires gradients"),
         (
             Alone(lambda images: images @ torch.ones(7)),
-            r"takes images of \(b, channels, height, width\), here \(2, 3, 9,",
+            r"must take images of \(b, channels, height, width\), here \(2, 3, 9,",
         ),
         (
             Alone(lambda images: images),
-            r"returns floats of \(b, 2\), one for each output; it returned a tensor of \(2, 3,",
+            r"must return floats of \(b, 2\), one for each output, but it returned a tensor of \(2, 3,",
         ),
-        (Alone(lambda images: [two_means(images)]), r"one for each output; it returned list$"),
-        (Alone(lambda images: two_means(images).long()), r"returns floats of \(b, 2\)"),
+        (Alone(lambda images: [two_means(images)]), r"one for each output, but it returned list$"),
+        (Alone(lambda images: two_means(images).long()), r"must return floats of \(b, 2\)"),
     ],
 )
 def test_a_network_that_breaks_a_rule_is_refused(
@@ -228,29 +228,29 @@ def changed(**members: Any) -> Stripes:
 PICTURE = np.zeros((4, 5, 3), np.uint8)
 
 BROKEN: list[tuple[Any, str]] = [
-    (changed(classes=["dark", "light"]), "classes are a tuple of names, not ['dark', 'light']"),
-    (changed(count=0), "a source has at least one sample"),
-    (changed(key=lambda self, index: index), "key(0) is a name, not 0"),
+    (changed(classes=["dark", "light"]), "classes must be a tuple of names, not ['dark', 'light']"),
+    (changed(count=0), "a source must have at least one sample"),
+    (changed(key=lambda self, index: index), "key(0) must be a name, not 0"),
     (
         changed(target=lambda self, index: 7),
-        "target(0) is 7, and the targets of this source are None or an index from 0 to",
+        "target(0) is 7, but the targets of this source must be None or an index from",
     ),
-    (changed(target=lambda self, index: "dark"), "target(0) is 'dark', and the targets of this source are"),
+    (changed(target=lambda self, index: "dark"), "target(0) is 'dark', but the targets of this source must be"),
     (
         changed(target=lambda self, index: (0, 2)),
-        "target(0) is (0, 2), and the targets of this source are None or tuples of",
+        "target(0) is (0, 2), but the targets of this source must be None or tuples of",
     ),
     (
         changed(target=lambda self, index: (0.5,)),
-        "target(0) is (0.5,), and the targets of this source are None or tuples",
+        "target(0) is (0.5,), but the targets of this source must be None or tuples",
     ),
     (
         changed(__getitem__=lambda self, index: Sample("other", PICTURE, index % 2)),
-        "has the key and the target that key(0)",
+        "must have the key and the target that key(0)",
     ),
     (
         changed(__getitem__=lambda self, index: Sample(self.key(index), PICTURE.astype(np.float32), index % 2)),
-        "the image of 'stripe 0' is bytes or a uint8 array of (height, width, 1 or 3)",
+        "the image of 'stripe 0' must be bytes or a uint8 array of (height, width, 1 or 3)",
     ),
 ]
 
@@ -263,7 +263,9 @@ def test_a_source_that_breaks_a_rule_is_refused(source: Any, rule: str, types_un
 
 
 def test_an_object_that_is_no_source_is_refused(config: Callable[..., TrainConfig], types_unchecked: None) -> None:
-    with pytest.raises(ConfigError, match=r"^data: list breaks a rule of its contract: a source has classes and key"):
+    with pytest.raises(
+        ConfigError, match=r"^data: list breaks a rule of its contract: a source must have classes and key"
+    ):
         train(config(**SIZES), data=[1, 2])  # type: ignore[arg-type]
 
 

@@ -189,7 +189,7 @@ def test_a_resnet_has_units_but_no_adapters_and_no_dropout(
 ) -> None:
     model = initial("BiT-R26x1", width=32)
     fields = {"image_size": (32, 48), "steps": 2, "evaluations": 1}
-    with pytest.raises(ConfigError, match=r"^dropout=0\.1 is a setting of transformers, and model '.*' is a ResNet$"):
+    with pytest.raises(ConfigError, match=r"^dropout=0\.1 is a setting of transformers, but model '.*' is a ResNet$"):
         train(from_model(model, colour_folder, dropout=0.1, **fields))
     with pytest.raises(ConfigError, match=r"^lora_rank=2: LoRA adapts a transformer's blocks, but a ResNet"):
         train(from_model(model, colour_folder, lora_rank=2, **fields))

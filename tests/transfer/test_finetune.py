@@ -154,14 +154,14 @@ def test_rates_to_try_are_chosen_with_any_protocol(tiny_bundle: Bundle, model: P
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rates": ()}, r"learning_rates=\(\) must be numbers above 0, at least one"),
-        ({"rates": (0.1, -0.2)}, r"learning_rates=\(0.1, -0.2\) must be numbers above 0, at least one"),
+        ({"rates": ()}, r"learning_rates=\(\) must be one or more numbers above 0"),
+        ({"rates": (0.1, -0.2)}, r"learning_rates=\(0.1, -0.2\) must be one or more numbers above 0"),
         (
             {"rates": (0.1,), "explicit": {"learning_rate": 0.3}},
             r"learning_rate=0.3 and learning_rates=\(0.1,\) exclude each other; choose one",
         ),
         ({"row": "vtab"}, "table_row='vtab' is a row of the paper's Table 4; choose protocol='paper' as well"),
-        ({"protocol": "bit"}, "protocol='bit' is the rule of Big Transfer for BiT ResNets, and the model is a Vision"),
+        ({"protocol": "bit"}, "protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is a Vision"),
         ({"protocol": "bit", "rates": (0.1,)}, r"learning_rates=\(0.1,\): BiT's rule has one learning rate; set"),
     ],
 )

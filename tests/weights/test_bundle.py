@@ -162,7 +162,7 @@ def test_saving_leaves_the_network_as_it_was(bundle: Bundle, tmp_path: Path) -> 
 
 
 def test_class_names_must_match_the_outputs(bundle: Bundle) -> None:
-    with pytest.raises(BundleError, match="2 class names for a network with 3 outputs"):
+    with pytest.raises(BundleError, match="there are 2 class names, but the network has 3 outputs"):
         Bundle(bundle.network, ("a", "b"), bundle.preprocess)
 
 
@@ -174,7 +174,7 @@ def test_class_names_must_match_the_outputs(bundle: Bundle) -> None:
     ],
 )
 def test_preprocessing_must_match_the_network(bundle: Bundle, preprocess: Preprocess, given: str) -> None:
-    message = f"preprocessing makes images of {given} for a network that takes " + r"\(3, 12, 10\)"
+    message = f"preprocessing makes images of {given}, but the network takes " + r"\(3, 12, 10\)"
     with pytest.raises(BundleError, match=message):
         Bundle(bundle.network, bundle.classes, preprocess)
 
@@ -491,8 +491,11 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable:
         ),
         (lambda folder: rewrite(folder, classes="abc"), r"classes must be a list, not 'abc'"),
         (lambda folder: rewrite(folder, classes=["a", 1, "c"]), r"classes must be a list of names"),
-        (lambda folder: rewrite(folder, classes=["a", "b"]), r"2 class names for a network with 3 outputs"),
-        (lambda folder: rewrite(folder, classes=list("abcd")), r"4 class names for a network with 3 outputs"),
+        (lambda folder: rewrite(folder, classes=["a", "b"]), r"there are 2 class names, but the network has 3 outputs"),
+        (
+            lambda folder: rewrite(folder, classes=list("abcd")),
+            r"there are 4 class names, but the network has 3 outputs",
+        ),
         (
             lambda folder: rewrite(folder, format=3),
             r"model\.json has format 3, written by a newer version of Vitrail; this version reads formats up to 2\. "
@@ -519,7 +522,7 @@ def test_a_path_that_does_not_exist(bundle: Bundle, tmp_path: Path, undecodable:
         (lambda folder: rewrite(folder, preprocess={}), r"preprocess: image_size is missing"),
         (
             lambda folder: rewrite(folder, preprocess={"image_size": [10, 12]}),
-            r"preprocessing makes images of \(3, 10, 12\) for a network that takes \(3, 12, 10\)",
+            r"preprocessing makes images of \(3, 10, 12\), but the network takes \(3, 12, 10\)",
         ),
         (lambda folder: rewrite(folder, weights={}), r"model\.safetensors was altered"),
         (

@@ -89,7 +89,7 @@ def test_golden_outputs_after_conversion(
     try:
         notes = convert(source, out, to, **given)
     except BundleError as error:
-        known = "cannot carry|cannot be written as|takes square patches and images|Hugging Face's DINOv2"
+        known = "cannot store|cannot be written as|takes only square patches and images|Hugging Face's DINOv2"
         assert re.search(known, str(error)) and not out.exists()
         assert to != layout
         return
@@ -380,7 +380,7 @@ REFUSED = [
     ("timm", {"positions_at": "shared"}, "positions_at='shared' (only 'stem')"),
     ("torchvision", {"pool": "gap"}, "pool='gap' (only 'cls')"),
     ("torchvision", {"registers": 1}, "registers=1 (only 0)"),
-    ("torchvision", {"patch_size": (4, 3)}, "square patches and images; this model has patches of (4, 3)"),
+    ("torchvision", {"patch_size": (4, 3)}, "square patches and images, but this model has patches of (4, 3)"),
     ("bit", {}, "a Vision Transformer cannot be written as bit: choose google, big-vision, timm, "),
     ("bit-torch", {}, "a Vision Transformer cannot be written as bit-torch"),
 ]  # fmt: skip

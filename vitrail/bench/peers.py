@@ -47,7 +47,7 @@ def build_peer(name: str, config: AnyConfig) -> nn.Module:
     for field in fields(ViTConfig):
         value = getattr(config, field.name)
         if field.name not in NO_MATTER and value != getattr(plain, field.name):
-            raise ConfigError(f"can only build the paper's ViT, without {field.name}={value!r}")
+            raise ConfigError(f"can only build the paper's ViT, which does not have {field.name}={value!r}")
     return PEERS[name](config)
 
 

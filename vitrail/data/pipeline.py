@@ -262,7 +262,10 @@ class TrainingBatches(Iterator[Batch]):
         if views < 1:
             raise ConfigError(f"views={views} is less than 1")
         if batch_size % ranks.world:
-            raise ConfigError(f"batch_size={batch_size} is not a multiple of the number of processes ({ranks.world})")
+            raise ConfigError(
+                f"batch_size={batch_size} is not a multiple of the number of processes ({ranks.world}); choose a "
+                "multiple"
+            )
         self._kind = target_kind(source)
         parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
         orders = [

@@ -188,7 +188,10 @@ def _number_metrics(prefix: str, metrics: NumberMetrics) -> dict[str, float]:
 
 
 def with_interval(name: str, metric: Metric) -> dict[str, float]:
-    """Return the value of a metric as NAME, and the ends of its interval, if it has one, as NAME_low and NAME_high."""
+    """Return the value of a metric as NAME.
+
+    If the metric has an interval, also return its ends as NAME_low and NAME_high.
+    """
     if metric.low is None or metric.high is None:
         return {name: metric.value}
     return {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}

@@ -103,7 +103,7 @@ class ResNetConfig:
             raise ConfigError("depths=() leaves no stage, but a ResNet must have at least one")
         if min(*self.image_size, self.channels) < 1 or self.num_classes < 0:
             raise ConfigError(
-                f"image_size={self.image_size} and channels={self.channels} must be at least 1, "
+                f"image_size={self.image_size} and channels={self.channels} must be at least 1, and "
                 f"num_classes={self.num_classes} at least 0"
             )
         if not math.isfinite(self.head_bias):

@@ -17,13 +17,14 @@ def demo() -> TrainConfig:
     """Return the config of a run on the 10,000 bundled images of Fashion-MNIST.
 
     The network is a small Vision Transformer of 728 thousand parameters, with two 3 x 3 convolutions before its
-    patches. The convolutions improve the accuracy on a few thousand small images. `--variant ViT-Pico/7 --image-size 28
-    28` trains a network without convolutions.
+    patches. The convolutions improve the accuracy on a few thousand small images. `--variant ViT-Pico/7
+    --image-size 28 28` trains a network without convolutions.
 
-    Command: `vitrail train`, or `make demo`. Hardware: two CPU cores; any GPU. Time: 285 and 251 seconds on two cores
-    with AVX512-BF16 (880 and 1,010 images/s; AMD EPYC 9004, 2026-11). Result: 88.40 % and 89.05 % of the 2,000 test
-    images, 89.3 % and 90.2 % of the 531 validation images (seeds 0, 1). docs/log.md explains the choice of the
-    settings.
+    Command: `vitrail train`, or `make demo`.
+    Hardware: two CPU cores; any GPU.
+    Time: 285 and 251 seconds on two cores with AVX512-BF16 (880 and 1,010 images/s; AMD EPYC 9004, 2026-11).
+    Result: 88.40 % and 89.05 % of the 2,000 test images, 89.3 % and 90.2 % of the 531 validation images (seeds 0, 1).
+    docs/log.md explains the choice of the settings.
     """
     return TrainConfig(
         data=DataConfig(spec="bundled", validation_share=0.05, cut_method="threshold"),

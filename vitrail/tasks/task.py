@@ -40,7 +40,8 @@ class Objective(nn.Module, ABC):
     """A network with its loss. An objective may own more modules, such as a decoder or a teacher.
 
     All parameters that require gradients are trained. All parameters and persistent buffers are in checkpoints. Buffers
-    that follow from the settings or the data can be non-persistent. The network must be the attribute `network`.
+    that follow from the settings or the data can be non-persistent. An objective must have its network in the attribute
+    `network`.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -42,31 +42,31 @@ def check_source(source: Any) -> None:
     """
     if not isinstance(source, Source):
         lacking = [name for name in ("classes", "__len__", "__getitem__", "key", "target") if not hasattr(source, name)]
-        raise _broken(source, f"a source has {' and '.join(lacking)}")
+        raise _broken(source, f"a source must have {' and '.join(lacking)}")
     classes, count = source.classes, len(source)
     if not isinstance(classes, tuple) or not all(isinstance(name, str) for name in classes):
-        raise _broken(source, f"classes are a tuple of names, not {classes!r:.60}")
+        raise _broken(source, f"classes must be a tuple of names, not {classes!r:.60}")
     if not count:
-        raise _broken(source, "a source has at least one sample")
+        raise _broken(source, "a source must have at least one sample")
     kind = target_kind(source)
     for index in np.unique(np.linspace(0, count - 1, min(count, EXAMPLES)).astype(np.int64)).tolist():
         key, target = source.key(index), source.target(index)
         if not isinstance(key, str):
-            raise _broken(source, f"key({index}) is a name, not {key!r:.60}")
+            raise _broken(source, f"key({index}) must be a name, not {key!r:.60}")
         if not _fits(target, kind, len(classes)):
-            raise _broken(source, f"target({index}) is {target!r:.60}, and {_rule(kind, len(classes))}")
+            raise _broken(source, f"target({index}) is {target!r:.60}, but {_rule(kind, len(classes))}")
         try:
             sample = source[index]
         except UndecodableImage:
             continue
         if sample.key != key or repr(sample.target) != repr(target):
             raise _broken(
-                source, f"source[{index}] has the key and the target that key({index}) and target({index}) say"
+                source, f"source[{index}] must have the key and the target that key({index}) and target({index}) return"
             )
         image = sample.image
         is_array = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3
         if not isinstance(image, bytes) and not (is_array and image.shape[2] in (1, 3)):
-            raise _broken(source, f"the image of {key!r} is bytes or a uint8 array of (height, width, 1 or 3)")
+            raise _broken(source, f"the image of {key!r} must be bytes or a uint8 array of (height, width, 1 or 3)")
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -92,7 +92,7 @@ def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
     The network is called once, in evaluation mode, with two images of zeros.
     """
     if not any(parameter.requires_grad for parameter in network.parameters()):
-        raise _broken(network, "a network has a parameter that requires gradients")
+        raise _broken(network, "a network must have a parameter that requires gradients")
     device = next(network.parameters()).device
     shape = (2, images.channels, *images.image_size)
     was_training = network.training
@@ -101,13 +101,15 @@ def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
         with torch.no_grad():
             made = network(torch.zeros(shape, device=device))
     except Exception as error:
-        rule = f"a network takes images of (b, channels, height, width), here {shape}; it raised"
+        rule = f"a network must take images of (b, channels, height, width), here {shape}, but it raised"
         raise _broken(network, f"{rule} {type(error).__name__}: {error}") from error
     finally:
         network.train(was_training)
     if not isinstance(made, Tensor) or tuple(made.shape) != (2, outputs) or not made.is_floating_point():
         found = f"a tensor of {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
-        raise _broken(network, f"a network returns floats of (b, {outputs}), one for each output; it returned {found}")
+        raise _broken(
+            network, f"a network must return floats of (b, {outputs}), one for each output, but it returned {found}"
+        )
     config: Any = getattr(network, "config", None)
     if has_known_architecture(network) and config.image_size != images.image_size:
         raise ConfigError(
@@ -139,7 +141,7 @@ def _is_class(value: Any, count: int) -> bool:
 
 def _rule(kind: TargetKind, count: int) -> str:
     if kind == "numbers":
-        return f"the targets of this source are None or tuples of {count} floats, one for each name in classes"
+        return f"the targets of this source must be None or tuples of {count} floats, one for each name in classes"
     if kind == "classes":
-        return f"the targets of this source are None or tuples of indices from 0 to {count - 1}"
-    return f"the targets of this source are None or an index from 0 to {count - 1}"
+        return f"the targets of this source must be None or tuples of indices from 0 to {count - 1}"
+    return f"the targets of this source must be None or an index from 0 to {count - 1}"

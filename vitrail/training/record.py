@@ -54,8 +54,8 @@ def read_record(folder: Path) -> Record:
         raise RunError(f"{path} is damaged: format={number!r} is not a whole number above 0")
     if number > FORMAT:
         raise RunError(
-            f"{path} has format {number}, and this version of Vitrail reads formats up to {FORMAT}; install a newer "
-            "version to use this run"
+            f"{path} has format {number}, but this version of Vitrail reads formats up to {FORMAT}; install a "
+            "newer version to use this run"
         )
     config = _part(path, values, "config")
     data = _part(path, values, "data")

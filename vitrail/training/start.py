@@ -130,7 +130,7 @@ def fitted(
     known = {item.name for item in fields(model)}
     for name, value in overrides.items():
         if name not in known:
-            raise ConfigError(f"{name}={value} is a setting of transformers, and model {init!r} is a ResNet")
+            raise ConfigError(f"{name}={value} is a setting of transformers, but model {init!r} is a ResNet")
     hidden = {"head_hidden": 0} if "head_hidden" in known else {}
     return replace(model, image_size=images.image_size, num_classes=num_classes, **{**overrides, **hidden})
 

@@ -103,7 +103,7 @@ def _check_rates(rates: tuple[float, ...] | None, explicit: Explicit) -> None:
     if rates is None:
         return
     if not rates or not all(0 < rate < math.inf for rate in rates):
-        raise ConfigError(f"learning_rates={rates} must be numbers above 0, at least one")
+        raise ConfigError(f"learning_rates={rates} must be one or more numbers above 0")
     if "learning_rate" in explicit:
         raise ConfigError(
             f"learning_rate={explicit['learning_rate']} and learning_rates={rates} exclude each other; choose one"

@@ -77,7 +77,7 @@ def plan_by_hyperrule(
     """
     if network.architecture != "BiT":
         raise ConfigError(
-            "protocol='bit' is the rule of Big Transfer for BiT ResNets, and the model is a Vision Transformer; choose "
+            "protocol='bit' is the rule of Big Transfer for BiT ResNets, but the model is a Vision Transformer; choose "
             "protocol='paper' or protocol='rule'"
         )
     check_images(base.data.spec, facts)

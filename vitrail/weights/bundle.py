@@ -62,13 +62,15 @@ class Bundle:
     def __post_init__(self) -> None:
         config = self.network.config
         if len(self.classes) != config.num_classes:
-            raise BundleError(f"{len(self.classes)} class names for a network with {config.num_classes} outputs")
+            raise BundleError(
+                f"there are {len(self.classes)} class names, but the network has {config.num_classes} outputs"
+            )
         if self.output not in get_args(OutputKind):
             raise BundleError(f"output={self.output!r} is not one of {', '.join(map(repr, get_args(OutputKind)))}")
         expected = (config.channels, *config.image_size)
         made = (self.preprocess.channels, *self.preprocess.image_size)
         if made != expected:
-            raise BundleError(f"preprocessing makes images of {made} for a network that takes {expected}")
+            raise BundleError(f"the preprocessing makes images of {made}, but the network takes {expected}")
 
     @property
     def device(self) -> torch.device:

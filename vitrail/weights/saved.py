@@ -8,8 +8,8 @@ top level is ignored, and a note names it. An unknown field inside `config` or `
 change what the model computes. The format number rises when older versions of Vitrail would misread a new file. A
 version refuses formats above its own.
 
-1. The first format. The meaning of the outputs is called "scores". 2. The meaning of the outputs is called "output",
-and can be "numbers".
+1. The first format. The meaning of the outputs is called "scores".
+2. The meaning of the outputs is called "output", and can be "numbers".
 """
 
 from __future__ import annotations

@@ -77,14 +77,16 @@ def test_samples_without_a_truth_are_refused() -> None:
     with pytest.raises(DataError, match="rows: 2 of 5 labels are unknown, the first in row 2; select the rows with a"):
         check_truth("rows", features, SingleLabels(np.array([0, 1, -1, 2, -1]), 3))
     check_truth("rows", features, SingleLabels(np.array([0, 1, 0, 2, 1]), 3))
-    with pytest.raises(DataError, match="rows: 5 features and 4 labels; give at least one feature, and a label for"):
+    with pytest.raises(
+        DataError, match="rows: there are 5 features and 4 labels; give at least one feature, and one label"
+    ):
         check_truth("rows", features, SingleLabels(np.zeros(4, np.int64), 3))
-    with pytest.raises(DataError, match="rows: 0 features and 0 labels"):
+    with pytest.raises(DataError, match="rows: there are 0 features and 0 labels"):
         check_truth("rows", features[:0], MultiLabels(np.zeros((0, 3), np.uint8)))
 
 
 def test_pairs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match="training features are 2 wide and test features 3"):
+    with pytest.raises(DataError, match="training features have 2 columns, but test features have 3"):
         check_pair(np.zeros((4, 2), np.float32), np.zeros((4, 3), np.float32))
     one, other = SingleLabels(np.zeros(4, np.int64), 3), MultiLabels(np.zeros((4, 3), np.uint8))
     with pytest.raises(DataError, match="are class with 3 columns, and test targets are classes with 3; both"):

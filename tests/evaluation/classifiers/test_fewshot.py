@@ -250,9 +250,9 @@ def test_many_short_classes_are_counted() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shots": ()}, r"shots=\(\) must be numbers of images per class, from 1"),
+        ({"shots": ()}, r"shots=\(\) must be whole numbers of images per class, 1 or more"),
         ({"shots": (5, 0)}, r"shots=\(5, 0\)"),
-        ({"seeds": 0}, r"seeds=\(\) must be whole numbers from 0, at least one"),
+        ({"seeds": 0}, r"seeds=\(\) must be one or more whole numbers, 0 or more"),
         ({"seeds": (1, -1)}, r"seeds=\(1, -1\)"),
         ({"l2": 0.0}, r"l2=0.0 must be a number above 0, or 'loo'"),
         ({"l2": float("nan")}, "l2=nan"),
@@ -267,9 +267,9 @@ def test_settings_out_of_range_are_refused(settings: dict[str, object], message:
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = clusters(5, 6, 2)
-    with pytest.raises(DataError, match="6 wide and test features 5"):
+    with pytest.raises(DataError, match="6 columns, but test features have 5"):
         measured(train, labels, train[:, :5], labels, num_classes=2, shots=[1])
     with pytest.raises(DataError, match="test features: 10 of 10 labels are unknown, the first in row 0"):
         measured(train, labels, train, np.full(10, -1), num_classes=2, shots=[1])
-    with pytest.raises(DataError, match="features are 5 wide; this linear map takes 6"):
+    with pytest.raises(DataError, match="features have 5 columns, but this linear map takes 6"):
         LinearMap(np.zeros((6, 2)), np.zeros(2)).scores(train[:, :5])

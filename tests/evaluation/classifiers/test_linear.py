@@ -184,7 +184,7 @@ def test_scores_of_a_classifier_are_its_affine_map() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"penalties": ()}, r"penalties=\(\) must be numbers above 0, at least one"),
+        ({"penalties": ()}, r"penalties=\(\) must be one or more numbers above 0"),
         ({"penalties": (0.1, 0.0)}, r"penalties=\(0.1, 0.0\)"),
         ({"penalties": (float("inf"),)}, r"penalties=\(inf,\)"),
         ({"held_out": 0.0}, "held_out=0.0 must be a fraction above 0 and below 1"),
@@ -199,7 +199,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 def test_data_that_does_not_fit_is_refused(types_unchecked: None) -> None:
     train, labels = drawn(20, 4, 2)
-    with pytest.raises(DataError, match="4 wide and test features 3"):
+    with pytest.raises(DataError, match="4 columns, but test features have 3"):
         probed(train, labels, train[:, :3], labels, num_classes=2)
     with pytest.raises(DataError, match="training features: 20 of 20 labels are unknown, the first in row 0"):
         probed(train, labels * 0 - 1, train, labels, num_classes=2)

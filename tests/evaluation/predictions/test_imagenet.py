@@ -358,7 +358,8 @@ def test_what_are_no_real_labels_is_refused_and_not_kept(
 ) -> None:
     serve({"/real.json": text})
     with pytest.raises(
-        DataError, match=r"real.json does not hold ReaL labels: a list of 50,000 lists of numbers from 0 to 999"
+        DataError,
+        match=r"real.json does not hold ReaL labels, which are a list of 50,000 lists of numbers from 0 to 999",
     ):
         read_real()
     assert not (tmp_path / "cache").exists()

@@ -154,5 +154,5 @@ def test_restricting_to_some_outputs(predictions: Callable[..., Predictions]) ->
     several = predictions([3, 0, -1], truth=MultiLabels(targets)).restricted((3, 1))
     assert several.truth.values.tolist() == [[0, 1], [1, 0], [0, 0]]
     for columns in ((0, 0), (4,), (-1,)):
-        with pytest.raises(ConfigError, match="are not different numbers from 0 to 3"):
+        with pytest.raises(ConfigError, match="must be distinct numbers from 0 to 3"):
             made.restricted(columns)

@@ -64,7 +64,7 @@ def test_a_new_option_of_a_transformer_is_not_exported(
     bundle = random_bundle(ViTConfig(**VIT))
     LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "known"))
     bundle.network.config = extended(bundle.network.config, WarmViT)
-    message = r"^the layout .* cannot carry temperature=1\.0 \(an option that this layout does not know\)$"
+    message = r"^the layout .* cannot store temperature=1\.0 \(an option that this layout does not know\)$"
     with pytest.raises(BundleError, match=message):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
     assert not (tmp_path / "new").exists()
@@ -78,7 +78,7 @@ def test_a_new_option_of_a_root_is_not_exported(
     bundle = random_bundle(config)
     LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "known"))
     bundle.network.config = extended(config, ViTConfig, root=extended(config.root, WarmRoot))
-    with pytest.raises(BundleError, match=r"cannot carry root\.temperature=1\.0 \(an option"):
+    with pytest.raises(BundleError, match=r"cannot store root\.temperature=1\.0 \(an option"):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
 
 
@@ -89,7 +89,7 @@ def test_a_new_option_of_a_resnet_is_not_exported(
     bundle = random_bundle(ResNetConfig(image_size=(8, 9), depths=(1,), width=32, num_classes=2))
     LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "known"))
     bundle.network.config = extended(bundle.network.config, WarmResNet)
-    with pytest.raises(BundleError, match=r"cannot carry temperature=1\.0 \(an option"):
+    with pytest.raises(BundleError, match=r"cannot store temperature=1\.0 \(an option"):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
 
 
@@ -97,7 +97,7 @@ def test_a_new_option_of_a_resnet_is_not_exported(
 def test_a_new_option_of_preprocessing_is_not_exported(layout: str, random_bundle: Make, tmp_path: Path) -> None:
     bundle = random_bundle(ViTConfig(**VIT))
     bundle.preprocess = extended(bundle.preprocess, WarmPreprocess)
-    with pytest.raises(BundleError, match=rf"^the layout {layout} cannot carry gamma=1\.0 \(an option"):
+    with pytest.raises(BundleError, match=rf"^the layout {layout} cannot store gamma=1\.0 \(an option"):
         LAYOUTS[layout].write(bundle, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -108,7 +108,7 @@ def test_a_new_meaning_of_the_outputs_is_not_exported(
 ) -> None:
     bundle: Any = random_bundle(ViTConfig(**VIT))
     bundle.output = "distances"
-    with pytest.raises(BundleError, match=f"^the layout {layout} cannot carry output='distances'$"):
+    with pytest.raises(BundleError, match=f"^the layout {layout} cannot store output='distances'$"):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
 
 
@@ -128,7 +128,7 @@ def test_every_option_without_a_place_is_named() -> None:
         "positions_at": only("stem"), "class_token": only(False), "qk_norm": only(False), "root": only(None),
     }  # fmt: skip
     message = (
-        r"^the layout theirs cannot carry pool='gap' \(only 'cls', 'map'\); class_token=True \(only False\); "
+        r"^the layout theirs cannot store pool='gap' \(only 'cls', 'map'\); class_token=True \(only False\); "
         r"registers=3 \(only 0\); positions_at='every-layer' \(only 'stem'\)$"
     )
     with pytest.raises(BundleError, match=message):

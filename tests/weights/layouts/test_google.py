@@ -159,7 +159,7 @@ def test_a_file_that_does_not_say_its_heads(
     if shape:
         tensors[name] = np.zeros(shape, np.float32)
     path = write_file(tensors, tmp_path / "x.npz")
-    with pytest.raises(BundleError, match=rf"x\.npz has no {name} of \(width, heads, channels\), which says how many"):
+    with pytest.raises(BundleError, match=rf"x\.npz has no tensor {name} with the shape \(width, heads, channels\)"):
         load(path, device="cpu", image_size=(32, 48))
 
 

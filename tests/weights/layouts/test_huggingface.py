@@ -551,7 +551,7 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path, make
     [
         (
             {"pool": "gap"},
-            r"huggingface \(model_type vit: no LayerScale\) cannot carry pool='gap' \(only 'cls'\)",
+            r"huggingface \(model_type vit: no LayerScale\) cannot store pool='gap' \(only 'cls'\)",
         ),
         ({"registers": 2}, r"registers=2 \(only 0\)"),
         ({"positions": "sincos-2d"}, r"positions='sincos-2d' \(only 'learned'\)"),
@@ -565,8 +565,8 @@ def test_a_head_on_the_class_token_sees_the_mean_times_zero(tmp_path: Path, make
         ({**DINOV2, "num_classes": 0}, r"model_type dinov2: LayerScale, .* pool='cls\+gap' \(only 'cls'\)"),
         ({**DINOV2, "pool": "gap"}, r"pool='gap' \(only 'cls\+gap', 'cls'\)"),
         ({**DINOV2, "pool": "cls", "num_classes": 0, "head_hidden": 4}, r"head_hidden=4 \(only 0\)"),
-        ({**DINOV2, "image_size": (28, 14)}, r"takes square patches and images: image_size=\(28, 14\)"),
-        ({**DINOV2, "patch_size": (7, 14)}, r"takes square patches and images: patch_size=\(7, 14\)"),
+        ({**DINOV2, "image_size": (28, 14)}, r"takes only square patches and images, not image_size=\(28, 14\)"),
+        ({**DINOV2, "patch_size": (7, 14)}, r"takes only square patches and images, not patch_size=\(7, 14\)"),
         (
             {**DINOV2, "mlp_width": 20},
             r"mlp_width=20 does not fit Hugging Face's DINOv2: it must be mlp_ratio \* width for a whole number",

@@ -33,7 +33,9 @@ class IdxSource:
         highest = int(self.labels.max(initial=0))
         self.classes = classes or tuple(str(number) for number in range(highest + 1))
         if highest >= len(self.classes):
-            raise DataError(f"{labels} has the label {highest}; the {len(self.classes)} classes are numbered from 0")
+            raise DataError(
+                f"{labels} has the label {highest}, but the {len(self.classes)} classes are numbered from 0"
+            )
 
     target_kind: TargetKind = "class"
 

@@ -35,8 +35,8 @@ def check_truth(what: str, features: Float[np.ndarray, "n d"], truth: Truth) -> 
     """
     if len(features) != len(truth) or not len(features):
         raise DataError(
-            f"{what}: {len(features):,} features and {len(truth):,} labels; give at least one feature, and a label for "
-            "each"
+            f"{what}: there are {len(features):,} features and {len(truth):,} labels; give at least one "
+            "feature, and one label for each feature"
         )
     unknown = np.flatnonzero(~truth.known)
     if len(unknown):
@@ -50,8 +50,8 @@ def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) 
     """Raise `DataError` unless both arrays of features have the same width."""
     if train.shape[1] != test.shape[1]:
         raise DataError(
-            f"training features are {train.shape[1]} wide and test features {test.shape[1]}; compute both with "
-            "the same model"
+            f"training features have {train.shape[1]} columns, but test features have {test.shape[1]}; compute "
+            "both with the same model"
         )
 
 
@@ -103,7 +103,7 @@ def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) ->
     finite = values.isfinite().all(dim=1)
     if not finite.all():
         row = rows[int(finite.int().argmin())]
-        raise DataError(f"features of row {row} are not all finite; the model or the image behind them is broken")
+        raise DataError(f"the features of row {row} are not all finite, because the model or the image is broken")
 
 
 def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray, " n"]:

@@ -206,9 +206,9 @@ class _Wide:
 def check_settings(shots: Sequence[int], seeds: Sequence[int], l2: Strength) -> None:
     """Raise `ConfigError` for settings out of range."""
     if not shots or min(shots) < 1:
-        raise ConfigError(f"shots={tuple(shots)} must be numbers of images per class, from 1")
+        raise ConfigError(f"shots={tuple(shots)} must be whole numbers of images per class, 1 or more")
     if not seeds or min(seeds) < 0:
-        raise ConfigError(f"seeds={tuple(seeds)} must be whole numbers from 0, at least one")
+        raise ConfigError(f"seeds={tuple(seeds)} must be one or more whole numbers, 0 or more")
     if not (l2 == "loo" if isinstance(l2, str) else 0 < l2 < math.inf):
         raise ConfigError(f"l2={l2!r} must be a number above 0, or 'loo' to choose it by leave-one-out error")
 
@@ -222,5 +222,5 @@ def check_counts(counts: Int64[np.ndarray, " classes"], shots: int, names: Seque
     others = f" and {len(few) - NAMED} more" if len(few) > NAMED else ""
     raise DataError(
         f"{shots} shots need {shots} training images per class; these classes have fewer: {named}{others}. "
-        "Choose fewer shots, or --allow-fewer to use all images of such classes"
+        "Choose fewer shots, or use --allow-fewer to take all images of such classes"
     )

@@ -190,7 +190,7 @@ class _Found:
 
 def _check_settings(k: Sequence[int], temperature: float) -> None:
     if not k or min(k) < 1:
-        raise ConfigError(f"k={tuple(k)} must be numbers of neighbours, from 1")
+        raise ConfigError(f"k={tuple(k)} must be whole numbers of neighbours, 1 or more")
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature} must be above 0")
 

@@ -47,7 +47,7 @@ class LinearMap:
     def scores(self, features: Float[np.ndarray, "n d"]) -> Float64[np.ndarray, "n outputs"]:
         """Return the scores. Raise `DataError` for features of another width."""
         if features.shape[1] != len(self.weight):
-            raise DataError(f"features are {features.shape[1]} wide; this linear map takes {len(self.weight)}")
+            raise DataError(f"features have {features.shape[1]} columns, but this linear map takes {len(self.weight)}")
         return (tensor(features) @ torch.from_numpy(self.weight) + torch.from_numpy(self.bias)).numpy()
 
     def measure(self, features: Float[np.ndarray, "n d"], truth: Truth) -> dict[str, float]:
@@ -198,6 +198,6 @@ def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " 
 
 def _check_settings(penalties: Sequence[float], held_out: float) -> None:
     if not penalties or not all(0 < penalty < math.inf for penalty in penalties):
-        raise ConfigError(f"penalties={tuple(penalties)} must be numbers above 0, at least one")
+        raise ConfigError(f"penalties={tuple(penalties)} must be one or more numbers above 0")
     if not 0 < held_out < 1:
         raise ConfigError(f"held_out={held_out} must be a fraction above 0 and below 1")

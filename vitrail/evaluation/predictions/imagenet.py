@@ -344,7 +344,7 @@ def _parse_real(where: str, data: bytes) -> tuple[tuple[int, ...], ...]:
     except (ValueError, TypeError):
         labels = ()
     if len(labels) != VALIDATION_IMAGES or not all(0 <= label < CLASSES for one in labels for label in one):
-        raise DataError(f"{where} does not hold ReaL labels: a list of 50,000 lists of numbers from 0 to 999")
+        raise DataError(f"{where} does not hold ReaL labels, which are a list of 50,000 lists of numbers from 0 to 999")
     return labels
 
 

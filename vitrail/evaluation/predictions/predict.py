@@ -64,7 +64,7 @@ class Predictions:
         """
         count = len(self.classes)
         if len(set(columns)) < len(columns) or not all(0 <= column < count for column in columns):
-            raise ConfigError(f"columns {list(columns)[:10]} are not different numbers from 0 to {count - 1}")
+            raise ConfigError(f"columns {list(columns)[:10]} must be distinct numbers from 0 to {count - 1}")
         return replace(
             self,
             logits=self.logits[:, list(columns)],

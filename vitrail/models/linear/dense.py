@@ -45,9 +45,11 @@ class Linear(nn.Linear):
         return gelu_linear(hidden, self.operand, self.bias, approximate)
 
     def by_rows(self, *inputs: tuple[Float[Tensor, " ..."], int]) -> tuple[Tensor, ...]:
-        """Return the matrix product of each input with its number of rows of the weight. Each argument is a pair of an
-        input and a number of rows. The first input uses the first rows, the next input the rows after these, and so on,
-        so the numbers must add up to the number of rows."""
+        """Return the products of several inputs with consecutive rows of the weight.
+
+        Each argument is a pair of an input and a number of rows. The first input uses the first rows, the next input
+        the rows after these, and so on, so the numbers must add up to the number of rows.
+        """
         rows = [count for _, count in inputs]
         weights = torch.split(self.operand, rows)
         biases = [None] * len(rows) if self.bias is None else torch.split(self.bias, rows)

@@ -95,7 +95,7 @@ def carried(layout: str, options: Any, table: Table) -> list[str]:
     """
     problems, lost = _compared(options, table, "")
     if problems:
-        raise BundleError(f"the layout {layout} cannot carry {'; '.join(problems)}")
+        raise BundleError(f"the layout {layout} cannot store {'; '.join(problems)}")
     return lost
 
 
@@ -105,7 +105,7 @@ def output_loss(layout: str, bundle: Bundle, *, kept: tuple[str, ...], noted: tu
     Raise `BundleError` if the meaning is in neither `kept` nor `noted`.
     """
     if bundle.output not in (*kept, *noted):
-        raise BundleError(f"the layout {layout} cannot carry output={bundle.output!r}")
+        raise BundleError(f"the layout {layout} cannot store output={bundle.output!r}")
     return [f"output={bundle.output!r}"] if bundle.output in noted else []
 
 

@@ -239,7 +239,9 @@ def _unscanned(tensors: TensorFile) -> TensorFile:
 def _heads(shapes: dict[str, tuple[int, ...]], path: Path) -> int:
     name = "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel"
     if name not in shapes or len(shapes[name]) != 3:
-        raise BundleError(f"{path} has no {name} of (width, heads, channels), which says how many heads there are")
+        raise BundleError(
+            f"{path} has no tensor {name} with the shape (width, heads, channels), so the number of heads is unknown"
+        )
     return shapes[name][1]
 
 

@@ -252,7 +252,9 @@ def _check_dinov2(config: ViTConfig) -> None:
     """Raise `BundleError` if the library's DINOv2 code cannot compute a network with this config."""
     for name, (down, across) in (("patch_size", config.patch_size), ("image_size", config.image_size)):
         if down != across:
-            raise BundleError(f"Hugging Face's DINOv2 takes square patches and images: {name}={(down, across)}")
+            raise BundleError(
+                f"Hugging Face's DINOv2 takes only square patches and images, not {name}={(down, across)}"
+            )
     if mlp_ratio(config) is None:
         rule = "mlp_ratio * width"
         if config.activation == "swiglu":

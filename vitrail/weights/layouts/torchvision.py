@@ -104,7 +104,7 @@ class Torchvision:
         lost = [*bare_loss(self.name, bundle), f"heads={config.heads}", *carried(self.name, config, CARRIED)]
         if config.patch_size[0] != config.patch_size[1] or config.image_size[0] != config.image_size[1]:
             raise BundleError(
-                f"torchvision takes square patches and images; this model has patches of "
+                "torchvision takes only square patches and images, but this model has patches of "
                 f"{config.patch_size} and images of {config.image_size}"
             )
         state, config = moved_positions(bundle.network.state_dict(), config, "class")

@@ -116,7 +116,7 @@ def test_several_labels(tmp_path: Path, picture: Callable[[int], bytes]) -> None
         ({"1.jpg": b"", "1.json": b'{"label": 1.5}'}, r"cannot be read \(it is 1\.5\)"),
         ({"1.jpg": b"", "1.json": b'{"label": [true]}'}, r"cannot be read \(it is True\)"),
         ({"1.jpg": b"", "1.json": b'{"__key__": "\\ud800", "label": 1}'}, r"the label in '1\.json' cannot be read"),
-        ({"1.jpg": b"", "1.cls": b" " * 2_000_000}, r"'1\.cls' has 2,000,000 bytes; a label may have at most"),
+        ({"1.jpg": b"", "1.cls": b" " * 2_000_000}, r"'1\.cls' has 2,000,000 bytes, but a label may have at most"),
         (labelled("1:-1"), r"sample '1' has the label -1; the 0 classes are numbered from 0"),
         (labelled("1:2000000"), r"the label 2000000 of '1' is not a class number"),
         (labelled("1:0", "2:rose"), r"the label 0 of '1' is a number, but other labels are names, such as 'rose'"),

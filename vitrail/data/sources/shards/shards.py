@@ -90,7 +90,7 @@ def _with_numbers(
     if plain or lengths != {len(names)}:
         raise DataError(
             f"data {location!r}: some samples have {len(names)} numbers, and others have classes or another count of "
-            "numbers; give the same numbers to all samples, null for one that is unknown"
+            "numbers; give the same numbers to all samples, and null for an unknown number"
         )
     places = places_of(f"data {location!r}", numbers, names) if numbers else list(range(len(names)))
     sources = {

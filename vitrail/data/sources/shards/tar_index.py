@@ -182,7 +182,7 @@ def _scan(shard: str, read: Read, size: int) -> ShardIndex:
             continue
         if member.size > LONGEST_LABEL:
             raise DataError(
-                f"{shard}: {member.name!r} has {member.size:,} bytes; a label may have at most {LONGEST_LABEL:,}"
+                f"{shard}: {member.name!r} has {member.size:,} bytes, but a label may have at most {LONGEST_LABEL:,}"
             )
         label, name = _label(shard, member.name, read(member.offset, member.size))
         if name is not None:

@@ -44,8 +44,8 @@ def number_of(where: str, column: str, value: Any) -> float:
         number = math.inf
     if math.isinf(number):
         raise DataError(
-            f"{where}: column {column!r} holds {value!r}, which is not a finite number; regression needs numbers, and "
-            "an empty cell for a number that is unknown"
+            f"{where}: column {column!r} holds {value!r}, which is not a finite number; regression needs "
+            "numbers, so leave the cell empty if the number is unknown"
         )
     return number
 

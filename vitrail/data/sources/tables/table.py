@@ -118,7 +118,7 @@ def open_table(
         parts = {split: _read(tables[0].parent / names[0], numbers, unlabelled) for split, names in named.items()}
     if len({isinstance(part.rows[0].label, tuple) for part in parts.values()}) > 1:
         raise DataError(
-            f"{where}: one split has one label per image, another has several; use the same form in all splits"
+            f"{where}: one split has one label per image, and another has several; use the same form in all splits"
         )
     if numbers:
         classes = numbers
