@@ -99,7 +99,7 @@ def from_model(tmp_path: Path) -> Callable[..., TrainConfig]:
     def make(model: Path, data: Path, **fields: Any) -> TrainConfig:
         defaults = {
             "init": str(model), "data": str(data), "run": str(tmp_path / "run"), "steps": 12, "batch_size": 8,
-            "device": "cpu", "precision": "float32", "threads": 2, "evaluations": 3, "checkpoints": 3,
+            "device": "cpu", "precision": "float32", "threads": 2, "evaluations": 3, "checkpoints": 1,
             "validation_share": 0.2, "image_size": (21, 28), "learning_rate": 1e-2, "variant": None,
             "position_std": None,
         }  # fmt: skip
@@ -116,7 +116,7 @@ def folder_config(tmp_path: Path) -> Callable[..., TrainConfig]:
         defaults = {
             "data": str(data), "run": str(tmp_path / "run"), "variant": "ViT-Pico/7", "image_size": (28, 28),
             "steps": 12, "batch_size": 8, "width": 16, "depth": 1, "heads": 2, "mlp_width": 32, "device": "cpu",
-            "precision": "float32", "threads": 2, "evaluations": 3, "checkpoints": 3, "validation_share": 0.2,
+            "precision": "float32", "threads": 2, "evaluations": 3, "checkpoints": 1, "validation_share": 0.2,
         }  # fmt: skip
         return RECIPES["folder"]().override(**{**defaults, **fields})
 

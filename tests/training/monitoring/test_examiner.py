@@ -32,7 +32,7 @@ from vitrail.weights.load import load
 Initial = Callable[..., Path]
 FromModel = Callable[..., TrainConfig]
 COLOURS = ("blue", "green", "red")
-STILL = {"optimizer": "sgd", "learning_rate": 1e-12, "steps": 24, "evaluations": 6}
+STILL = {"optimizer": "sgd", "learning_rate": 1e-12, "steps": 24, "evaluations": 6, "checkpoints": 3}
 """Settings with which no step changes the outputs, so that no evaluation is better than the first one, after four
 steps."""
 
