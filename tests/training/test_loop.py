@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.pipeline import Batch
 from vitrail.tasks.regression import RegressionObjective
+from vitrail.tasks.task import LossOutput, Objective
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
 from vitrail.training.plan import Plan
@@ -154,6 +155,24 @@ def test_clipping_scales_down_to_the_limit(make: Callable[..., Any]) -> None:
         factor = min(clip / length, 1)
         for name, gradient in free.items():
             torch.testing.assert_close(clipped[name], gradient * factor, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("clip", "factor"), [(1e-6, 0.2), (4e-6, 0.8), (5e-6, 1.0), (6e-6, 1.0), (0.0, 1.0)])
+def test_clipping_adds_no_small_number_to_the_norm(make: Callable[..., Any], clip: float, factor: float) -> None:
+    state, plan = make(**SGD, clip=clip)
+
+    class Tiny(Objective):
+        def forward(self, batch: Batch) -> LossOutput:
+            bias = self.network.head.bias
+            return LossOutput((bias[:2] * torch.tensor([3e-6, 4e-6])).sum(), {})
+
+    state.objective = Tiny(state.objective.network)
+    before = state.objective.network.head.bias.detach().clone()
+    found, metrics = gradient_of_step(state, plan, next(state.batches))
+    assert metrics["gradient_norm"].item() == pytest.approx(5e-6, rel=1e-6)
+    torch.testing.assert_close(before[:2], torch.zeros(2))
+    expected = torch.tensor([3e-6, 4e-6]) * factor
+    torch.testing.assert_close(found["network.head.bias"][:2], expected, rtol=1e-6, atol=0)
 
 
 def test_the_schedule_sets_the_learning_rate_of_every_group(make: Callable[..., Any]) -> None:

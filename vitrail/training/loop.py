@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.data.pipeline import Batch
@@ -40,15 +41,20 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate * group["scale"]
     batch = plan.augment(batch, seed=plan.seed, classes=plan.classes, size=plan.preprocess.image_size)
-    counted = state.objective.counted(batch).sum().clamp(min=1)
+    parts = batch.chunks(plan.accumulation)
+    counts = [state.objective.counted(part).sum() for part in parts] if len(parts) > 1 else []
+    total = torch.stack(counts).sum().clamp(min=1) if counts else None
     metrics: dict[str, Tensor] = {}
-    for part in batch.chunks(plan.accumulation):
-        weight = state.objective.counted(part).sum() / counted
+    for number, part in enumerate(parts):
         with autocast(plan.precision, plan.device):
             output = state.objective(replace(part, images=plan.preprocess.normalise(part.images)))
-        (output.loss * weight).backward()
-        for name, value in {"loss": output.loss, **output.metrics}.items():
-            metrics[name] = metrics.get(name, 0) + value.detach() * weight
+        values = {"loss": output.loss, **output.metrics}
+        if total is not None:
+            weight = counts[number] / total
+            values = {name: value * weight for name, value in values.items()}
+        values["loss"].backward()
+        for name, value in values.items():
+            metrics[name] = metrics[name] + value.detach() if number else value.detach()
     metrics["gradient_norm"] = _clip(state.objective, plan.clip)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
@@ -57,8 +63,14 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     return metrics
 
 
+@torch.no_grad()
 def _clip(module: nn.Module, largest: float) -> Tensor:
-    """Scale the gradients down to a norm of at most `largest` (0 for no limit). Return the norm that they had."""
+    """Scale the gradients down to a norm of at most `largest` (0 for no limit). Return the norm that they had.
+
+    As in optax, no small number is added to the norm, and gradients below the limit do not change.
+    """
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
     if largest:
-        return nn.utils.clip_grad_norm_(module.parameters(), largest, foreach=True)
-    return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], foreach=True)
+        torch._foreach_mul_(gradients, (largest / norm).clamp(max=1))
+    return norm
