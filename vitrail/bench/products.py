@@ -95,7 +95,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         if "::_scaled_dot_product" in name and "_math" not in name:
             reader = _attention_backward if name.endswith("_backward") else _attention
         if reader is None:
-            with self:  # without gradients, `linear` and similar arrive undivided; record the operations inside
+            with self:  # without gradients, `linear` arrives as a whole; record the operations inside
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
         result = func(*args, **kwargs)

@@ -21,12 +21,9 @@ from vitrail.data.source import Source, Subset, Target, class_indices, target_ki
 __all__ = ["SLICE", "CutMethod", "cut", "cut_slice", "slice_bounds", "take", "take_per_class"]
 
 CutMethod = Literal["stratified", "threshold"]
-"""Method of selecting samples by hash.
-
-stratified: the number of samples is exact, and each label has its fraction of them. threshold: the method of earlier
-versions. Samples are held out if their hash is below the fraction, and at least one of each class is. Each different
-set of labels counts as a class of its own.
-"""
+"""Method of selecting samples by hash. stratified: the number of samples is exact, and each label has its fraction of
+them. threshold: the method of earlier versions. Samples are held out if their hash is below the fraction, but at
+least one of each class is held out. Each different set of labels counts as a class of its own."""
 
 SLICE = re.compile(r"train\[(?P<start>-?\d+(?:(?:\.\d+)?%)?)?:(?P<stop>-?\d+(?:(?:\.\d+)?%)?)?\]")
 """A slice of the training images by position, such as train[-10000:] or train[99%:]."""

@@ -69,7 +69,7 @@ def compile_blocks(
     if compile == "off" or not getattr(getattr(network, "config", None), "has_uniform_blocks", False):
         return
     transformer = cast(VisionTransformer, network)
-    import torch._dynamo.config as settings  # takes a second
+    import torch._dynamo.config as settings  # a slow import
 
     settings.recompile_limit = max(settings.recompile_limit, GRAPHS)
     skips = [module for module in transformer.blocks.modules() if isinstance(module, StochasticDepth)]

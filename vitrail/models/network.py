@@ -209,7 +209,7 @@ def block_numbers(layers: Sequence[int], count: int) -> list[int]:
 def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) -> AnyModule:
     """Return a network of the same class that uses these weight tensors themselves, not copies. All weights are
     trainable."""
-    with torch.device("meta"):  # weights are not drawn only to be replaced
+    with torch.device("meta"):  # no random weights are drawn, because they are replaced
         new = type(network)(config)
     new.load_state_dict(weights, assign=True)
     for parameter in new.parameters():

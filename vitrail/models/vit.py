@@ -59,7 +59,7 @@ class VisionTransformer(nn.Module):
         )
         self.head_hidden = Linear(config.embed_width, config.head_hidden) if config.head_hidden else None
         self.head = Linear(config.head_inputs, config.num_classes) if config.num_classes else None
-        if not self.norm.weight.is_meta:  # on "meta", weights come later, and drawing would import the compiler (1 s)
+        if not self.norm.weight.is_meta:  # on "meta", weights are loaded later; drawing imports the compiler
             self.initialise()
 
     def forward(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -165,7 +165,7 @@ class VisionTransformer(nn.Module):
         z = self.patches(images if self.root is None else self.root(images), kept)
         # Under autocast, the branches of the blocks are in bfloat16, but the residual stream that they are added to has
         # the format of the weights. In bfloat16 it would lose small branches, and on a CPU the gradients of the norms'
-        # biases would be summed in bfloat16: they are then 4 % off over 6,000 tokens, 59 % over 50,000 (torch 2.13).
+        # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
         z = z.to(self.norm.weight.dtype)
         z = z if replace is None else replace(z)
         z = self.dropout(self.positions(self.prefix(z), grid, 0, kept))  # equation 1

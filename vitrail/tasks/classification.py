@@ -134,7 +134,7 @@ class ClassificationObjective(Objective):
         counted = self.counted(batch)
         likeliest = logits.detach().argmax(dim=1)
         correct = likeliest == batch.labels
-        if batch.targets is not None:  # of several labels, any will do
+        if batch.targets is not None:  # any of several labels counts
             hits = batch.targets.gather(1, likeliest[:, None])[:, 0] > 0.5
             correct = torch.where(batch.labels < 0, hits, correct)
         accuracy = mean_of_counted(correct.float(), counted)

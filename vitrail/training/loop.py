@@ -19,7 +19,7 @@ __all__ = ["fit", "train_step"]
 def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
     """Train until the plan is over. The loop never waits for a number that the device has yet to compute.
 
-    Raises as `Monitor.after_step` does.
+    Raises the errors of `Monitor.after_step`.
     """
     state.objective.train()
     while not plan.is_over(state):

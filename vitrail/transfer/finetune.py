@@ -111,7 +111,7 @@ def _check_rates(rates: tuple[float, ...] | None, explicit: Explicit) -> None:
 
 
 def _with_rates(chosen: Plan, rates: tuple[float, ...]) -> Plan:
-    """Return a plan with other learning rates, of which the best on held-out images is used."""
+    """Return a plan with other learning rates. The final run uses the best of them on held-out images."""
     config = chosen.config.override(learning_rate=rates[0])
     shown = ", ".join(f"{rate:g}" for rate in rates)
     if len(rates) == 1:

@@ -142,7 +142,7 @@ class SelfAttention(AttentionLayer):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        for projection in self.qkv.weight.chunk(3):  # each is a matrix of its own: fan-out D, not 3 D
+        for projection in self.qkv.weight.chunk(3):  # each is a separate matrix with a fan-out of D, not 3 D
             nn.init.xavier_uniform_(projection)
         nn.init.xavier_uniform_(self.out.weight)
         for bias in (self.qkv.bias, self.out.bias):

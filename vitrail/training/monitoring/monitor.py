@@ -145,7 +145,7 @@ class Monitor:
             return
         clock, now = self.clock, time.perf_counter()
         seconds = now - clock.mark - clock.paused
-        metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the head's
+        metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
         metrics["images_per_second"] = (clock.images - clock.marked_images) / seconds
         clock.training += seconds
         clock.mark, clock.paused, clock.marked_images = now, 0.0, clock.images
