@@ -174,6 +174,24 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_
         assert splits == {"validation"}
 
 
+def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
+    base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
+) -> None:
+    """Not by top-1 accuracy, which says little about images of several classes."""
+    shutil.copytree(colours / "train", tmp_path / "train")
+    images = sorted(path.relative_to(tmp_path) for path in (tmp_path / "train").rglob("*.png"))
+    rows = [
+        {"file": str(image), "labels": [image.parent.name, *(["odd"] if number % 2 else [])]}
+        for number, image in enumerate(images)
+    ]
+    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = base.override(data=str(tmp_path / "labels.jsonl"), loss="sigmoid")
+    trials = tried(tiny_bundle, config, (0.01, 0.1), tmp_path / "rates")
+    for trial in trials:
+        (*_, last) = [event for event in read_journal(trial.folder / "journal.jsonl") if event["event"] == "evaluation"]
+        assert trial.metric.name == "mean_average_precision" and trial.value == last["mean_average_precision"]
+
+
 def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     first = tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("journal.jsonl")}
