@@ -310,3 +310,61 @@ def _stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor],
             self.stop.requested = True
 
     return report
+
+
+def test_a_suite_is_fine_tuned_and_ends_with_one_table(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "badges").symlink_to(badges)
+    tasks = "".join(
+        f'[[tasks]]\nname = "{name}"\ngroup = "{group}"\nwhere = "ask [the curator]"\ntrain = "[:20]"\n'
+        for name, group in (("badges", "natural"), ("gone", "structured"))
+    )
+    Path("two.toml").write_text(f'name = "two"\n[evaluators.linear]\n{tasks}')
+    words = ["finetune", str(model), "--suite", "two.toml", "--data", str(data), "--max-skipped", "0.1", *QUICK]
+    words[words.index("--steps") + 1] = "4"
+    usual = Monitor.report
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Monitor, "report", _stop_at(2, usual))
+        assert main(words) == Stopped.exit_code
+    assert "The run is a task of a suite; to continue, give the first command again" in capsys.readouterr().err
+    assert main(["finetune", "--resume", "runs/two/badges"]) == 2
+    assert "run runs/two/badges is a task of a suite; to continue, give the first" in capsys.readouterr().err
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    (shown,) = re.findall(r"\n badges +([\d.]+%)", out)
+    assert re.search(rf"mean of natural +{shown}", out) and re.search(rf"mean of 2 tasks +{shown} \(1 of 2\)", out)
+    assert "skipped gone: ask [the curator]" in out and "in runs/two" in out
+    plain = json.loads(Path("runs/two/suite.json").read_text())
+    assert f"{plain['all']['accuracy']['mean']:.2%}" == shown
+    assert main([*words, "--name", "other", "--strict"]) == 2
+    assert "task gone: ask [the curator]" in capsys.readouterr().err and Path("runs/other/badges/model").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--suite", "vtab-1k"], "--data is missing; usage: vitrail finetune MODEL --data SPEC"),
+        (["--suite", "vtab-1k", "--data", "nowhere"], "--data: 'nowhere' is not a folder; with --suite, choose a"),
+        (["--suite", "vtab", "--data", "."], "suite 'vtab' does not exist (nearest: vtab-1k"),
+        (["--suite", "one.toml", "--data", "."], "suite one: no task could be measured:\n  gone: nowhere"),
+        (["--suite", "one.toml", "--data", ".", "--mix", "0.3:bundled", "--per-class", "5"],
+         "--suite one.toml decides which images are used and where; leave out --mix, --per-class"),
+        (["--suite", "one.toml", "--data", ".", "--init", "other"], "--init: the initial model is MODEL"),
+        (["--suite", "one.toml", "--data", ".", "--resume", "runs/one"], "a run that --resume continues keeps its"),
+        (["--strict", "--data", "."], "--strict: only the tasks of a --suite can be skipped; name a suite"),
+    ],
+)  # fmt: skip
+def test_a_suite_that_cannot_work_is_explained(
+    words: list[str], message: str, model: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("one.toml").write_text(
+        'name = "one"\n[evaluators.linear]\n[[tasks]]\nname = "gone"\ngroup = "a"\nwhere = "nowhere"'
+    )
+    code, error = main(["finetune", str(model), *words]), capsys.readouterr().err
+    assert code == 2 and message in error and "Traceback" not in error and not Path("runs").exists()

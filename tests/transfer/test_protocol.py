@@ -225,10 +225,10 @@ def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
     network = copy.deepcopy(tiny_bundle.network)
     with torch.no_grad():
         network.blocks[0].mlp.up.weight += 1
-    with pytest.raises(RunError, match=r"contains a run with other data or weights; choose another --name"):
+    with pytest.raises(RunError, match="contains a run with other weights; choose another --name"):
         tried(replace(tiny_bundle, network=network), config, (0.01,), tmp_path / "rates")
     next((data / "train" / "red").iterdir()).unlink()
-    with pytest.raises(RunError, match="contains a run with other data or weights"):
+    with pytest.raises(RunError, match="contains a run with other data; choose another --name"):
         tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
 
 

@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Option, Positional
+from vitrail.cli.options.fields import Option, Positional, flag
 from vitrail.cli.options.run_options import check_only_resume, default_texts, run_options, task_of, task_options
+from vitrail.cli.output.evaluate_tables import suite_table
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.report import ClassificationReport
@@ -26,15 +27,25 @@ from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
 from vitrail.transfer.finetune import FinetuneResult, Protocol, evaluate_run, finetune, plan
-from vitrail.transfer.protocol import TableRow, Trial, is_trial
+from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
+from vitrail.transfer.protocol import TableRow, is_trial
 from vitrail.transfer.report import AnyReport, summary_rows
 from vitrail.transfer.rules import Plan
+from vitrail.transfer.suite import read_suite
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 __all__ = ["main"]
 
 AGAIN = "to continue, give the first command again"
+
+OWN = ("model", "protocol", "learning_rates", "table_row", "suite", "strict")
+"""Options that are not settings of a run."""
+
+BY_SUITE = (
+    "task", "numbers", "mix", "per_class", "subset_seed", "cut_method", "validation", "overwrite",
+)  # fmt: skip
+"""Options that cannot be combined with --suite."""
 
 ARCHITECTURE = tuple(name for name in ("variant", *override_fields()) if name not in WITHOUT_WEIGHTS)
 """Options that the initial model decides."""
@@ -57,6 +68,11 @@ class Finetune:
     the paper's protocol tries those of its table, and the rule chooses one."""
     resume: Path | None = None
     """Folder of a stopped run to continue, with the run's own settings."""
+    suite: str = ""
+    """Suite of tasks to fine-tune on, one after the other: vtab-1k, paper-table-5, fewshot, offline, or a TOML file.
+    --data is then a folder that can hold a folder of data per task, and --name the folder of all runs."""
+    strict: bool = False
+    """Fail if a task of the suite cannot be used. By default the task is skipped."""
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
@@ -106,10 +122,14 @@ COMMAND = Command(
 def main(call: Call) -> int:
     display = ConsoleDisplay(Console())
     given = call.options
+    if "strict" in given and "suite" not in given:
+        raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
     try:
         if (folder := given.get("resume")) is not None:
             check_only_resume(given, COMMAND.known)
             result = _resumed(folder, display, call.started)
+        elif "suite" in given:
+            return _suite(given, display)
         else:
             chosen, data, initial = _plan(given, display)
             result = finetune(
@@ -119,14 +139,11 @@ def main(call: Call) -> int:
                 rates=chosen.rates,
                 display=display,
                 started=call.started,
-                on_trial=lambda trial: display.say(_tried(trial)),
+                on_trial=lambda trial: display.say(trial.text()),
             )
     except Stopped as stop:
-        how = (
-            f"The run is a trial of a learning rate; {AGAIN}"
-            if is_trial(stop.run)
-            else f"Continue with: vitrail finetune --resume {stop.run}"
-        )
+        part = _part(stop.run)
+        how = f"The run is {part}; {AGAIN}" if part else f"Continue with: vitrail finetune --resume {stop.run}"
         raise Stopped(f"{stop}\n{how}", stop.run) from None
     _report(display, result)
     return 0
@@ -134,8 +151,8 @@ def main(call: Call) -> int:
 
 def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
     """Finish a run that was stopped, and measure it if it has not been measured."""
-    if is_trial(folder):
-        raise RunError(f"run {folder} is a trial of a learning rate; {AGAIN}")
+    if part := _part(folder):
+        raise RunError(f"run {folder} is {part}; {AGAIN}")
     config = read_record(folder).config
     data = config.data.open_whole()
     run = None if (folder / "report.html").exists() else finished(folder)
@@ -143,14 +160,57 @@ def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
     return evaluate_run(run, config, config.data.cut(data))
 
 
+def _part(folder: Path) -> str:
+    """Return the purpose of a run that only the command that started it can continue, or an empty text."""
+    if is_trial(folder):
+        return "a trial of a learning rate"
+    return "a task of a suite" if is_suite_run(folder) else ""
+
+
+def _explicit(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the settings of runs that the user gave, without `others`. Raise `ConfigError` if there is an --init."""
+    if "init" in given:
+        raise ConfigError(f"--init: the initial model is MODEL, here {given['model']}; leave --init out")
+    return {name: value for name, value in given.items() if name not in (*OWN, *others)}
+
+
+def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
+    """Fine-tune on every task of a suite, print the results, and return the exit code."""
+    model, name, data = given["model"], given["suite"], given["data"]
+    if decided := [flag(option) for option in BY_SUITE if option in given]:
+        raise ConfigError(f"--suite {name} decides which images are used and where; leave out {', '.join(decided)}")
+    suite, folder = read_suite(name), Path(data).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"data={data!r} is not a folder; with --suite, choose a folder that can hold a folder of data per task, "
+            "named like the task"
+        )
+    place = Path(given["run"] if "run" in given else Path("runs") / (given.get("name") or suite.name))
+    explicit = _explicit(given, "data", "name", "run")
+    method = Method(given.get("protocol", "rule"), explicit, given.get("learning_rates"), given.get("table_row"))
+    result = finetune_suite(
+        suite,
+        load(model, device="cpu"),
+        TrainConfig().override(init=model, **explicit),
+        folder=folder,
+        place=place,
+        method=method,
+        strict=given.get("strict", False),
+        display=display,
+    )
+    display.console.print(suite_table(result))
+    for row in result.rows:
+        if row.reason is not None:
+            display.note(f"skipped {row.task.name}: {row.reason}")
+    display.say(f"The runs and their results (suite.json) are in {place}")
+    return 0
+
+
 def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData, Bundle]:
     """Return the settings of the run, the open data that they were chosen for, and the initial model."""
     model, protocol = given["model"], given.get("protocol", "rule")
-    if "init" in given:
-        raise ConfigError(f"--init: the initial model is MODEL, here {model}; leave --init out")
     rates, row = given.get("learning_rates"), given.get("table_row")
-    own = ("model", "protocol", "learning_rates", "table_row")
-    explicit = {name: value for name, value in given.items() if name not in own}
+    explicit = _explicit(given)
     initial = load(model, device="cpu")
     base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
     data = base.data.open_whole()
@@ -159,10 +219,6 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData,
     for reason in chosen.reasons:
         display.say(f"  {reason}")
     return chosen, data, initial
-
-
-def _tried(trial: Trial) -> str:
-    return f"learning rate {trial.rate:g}: {trial.metric.text(trial.value)} on the held-out images"
 
 
 def _worst_classes(report: AnyReport) -> Iterator[str]:

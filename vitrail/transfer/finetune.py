@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from vitrail.data.source import Source
@@ -39,9 +40,11 @@ from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import NO_SETTINGS, Explicit, Plan, facts_of, plan_by_rule
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["FinetuneResult", "Protocol", "evaluate_run", "finetune", "plan"]
+__all__ = ["FinetuneResult", "Protocol", "choose_best_rate", "evaluate_run", "finetune", "plan"]
 
 Protocol = Literal["rule", "paper", "bit"]
+
+OWN_NAMES = MappingProxyType({"test": "test", "validation": "validation"})
 
 MAX_POINTS = 500
 """Maximum number of points in a scatter plot of the report."""
@@ -136,26 +139,48 @@ def finetune(
     the trials is beside the run's folder. The final run then trains on all training images with the best learning rate.
     Raise the errors of `train` and `choose_rate`.
     """
-    trials: tuple[Trial, ...] = ()
+    folder = place_of(config)
     if rates:
-        check_final_run(config, with_all_images(config).data.cut(data))
-        check_place(folder := place_of(config), config)
-        trials = choose_rate(
-            config,
-            data,
-            rates,
-            trials_folder(folder),
-            initial=initial,
-            display=display,
-            on_trial=on_trial,
-        )
-        config = final_config(config, trials[0].rate)
+        check_place(folder, config)
+    config, trials = choose_best_rate(config, data, initial, rates, folder, display=display, on_trial=on_trial)
     run = train(config, data=data, initial=initial, display=display, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)
 
 
-def evaluate_run(run: RunResult, config: TrainConfig, splits: Splits, trials: tuple[Trial, ...] = ()) -> FinetuneResult:
+def choose_best_rate(
+    config: TrainConfig,
+    data: OpenedData,
+    initial: Bundle,
+    rates: tuple[float, ...],
+    folder: Path,
+    *,
+    display: Display | None = None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+) -> tuple[TrainConfig, tuple[Trial, ...]]:
+    """Return the config of the final run in `folder`, and the trials of the learning rates, best first.
+
+    Without `rates` nothing is tried, and `config` is returned unchanged. Raise the errors of `choose_rate`.
+    """
+    if not rates:
+        return config, ()
+    check_final_run(config, with_all_images(config).data.cut(data))
+    place = trials_folder(folder)
+    trials = choose_rate(config, data, rates, place, initial=initial, display=display, on_trial=on_trial)
+    return final_config(config, trials[0].rate), trials
+
+
+def evaluate_run(
+    run: RunResult,
+    config: TrainConfig,
+    splits: Splits,
+    trials: tuple[Trial, ...] = (),
+    *,
+    names: Mapping[str, str] = OWN_NAMES,
+) -> FinetuneResult:
     """Measure the model of a finished run on its held-out split, and write `report.html` into the run's folder.
+
+    `names` holds the names of the splits in the data set that `config` names. If the measured split has a name there,
+    the report shows the command that measures it again.
 
     If the test and validation splits both have labels, metrics are measured on the test split, and the calibration
     temperature is fitted on the validation split. Otherwise no temperature is fitted, because no other images are left
@@ -175,10 +200,10 @@ def evaluate_run(run: RunResult, config: TrainConfig, splits: Splits, trials: tu
         temperature = _temperature(run.bundle, held_out["validation"], config) if fits else None
         found = report(predictions, temperature=temperature)
     model = run.folder / "model"
-    commands = (
-        ("vitrail", "predict", str(model), str(run.folder / "examples")),
-        ("vitrail", "evaluate", str(model), "--data", config.data.spec, "--split", split, *_numbers(config)),
-    )
+    commands: list[tuple[str, ...]] = [("vitrail", "predict", str(model), str(run.folder / "examples"))]
+    if split in names:
+        measured = ("--data", config.data.spec, "--split", names[split], *_numbers(config))
+        commands.append(("vitrail", "evaluate", str(model), *measured))
     page = write_report(run.folder, run.bundle, source, split, found, next_commands=tuple(map(shlex.join, commands)))
     return FinetuneResult(run, split, found, page, trials)
 

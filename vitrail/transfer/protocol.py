@@ -21,7 +21,7 @@ from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.record import read_record
-from vitrail.training.run import resume, train
+from vitrail.training.run import RunResult, resume, train
 from vitrail.transfer.rules import (
     NO_SETTINGS,
     Choices,
@@ -45,6 +45,7 @@ __all__ = [
     "Trial",
     "check_final_run",
     "choose_rate",
+    "complete_run",
     "final_config",
     "is_trial",
     "plan_by_paper",
@@ -104,6 +105,11 @@ class Trial(NamedTuple):
     """Value of the metric."""
     metric: TaskMetric
     folder: Path
+
+    def text(self) -> str:
+        """Return the learning rate and the metric as a text, such as "learning rate 0.01: accuracy 89.30% on the
+        held-out images"."""
+        return f"learning rate {self.rate:g}: {self.metric.text(self.value)} on the held-out images"
 
 
 def row_for(images: int) -> Row:
@@ -219,16 +225,11 @@ def choose_rate(
     if not metric.describes_model:  # a run returns only the metrics of its model
         metric = replace(config.task, select=None).selection(splits)
     name = f"validation_{metric.name}"
-    start = fingerprint(splits.train, splits.validation, splits.test), weights_sha256(initial.network)
     trials = []
     for rate in rates:
         place = folder / f"{rate:g}"
-        trial_config = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
-        metrics = _finished_metrics(trial_config, place, start)
-        if metrics is None and (place / "run.json").is_file():
-            metrics = resume(place, data=data, display=display, measure_test=False).metrics
-        elif metrics is None:
-            metrics = train(trial_config, data=data, initial=initial, display=display, measure_test=False).metrics
+        trial = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
+        metrics, _ = complete_run(trial, data, initial, display=display, measure_test=False)
         if name not in metrics:  # no held-out image has a label and can be decoded
             raise ConfigError(no_images)
         trials.append(Trial(rate, metrics[name], metric, place))
@@ -237,20 +238,46 @@ def choose_rate(
     return tuple(sorted(trials, key=lambda trial: (sign * trial.value, trial.rate)))
 
 
-def _finished_metrics(config: TrainConfig, place: Path, start: tuple[str, str]) -> dict[str, float] | None:
-    """Return the metrics of an existing trial. Return None if the trial does not exist or is not finished.
+def complete_run(
+    config: TrainConfig,
+    data: OpenedData,
+    initial: Bundle,
+    *,
+    display: Display | None = None,
+    measure_test: bool = True,
+) -> tuple[dict[str, float], RunResult | None]:
+    """Return the metrics of the run in the folder that `config` names, and the result of the run.
 
-    `start` is the fingerprint of the data and the hash of the weights. Raise `RunError` if the trial has other
-    settings, data or weights.
+    The run starts if it does not exist, and continues if it was stopped. The result of a run that was finished before
+    is None, because nothing is computed again. Raise `RunError` if the existing run has other settings, data or
+    weights, and all errors of `train`.
     """
+    assert config.run.folder is not None
+    place = Path(config.run.folder)
     if not (place / "run.json").is_file():
-        return None
+        run = train(config, data=data, initial=initial, display=display, measure_test=measure_test)
+    else:
+        metrics = _finished_metrics(config, place, data, initial)
+        if metrics is not None:
+            return metrics, None
+        run = resume(place, data=data, display=display, measure_test=measure_test)
+    return run.metrics, run
+
+
+def _finished_metrics(config: TrainConfig, place: Path, data: OpenedData, initial: Bundle) -> dict[str, float] | None:
+    """Return the metrics of an existing run. Return None if the run is not finished.
+
+    Raise `RunError` if the run has other settings, data or weights.
+    """
     record = read_record(place)
     # The accumulation depends on the free memory and does not change the result.
     same = config.override(precision=record.config.run.precision, accumulation=record.config.run.accumulation)
     other = "" if record.config == same else "settings"
-    if not other and (record.fingerprint, record.origin and record.origin.sha256) != start:
-        other = "data or weights"
+    splits = config.data.cut(data)
+    if not other and record.fingerprint != fingerprint(splits.train, splits.validation, splits.test):
+        other = "data"
+    if not other and (record.origin is None or record.origin.sha256 != weights_sha256(initial.network)):
+        other = "weights"
     if other:
         raise RunError(f"{place} contains a run with other {other}; choose another --name, or delete that folder")
     for event in read_journal(place / "journal.jsonl"):

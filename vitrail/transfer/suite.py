@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,10 @@ from vitrail.errors import ConfigError, DataError, UserError, nearest
 from vitrail.evaluation.evaluators import Evaluator, evaluators_of, measure
 from vitrail.evaluation.outputs import Outputs
 from vitrail.plain import from_plain
+from vitrail.transfer.protocol import TableRow
 
 __all__ = [
+    "Finetuning",
     "Suite",
     "SuiteResult",
     "SuiteTask",
@@ -31,13 +34,19 @@ __all__ = [
 
 SUFFIX = ".toml"
 
-COUNTS = ("images", "skipped", "unlabelled", "training_images", "real_images", "linear_penalty")
+COUNTS = (
+    "images", "skipped", "unlabelled", "training_images", "test_images", "real_images", "linear_penalty",
+    "learning_rate",
+)  # fmt: skip
 """Metrics that are not averaged over tasks, because their mean has no meaning."""
 DETAILS = ("_low", "_high", "_deviation")
 """Suffixes of values that belong to another metric: the ends of its interval and its standard deviation."""
 
 ERRORS = ("mean_absolute_error", "root_mean_squared_error")
 """Suffixes of metrics in the units of a task's numbers. They are not averaged over tasks."""
+
+NAME = re.compile(r"\w[\w.-]*")
+"""Pattern of task names, which are also names of folders."""
 
 Settings = dict[str, dict[str, Any]]
 """Settings of each evaluator, by the evaluator's name."""
@@ -66,6 +75,24 @@ class SuiteTask:
     """Fraction of the training images that is measured if the data has no other split."""
     evaluators: Settings = field(default_factory=dict)
     """Evaluators of this task, with their settings. By default the evaluators of the suite."""
+    flip: bool = True
+    """Allows fine-tuning to mirror images. False if the labels depend on left and right."""
+    crop: bool = True
+    """Allows fine-tuning to crop images. False if the labels depend on positions, distances or counts."""
+
+
+@dataclass(frozen=True)
+class Finetuning:
+    """Settings for fine-tuning on the tasks of a suite. Raise `ConfigError` if `held_out` is out of its range."""
+
+    table_row: TableRow | None = None
+    """Row of the paper's Table 4 for the paper's protocol. By default the row for the number of training images."""
+    held_out: float = 0.2
+    """Fraction of a task's training images that chooses among several learning rates."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"finetune.held_out={self.held_out} is not in (0, 1)")
 
 
 @dataclass(frozen=True)
@@ -76,6 +103,7 @@ class Suite:
     tasks: tuple[SuiteTask, ...]
     about: str = ""
     evaluators: Settings = field(default_factory=dict)
+    finetune: Finetuning = field(default_factory=Finetuning)
 
     def evaluators_for(self, task: SuiteTask) -> dict[str, Evaluator]:
         """Return the evaluators of a task. Raise `ConfigError` if there are none."""
@@ -115,6 +143,12 @@ class SuiteResult:
 
     suite: Suite
     rows: tuple[TaskResult, ...]
+
+    def check(self) -> None:
+        """Raise `DataError` with the reasons if every task was skipped."""
+        if all(row.reason is not None for row in self.rows):
+            reasons = "".join(f"\n  {row.task.name}: {row.reason}" for row in self.rows)
+            raise DataError(f"suite {self.suite.name}: no task could be measured:{reasons}")
 
     def groups(self) -> tuple[str, ...]:
         """Return the names of the groups in the order of the tasks."""
@@ -212,10 +246,9 @@ def run_suite(
         for key, reason in outputs.skipped.items():
             outputs.note(f"{task.name}: skipped {key}: {reason}")
     outputs.forget()
-    if all(row.reason is not None for row in rows):
-        reasons = "".join(f"\n  {row.task.name}: {row.reason}" for row in rows)
-        raise DataError(f"suite {suite.name}: no task could be measured:{reasons}")
-    return SuiteResult(suite, tuple(rows))
+    result = SuiteResult(suite, tuple(rows))
+    result.check()
+    return result
 
 
 def suite_as_plain(result: SuiteResult) -> dict[str, Any]:
@@ -269,6 +302,11 @@ def _tasks(path: Path, suite: Suite, tables: Any) -> Iterator[SuiteTask]:
         try:
             task = from_plain(SuiteTask, table)
             suite.evaluators_for(task)
+            if NAME.fullmatch(task.name) is None:
+                raise ConfigError(
+                    f"name={task.name!r} cannot be the name of a folder; use letters, digits, '.', '_' and '-', and "
+                    "begin with a letter or digit"
+                )
         except ConfigError as error:
             raise ConfigError(f"{path}: task {name}: {error}") from None
         yield task

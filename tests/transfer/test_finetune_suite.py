@@ -1,0 +1,299 @@
+"""Fine-tuning on the tasks of a suite: the images that each task learns from, what is done again, and the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import idx_bytes, make_colour_folder
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError, NonFiniteLoss, RunError, Stopped
+from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.variants import build
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.monitoring.monitor import Monitor
+from vitrail.training.record import Record, read_record
+from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
+from vitrail.transfer.suite import Suite, SuiteResult, open_task, read_suite
+from vitrail.weights.bundle import Bundle
+
+QUICK = {
+    "steps": 2, "batch_size": 4, "precision": "float32", "device": "cpu", "threads": 1, "image_size": (14, 21),
+    "checkpoints": 1,
+}  # fmt: skip
+
+
+class Lines(Display):
+    """Collects what is shown."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.texts.append(text)
+
+    note = say
+
+
+@pytest.fixture(scope="session")
+def model(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_bundle.save(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of three tasks of VTAB-1k: more than 1,000 training images and a test split, as IDX files."""
+    root, random = tmp_path_factory.mktemp("downloads"), np.random.default_rng(0)
+    for name, images in (("dtd", 1040), ("dspr-loc", 1000), ("clevr-count", 1010)):
+        (root / name).mkdir()
+        for prefix, count in (("train", images), ("t10k", 20)):
+            labels = (np.arange(count) % 5).astype(np.uint8)
+            pixels = (random.integers(0, 50, (count, 4, 6)) + 40 * labels[:, None, None]).astype(np.uint8)
+            (root / name / f"{prefix}-images-idx3-ubyte").write_bytes(idx_bytes(pixels))
+            (root / name / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
+    return root
+
+
+@pytest.fixture
+def vtab() -> Suite:
+    """VTAB-1k without names on the hub, so that nothing is downloaded."""
+    suite = read_suite("vtab-1k")
+    return replace(suite, tasks=tuple(replace(task, data="", where="nowhere") for task in suite.tasks))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Suite:
+    """A suite of two tasks and a half, of 12 images to learn from each."""
+    for name in ("near", "far"):
+        make_colour_folder(tmp_path / "data" / name / "train", images=6)
+        make_colour_folder(tmp_path / "data" / name / "test", images=2)
+    text = "".join(
+        f'[[tasks]]\nname = "{name}"\ngroup = "{group}"\ntrain = "[:12]"\nwhere = "ask"\n'
+        for name, group in (("near", "a"), ("gone", "a"), ("far", "b"))
+    )
+    (tmp_path / "small.toml").write_text(f'name = "small"\n[evaluators.linear]\n{text}')
+    return read_suite(tmp_path / "small.toml")
+
+
+@pytest.fixture
+def tuned(tiny_bundle: Bundle, model: Path, tmp_path: Path) -> Callable[..., SuiteResult]:
+    """Fine-tunes on a suite, two steps per task."""
+
+    def finetuned(suite: Suite, folder: Path | None = None, **options: Any) -> SuiteResult:
+        bundle = options.pop("bundle", tiny_bundle)
+        method = Method(**{"explicit": {}, **options.pop("method", {})})
+        method = replace(method, explicit=QUICK | dict(method.explicit))
+        base = TrainConfig().override(**{"init": str(model), **method.explicit})
+        place = options.pop("place", tmp_path / "runs")
+        return finetune_suite(
+            suite, bundle, base, folder=folder or tmp_path / "data", place=place, method=method, **options
+        )
+
+    return finetuned
+
+
+def test_vtab_is_fine_tuned_as_in_the_paper(
+    vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tmp_path: Path
+) -> None:
+    """Once for all 1,000 images, at a learning rate of 0.01, with BiT's crops except where they change the label."""
+    result = tuned(vtab, downloads, method={"protocol": "paper"})
+    done = {row.task.name: row.metrics for row in result.rows if row.reason is None}
+    assert [*done] == ["dtd", "clevr-count", "dspr-loc"]
+    for metrics in done.values():
+        assert (metrics["training_images"], metrics["test_images"], metrics["learning_rate"]) == (1000, 20, 0.01)
+    assert {row.reason for row in result.rows} == {None, "nowhere"}
+    means = result.means()
+    assert means[None]["accuracy"] == (sum(each["accuracy"] for each in done.values()) / 3, 3)
+    assert means["natural"]["accuracy"] == (done["dtd"]["accuracy"], 1) and "accuracy" not in means["specialised"]
+    augments = {name: read_record(tmp_path / "runs" / name).config.augment for name in done}
+    assert {name: (each.crop_from, each.flip) for name, each in augments.items()} == {
+        "dtd": ((16, 24), True), "clevr-count": (None, True), "dspr-loc": (None, False)
+    }  # fmt: skip
+    assert all(each.settings.crop_area is None for each in augments.values())
+    plain = json.loads((tmp_path / "runs" / "suite.json").read_text())
+    assert plain["tasks"]["dtd"] == {"group": "natural", "metrics": done["dtd"]}
+    assert plain["protocol"] == "paper" and plain["all"]["accuracy"]["tasks"] == 3
+    assert not [*(tmp_path / "runs").glob("*-learning-rates")]
+
+
+def test_images_that_bit_neither_mirrors_nor_crops() -> None:
+    """1912.11370, appendix F."""
+    tasks = read_suite("vtab-1k").tasks
+    assert {task.name for task in tasks if not task.flip} == {"dspr-ori", "snorb-azim", "dspr-loc"}
+    uncropped = {"clevr-count", "clevr-dist", "dmlab", "kitti-dist", "dspr-loc"}
+    assert {task.name for task in tasks if not task.crop} == uncropped
+
+
+def test_200_images_choose_the_learning_rate_and_all_1000_are_then_learned_from(
+    vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tmp_path: Path
+) -> None:
+    only = replace(vtab, tasks=(vtab.tasks[2],))
+    (row,) = tuned(only, downloads, method={"protocol": "paper", "rates": (0.003, 0.1)}).rows
+    trials = tmp_path / "runs" / "dtd-learning-rates"
+    assert {path.name for path in trials.iterdir()} == {"0.003", "0.1"}
+    trial = json.loads((trials / "0.003" / "run.json").read_text())["data"]
+    assert (trial["train"], trial["validation"]) == (800, 200)
+    final = json.loads((tmp_path / "runs" / "dtd" / "run.json").read_text())["data"]
+    assert (final["train"], final["validation"]) == (1000, 0)
+    best = max((0.003, 0.1), key=lambda rate: finished(trials / f"{rate:g}")["validation_accuracy"])
+    assert row.task.name == "dtd" and row.metrics["learning_rate"] == best
+    assert row.metrics["accuracy"] == finished(tmp_path / "runs" / "dtd")["test_accuracy"]
+
+
+def finished(run: Path) -> dict[str, float]:
+    (event,) = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "finished"]
+    metrics: dict[str, float] = event["metrics"]
+    return metrics
+
+
+def test_the_pool_is_the_same_for_every_model_seed_and_method(
+    vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    task = vtab.tasks[2]
+    only = replace(vtab, tasks=(task,))
+    pool = open_task(task, downloads, lambda note: None).train
+    keys = [pool.key(index) for index in range(len(pool))]
+    assert len(set(keys)) == 1000
+    other = Bundle(tiny_bundle.network.with_head(0), (), tiny_bundle.preprocess)
+    records: list[Record] = []
+    for number, options in enumerate((
+        {"method": {"protocol": "paper", "explicit": {"seed": 7}}},
+        {"method": {"rates": (0.1,)}, "bundle": other},
+        {"method": {"explicit": {"seed": 3}}},
+    )):  # fmt: skip
+        tuned(only, downloads, place=tmp_path / str(number), **options)
+        records.append(read_record(tmp_path / str(number) / "dtd"))
+    assert len({record.fingerprint for record in records}) == 1
+    again = open_task(task, downloads, lambda note: None).train
+    assert keys == [again.key(index) for index in range(len(again))]
+
+
+def test_a_stopped_suite_continues_and_what_is_finished_stays(
+    small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path
+) -> None:
+    usual = Monitor.report
+    with pytest.MonkeyPatch.context() as patch:
+
+        def report(self: Monitor) -> None:
+            usual(self)
+            self.stop.requested = "far" in str(self.sinks.checkpoints.folder)
+
+        patch.setattr(Monitor, "report", report)
+        with pytest.raises(Stopped) as stop:
+            tuned(small)
+    assert stop.value.run == tmp_path / "runs" / "far" and is_suite_run(stop.value.run)
+    plain = json.loads((tmp_path / "runs" / "suite.json").read_text())
+    assert {name: "skipped" in row for name, row in plain["tasks"].items()} == {"near": False, "gone": True}
+    journal = tmp_path / "runs" / "near" / "journal.jsonl"
+    before, page = journal.read_bytes(), (tmp_path / "runs" / "near" / "report.html").stat().st_mtime_ns
+    result = tuned(small)
+    assert [row.reason for row in result.rows] == [None, "ask", None]
+    assert journal.read_bytes() == before, "a finished task is not done again"
+    assert (tmp_path / "runs" / "near" / "report.html").stat().st_mtime_ns == page
+    events = [event["event"] for event in read_journal(tmp_path / "runs" / "far" / "journal.jsonl")]
+    assert "resumed" in events and events[-1] == "finished"
+    (tmp_path / "runs" / "near" / "report.html").unlink()  # as if it was killed before it wrote it
+    assert tuned(small) == result and (tmp_path / "runs" / "near" / "report.html").is_file()
+
+
+def test_a_task_that_comes_later_is_added(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+    tuned(small)
+    (tmp_path / "data" / "gone").mkdir()
+    (tmp_path / "data" / "far" / "train").rename(tmp_path / "data" / "gone" / "train")
+    lines = Lines()
+    result = tuned(small, display=lines)
+    assert result.rows[1].metrics["training_images"] == 12 and result.rows[1].metrics["test_images"] == 2
+    assert result.rows[2].reason is not None and "task gone, 2 of 3" in lines.texts
+    page = (tmp_path / "runs" / "gone" / "report.html").read_text()
+    assert "vitrail predict" in page and "vitrail evaluate" not in page, "the data has no split to measure again"
+    assert "--split test" in (tmp_path / "runs" / "near" / "report.html").read_text()
+
+
+def test_the_users_settings_replace_the_suites(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+    near = replace(small.tasks[0], flip=False, crop=False)
+    suite = replace(small, tasks=(near,))
+    tuned(suite)
+    config = read_record(tmp_path / "runs" / "near").config
+    assert (config.augment.flip, config.augment.settings.crop_area, config.data.validation_share) == (False, None, 0)
+    given = {"flip": True, "crop_area": (0.5, 1.0), "validation_share": 0.25}
+    tuned(suite, place=tmp_path / "given", method={"explicit": given})
+    config = read_record(tmp_path / "given" / "near").config
+    assert (config.augment.flip, config.augment.crop_area, config.data.validation_share) == (True, (0.5, 1.0), 0.25)
+
+
+def test_bits_rule_fine_tunes_a_suite(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = build(ResNetConfig(depths=(1, 1), width=32, image_size=(32, 32), num_classes=4))
+    bundle = Bundle(network.eval(), ("a", "b", "c", "d"), Preprocess(image_size=(32, 32)))
+    suite = replace(small, tasks=(small.tasks[0], replace(small.tasks[2], crop=False)))
+    place = bundle.save(tmp_path / "resnet")
+    explicit = {"image_size": (24, 24), "init": str(place), "steps": 5}
+    result = tuned(suite, bundle=bundle, method={"protocol": "bit", "explicit": explicit})
+    assert [row.metrics["learning_rate"] for row in result.rows] == [0.003, 0.003]
+    crops = [read_record(tmp_path / "runs" / task.name).config.augment.crop_from for task in suite.tasks]
+    assert crops == [(30, 30), None]
+
+
+def test_numbers_are_fine_tuned(tuned: Callable[..., SuiteResult], brightness: Path, tmp_path: Path) -> None:
+    task = f'name = "grey"\ngroup = "numbers"\ndata = "{brightness}"\nnumbers = ["brightness"]\n'
+    head = 'name = "several"\ngroup = "labels"\nwhere = "nowhere"\nevaluators.accuracy.real = "public"\n'
+    (tmp_path / "suite.toml").write_text(f'name = "n"\n[evaluators.linear]\n[[tasks]]\n{task}[[tasks]]\n{head}')
+    result = tuned(read_suite(tmp_path / "suite.toml"))
+    assert "r2" in result.rows[0].metrics and result.columns() == ("r2",)
+    assert result.rows[1].reason is not None and "there is nothing to fine-tune" in result.rows[1].reason
+
+
+def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Callable[..., SuiteResult]) -> None:
+    explicit = {"learning_rate": 1e30, "optimizer": "sgd", "steps": 6, "clip": 0.0}
+    with pytest.raises(DataError, match=r"suite small: no task could be measured:\n  near: .*the run diverged"):
+        tuned(small, method={"explicit": explicit})
+    with pytest.raises(NonFiniteLoss, match=r"task near: .*the run diverged"):
+        tuned(small, method={"explicit": explicit}, strict=True)
+
+
+def test_what_cannot_be_used(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="task gone: ask"):
+        tuned(small, strict=True)
+    with pytest.raises(DataError, match=r"suite small: no task could be measured:\n  near: ask\n  gone: ask"):
+        tuned(small, tmp_path / "empty", place=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(RunError, match=r"near contains a run with other settings; choose another --name"):
+        tuned(small, method={"explicit": {"steps": 3}})
+    with pytest.raises(RunError, match=r"runs contains the runs of suite small, not of other; choose another --name"):
+        tuned(replace(small, name="other"))
+    (tmp_path / "runs" / "suite.json").write_text("{")
+    with pytest.raises(RunError, match=r"suite.json is damaged: .*; delete it, or choose another --name"):
+        tuned(small)
+    with pytest.raises(RunError, match=r"data exists and does not contain the runs of a suite; choose another"):
+        tuned(small, place=tmp_path / "data")
+    with pytest.raises(ConfigError, match="table_row='vtab' is a row of the paper's Table 4"):
+        tuned(small, place=tmp_path / "row", method={"row": "vtab"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "near"', 'name = "a/b"', r"small.toml: task a/b: name='a/b' cannot be the name of a folder; use"),
+        ('name = "near"', 'name = ".."', r"task \.\.: name='\.\.' cannot be the name of a folder"),
+        (
+            "[evaluators.linear]",
+            "[finetune]\nheld_out = 1.0\n[evaluators.linear]",
+            "finetune.held_out=1.0 is not in",
+        ),
+        ("[evaluators.linear]", '[finetune]\ntable_row = "x"\n[evaluators.linear]', "finetune.table_row='x' is not"),
+    ],
+)
+def test_a_wrong_file_is_explained(small: Suite, tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        read_suite(file)
