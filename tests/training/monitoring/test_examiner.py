@@ -14,7 +14,6 @@ from torch import Tensor
 import vitrail.training.loop as loop_module
 from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
-from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
@@ -88,7 +87,7 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
     wanted = next(event for event in averaged if event["step"] == step)
     assert (kept["weights"], kept["accuracy"]) == ("averaged", wanted["accuracy"])
     result.bundle.network.load_state_dict(weights_by_step[8])
-    validation = open_data(config.data.spec, validation_share=0.1).validation
+    validation = config.data.open().validation
     assert validation is not None
     measured = Accuracy()(Outputs(result.bundle), validation, validation)
     assert measured["cross_entropy"] == pytest.approx(during[2]["cross_entropy"], rel=1e-6)
