@@ -141,3 +141,15 @@ def test_classes_of_one_image_each_cannot_be_held_out(memory_source: Sources) ->
 def test_a_malformed_slice_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not auto, train or a slice of the training images; write a slice"):
         DataConfig(validation=text)
+
+
+def test_a_slice_of_images_in_the_order_of_their_classes_is_refused(memory_source: Sources) -> None:
+    sorted_by_class = memory_source(labels=[0] * 10 + [1] * 10 + [2], classes=("oak", "elm", "fir"))
+    with pytest.raises(
+        DataError,
+        match=r"validation='train\[-12:\]' holds out all images of 1 class of the data, such as elm: the images are in "
+        r"the order of their classes; hold out a fraction .*, with validation='train' and validation_share=0\.57",
+    ):
+        with_validation(Splits(sorted_by_class, None, None), "x", 0.1, validation="train[-12:]")
+    splits = with_validation(Splits(sorted_by_class, None, None), "x", 0.1, validation="train[-2:]")
+    assert len(splits.train) == 19, "the only image of a class may be held out"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 from vitrail.data.selection import SLICE, CutMethod, cut, cut_slice, slice_bounds
-from vitrail.data.source import Source, Subset, TargetKind, target_kind
+from vitrail.data.source import Source, Subset, TargetKind, class_indices, target_kind
 from vitrail.errors import DataError, plural
 
 __all__ = [
@@ -149,7 +150,7 @@ def with_validation(
     data has its own validation split and it is not used, it becomes the test split, unless the data has a test split.
 
     A source that generates its samples generates more samples instead of holding out some of them. Raise `DataError`
-    if no image would be held out, or if a slice is out of range or leaves no training image.
+    if no image would be held out, or if a slice is out of range or leaves no image of a class to learn from.
     """
     if validation == "auto" and (splits.validation is not None or share == 0):
         return splits
@@ -206,7 +207,27 @@ def _slice(splits: Splits, text: str) -> tuple[Subset, Subset]:
             f"validation={text!r} holds out all {plural(count, 'training image')} of {splits.title}; leave some to "
             f"learn from, such as with train[{count - count // 10}:]"
         )
-    return cut_slice(splits.train, start, stop)
+    train, held_out = cut_slice(splits.train, start, stop)
+    if lost := _lost_classes(train, held_out):
+        fraction = (stop - start) / count
+        raise DataError(
+            f"validation={text!r} holds out all images of {plural(len(lost), 'class')} of {splits.title}, such as "
+            f"{lost[0]}: the images are in the order of their classes; hold out a fraction of each class instead, with "
+            f"validation='train' and validation_share={fraction:.2g}"
+        )
+    return train, held_out
+
+
+def _lost_classes(train: Source, held_out: Source) -> list[str]:
+    """Return the names of the classes that have at least two held-out images and no training image."""
+    if target_kind(train) in ("numbers", "none"):
+        return []
+    left, held = Counter(_labels_of(train)), Counter(_labels_of(held_out))
+    return [train.classes[label] for label in sorted(held) if held[label] > 1 and not left[label]]
+
+
+def _labels_of(source: Source) -> Iterator[int]:
+    return (label for index in range(len(source)) for label in class_indices(source.target(index)))
 
 
 def _nothing_held_out(splits: Splits, share: float) -> str:
