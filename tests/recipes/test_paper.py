@@ -75,7 +75,7 @@ def test_the_plain_s16_in_every_detail() -> None:
     assert (settings.randaugment_layers, settings.randaugment_magnitude) == (2, 10)
     assert (settings.randaugment_rule, settings.mixup, settings.mixup_per) == ("big-vision", 0.2, "batch")
     assert (network.pool, network.positions, network.head_hidden, network.dropout) == ("gap", "sincos-2d", 384, 0)
-    assert config.data.validation == "train[99%:]" and config.task.loss == "softmax"
+    assert (config.data.validation, config.data.validation_share, config.task.loss) == ("train", 0.01, "softmax")
     images = config.images
     assert (images.resize, images.crop_share, images.interpolation) == ("crop", 0.875, "area")
     schedule = config.optimizer.schedule_of(RunLength(112_590, 1024, 1_268_355))

@@ -44,7 +44,7 @@ def augreg(
         "head_bias": {"i1k": -6.9, "i21k": -10.0}[data],
     }  # fmt: skip
     return TrainConfig(
-        data=DataConfig(spec=DATA[data], validation="train[99%:]"),
+        data=DataConfig(spec=DATA[data], validation="train", validation_share=0.01),
         task=Classification(loss="sigmoid"),
         model=ModelConfig(variant=variant, overrides=overrides),
         images=Preprocess(image_size=(224, 224)).with_geometry("big_vision-crop"),
@@ -69,7 +69,7 @@ def plain_vit_s16(epochs: int = 90) -> TrainConfig:
         "head_hidden": variant_config(variant).embed_width,
     }  # fmt: skip
     return TrainConfig(
-        data=DataConfig(spec=DATA["i1k"], validation="train[99%:]"),
+        data=DataConfig(spec=DATA["i1k"], validation="train", validation_share=0.01),
         task=Classification(loss="softmax"),
         model=ModelConfig(variant=variant, overrides=overrides),
         images=Preprocess(image_size=(224, 224)).with_geometry("big_vision-crop"),

@@ -23,7 +23,7 @@ def upstream(variant: str, data: str) -> TrainConfig:
     is added to the gradient, as SGD does by default.
     """
     return TrainConfig(
-        data=DataConfig(spec=DATA[data], validation="train[99%:]"),
+        data=DataConfig(spec=DATA[data], validation="train", validation_share=0.01),
         task=Classification(loss="softmax" if data == "i1k" else "sigmoid"),
         model=ModelConfig(variant=variant),
         images=Preprocess(image_size=(224, 224)).with_geometry("vision_transformer"),

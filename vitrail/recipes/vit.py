@@ -77,7 +77,7 @@ def pretraining(variant: str, data: str, *, epochs: int, learning_rate: float) -
             "head_hidden": network.embed_width, "activation": "gelu-tanh", "dropout": 0.0 if data == "jft" else 0.1,
         }  # fmt: skip
     return TrainConfig(
-        data=DataConfig(spec=DATA[data], validation="train[99%:]"),
+        data=DataConfig(spec=DATA[data], validation="train", validation_share=0.01),
         task=Classification(loss="softmax" if data == "i1k" else "sigmoid"),
         model=ModelConfig(variant=variant, overrides=overrides),
         images=Preprocess(image_size=(224, 224)).with_geometry("vision_transformer"),
