@@ -51,7 +51,7 @@ def finetune_suite(
     strict: bool = False,
     display: Display | None = None,
 ) -> SuiteResult:
-    """Fine-tune the model `initial` on each task of a suite, and measure it on the images that the task measures.
+    """Fine-tune the model `initial` on each task of a suite, and measure it on the task's test images.
 
     The model learns from all training images that a task selects. If several learning rates are tried, the suite's
     fraction of these images (200 of the 1,000 images of VTAB-1k) first chooses one. The images are the same for every
@@ -123,7 +123,7 @@ class _SuiteRun:
         data = OpenedData(task.name, Splits(images.train, None, images.held_out, title=f"task {task.name}"))
         place = self.place / task.name
         chosen = self._plan(task, data, images.spec, place)
-        for reason in chosen.reasons:
+        for reason in () if (place / "run.json").is_file() else chosen.reasons:
             self.display.say(f"  {reason}")
         self._write_results()  # marks the folder, so that a run that is stopped is known to belong to a suite
         config, trials = choose_best_rate(
