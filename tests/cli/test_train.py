@@ -100,7 +100,7 @@ def test_the_default_recipe_follows_the_data() -> None:
 def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("fashion-mnist", "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Default: fashion-mnist." in shown and "Default: 18." in shown and "demo, fashion-mnist or folder" in shown
+    assert "Default: fashion-mnist." in shown and "Default: 18." in shown and "vitrail recipes lists all" in shown
     assert run("--data", "flowers", "--help") == 0
     assert "Default: 40." in capsys.readouterr().out
 
@@ -178,7 +178,9 @@ def test_too_many_broken_images_fail_the_run(
     assert "more than the 0 that --max-skipped allows" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_complete_run_is_not_resumed(trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_run_is_not_resumed(
+    trained: RunResult, fewer_bundled: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("--resume", str(trained.folder)) == 2
     assert "is complete" in capsys.readouterr().err
 
