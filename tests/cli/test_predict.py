@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,56 @@ def test_a_table_shows_the_likeliest(model: Path, trained: RunResult, capsys: py
     assert "2." in shown and "3." not in shown
 
 
+@pytest.mark.parametrize("width", ["20", "80"])
+def test_paths_are_shown_in_full_whatever_the_width(
+    model: Path,
+    trained: RunResult,
+    tmp_path: Path,
+    width: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    names = [f"a photograph :cat: with {'more ' * 30}words [{number}].png" for number in range(2)]
+    for name in names:
+        (tmp_path / name).write_bytes(trained.examples[0].path.read_bytes())
+    assert main(["predict", str(model), str(tmp_path), "--top", "10"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    lines = [line for line in lines if line and set(line) != {"─"}]
+    assert [line.split(".png")[0] for line in lines[1:]] == [str(tmp_path / name)[:-4] for name in names]
+    assert all(line.count("%") == 10 for line in lines[1:])
+
+
+def test_json_has_the_likeliest_only_if_asked(
+    model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = trained.examples[0]
+    for words, count in ((("--top", "2"), 2), (("--top", "99"), 10), ((), 10)):
+        assert main(["predict", str(model), str(example.path), "--json", *words]) == 0
+        row = json.loads(capsys.readouterr().out)
+        assert row["label"] == example.prediction.label
+        assert list(row["probabilities"].items()) == list(load(model).predict([example.path])[0].ranking[:count])
+
+
+def test_csv_has_the_numbers_of_json(
+    model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / 'a "page", really.jpg'
+    broken.write_text("<html>not found</html>")
+    words = ["predict", str(model), str(trained.examples[0].path), str(broken)]
+    assert main([*words, "--json", "--top", "2"]) == 2
+    row, error = map(json.loads, capsys.readouterr().out.splitlines())
+    assert main([*words, "--csv", "--top", "2"]) == 2
+    captured = capsys.readouterr()
+    header, first, second = csv.reader(captured.out.splitlines())
+    assert header == ["image", "class_1", "probability_1", "class_2", "probability_2", "error"]
+    pairs = [word for pair in row["probabilities"].items() for word in map(str, pair)]
+    assert first == [row["image"], *pairs, ""]
+    assert second == [str(broken), "", "", "", "", error["error"]] and error["error"] in captured.err
+    assert main(["predict", str(model), str(trained.examples[0].path), "--csv"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("class_3,probability_3,error")
+
+
 def test_a_run_folder_stands_for_its_model(trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(trained.folder), str(trained.examples[0].path)]) == 0
     assert trained.examples[0].prediction.label in capsys.readouterr().out
@@ -52,6 +103,10 @@ def test_numbers_have_names_instead_of_ranks(
     assert main(["predict", str(model), str(image)]) == 0
     shown = capsys.readouterr().out
     assert "height" in shown and "mass" in shown and "1.25" in shown and "-300.5" in shown
+    assert main(["predict", str(model), str(image), "--csv"]) == 0
+    assert capsys.readouterr().out == f"image,height,mass,error\n{image},1.25,-300.5,\n"
+    assert main(["predict", str(model), str(image), "--top", "1"]) == 2
+    assert "--top is for classes, but this model predicts numbers; leave it out" in capsys.readouterr().err
 
 
 def test_a_broken_image_fails_alone(
@@ -76,7 +131,9 @@ def test_a_broken_image_fails_alone(
         (["{folder}", "{image}"], "is not a model: it has no model.json"),
         (["{model}", "{image}", "--top", "many"], "--top: 'many' is not a whole number"),
         (["{model}", "{image}", "--device", "tpu"], "--device: 'tpu' cannot be used here"),
-        (["{model}", "{image}", "--top", "0"], "--top: 0 is out of range, because this model has 10 classes"),
+        (["{folder}/none", "{image}", "--top", "0"], "--top: 0 is less than 1; choose the number of classes"),
+        (["{folder}/none", "{image}", "--json", "--top", "-2"], "--top: -2 is less than 1"),
+        (["{folder}/none", "{image}", "--json", "--csv"], "--csv and --json exclude each other; give only one"),
     ],
 )
 def test_mistakes_are_named(

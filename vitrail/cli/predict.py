@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import sys
@@ -12,18 +13,24 @@ from typing import Annotated
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.data.pixels.decode import SUFFIXES
-from vitrail.errors import DataError, UndecodableImage
+from vitrail.errors import ConfigError, DataError, UndecodableImage
 from vitrail.machine import Precision
-from vitrail.weights.bundle import AnyPrediction, NumberPrediction, Prediction
+from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction
 from vitrail.weights.load import load
 
 __all__ = ["main"]
+
+TOP = 3
+"""Default number of classes in the table and in CSV."""
+
+Result = tuple[Path, AnyPrediction | UndecodableImage]
+"""The path of an image with its prediction, or with the reason why it cannot be decoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +41,17 @@ class Predict:
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
     """Image files, or folders that are searched for images."""
-    top: int = 3
-    """Number of classes to show for each image, starting with the most probable."""
+    top: int | None = None
+    """Number of classes for each image, starting with the most probable. The default is 3, and all classes with
+    --json."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "float32"
     """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
+    csv: bool = False
+    """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities."""
     json: bool = False
-    """Print one line of JSON per image, with the probabilities of all classes."""
+    """Print one line of JSON per image, with its path and the probabilities of its classes."""
 
 
 COMMAND = Command(
@@ -53,40 +63,82 @@ COMMAND = Command(
         Example("vitrail predict google/vit-base-patch16-224 cat.jpg --json", "Use a model from the hub; print JSON."),
     ),
     options=(Predict,),
-    essential={"Output": ("top", "json"), "Speed": ("device", "precision")},
+    essential={"Output": ("top", "csv", "json"), "Speed": ("device", "precision")},
 )
 
 
 def main(call: Call) -> int:
     options = Predict(**call.options)
+    if options.csv and options.json:
+        raise ConfigError("--csv and --json exclude each other; give only one of them")
+    if options.top is not None and options.top < 1:
+        raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show for each image")
     paths = _image_paths(options.images)
     bundle = load(options.model, device=options.device)
+    top = _top(options, bundle)
     for note in bundle.notes:
         print(f"vitrail: {note}", file=sys.stderr)
-    whole = options.json or bundle.output == "numbers"
-    top = None if whole else min(options.top, max(len(bundle.classes), 1))
     results = bundle.predict(paths, top=top, precision=options.precision, undecodable="return")
     named = list(zip(paths, results, strict=True))
     if options.json:
         for path, result in named:
             print(json.dumps(_plain(path, result), ensure_ascii=False))
+    elif options.csv:
+        _print_csv(named, bundle, top)
     else:
-        table = Table("image", box=SIMPLE_HEAD, pad_edge=False)
-        columns = bundle.classes if top is None else [f"{place}." for place in range(1, top + 1)]
-        for column in columns:
-            table.add_column(escape(column), no_wrap=True)
-        for path, result in named:
-            if isinstance(result, Prediction):
-                cells = [f"{escape(label)} {probability:.1%}" for label, probability in result.ranking]
-                table.add_row(escape(path.name), *cells)
-            elif isinstance(result, NumberPrediction):
-                table.add_row(escape(path.name), *(f"{value:.6g}" for value in result.values))
-        if table.row_count:
-            Console().print(table)
+        _print_table(named, bundle, top)
     broken = [result for result in results if isinstance(result, UndecodableImage)]
     for error in broken:
         print(f"vitrail: {error}", file=sys.stderr)
     return UndecodableImage.exit_code if broken else 0
+
+
+def _top(options: Predict, bundle: Bundle) -> int | None:
+    """Return the number of classes to rank, or None for all classes or for numbers. Raise `ConfigError` if a model that
+    predicts numbers is used with --top."""
+    if bundle.output == "numbers":
+        if options.top is not None:
+            raise ConfigError("--top is for classes, but this model predicts numbers; leave it out")
+        return None
+    classes = max(len(bundle.classes), 1)
+    if options.top is None:
+        return None if options.json else min(TOP, classes)
+    return min(options.top, classes)
+
+
+def _print_table(named: Sequence[Result], bundle: Bundle, top: int | None) -> None:
+    """Print a table with the path of every image in full. The table may be wider than the terminal."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    columns = bundle.classes if top is None else [f"{place}." for place in range(1, top + 1)]
+    for column in ("image", *columns):
+        table.add_column(Text(column), no_wrap=True)
+    for path, result in named:
+        if isinstance(result, Prediction):
+            cells = [Text(f"{label} {probability:.1%}") for label, probability in result.ranking]
+            table.add_row(Text(str(path)), *cells)
+        elif isinstance(result, NumberPrediction):
+            table.add_row(Text(str(path)), *(f"{value:.6g}" for value in result.values))
+    if table.row_count:
+        console = Console()
+        needed = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+        console.width = max(console.width, needed)  # rich would shorten the paths to fit the width
+        console.print(table)
+
+
+def _print_csv(named: Sequence[Result], bundle: Bundle, top: int | None) -> None:
+    """Print CSV. An image that cannot be decoded has empty fields and the reason in the last column, `error`."""
+    places = range(1, (top or 0) + 1)
+    ranks = [name for place in places for name in (f"class_{place}", f"probability_{place}")]
+    columns = list(bundle.classes) if top is None else ranks
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["image", *columns, "error"])
+    for path, result in named:
+        values: list[object] = [""] * len(columns)
+        if isinstance(result, Prediction):
+            values = [value for pair in result.ranking for value in pair]
+        elif isinstance(result, NumberPrediction):
+            values = list(result.values)
+        writer.writerow([str(path), *values, str(result) if isinstance(result, UndecodableImage) else ""])
 
 
 def _plain(path: Path, result: AnyPrediction | UndecodableImage) -> dict[str, object]:
