@@ -88,7 +88,8 @@ def escape(text: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table whose cells are plain text. A table that is wider than the window scrolls by itself."""
+    """Return an HTML table whose cells are plain text. If it is wider than the window, it has its own scroll
+    bar."""
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in heads)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'

@@ -352,7 +352,7 @@ def test_a_suite_is_fine_tuned_and_ends_with_one_table(
         (["--suite", "vtab", "--data", "."], "suite 'vtab' does not exist (nearest: vtab-1k"),
         (["--suite", "one.toml", "--data", "."], "suite one: no task could be measured:\n  gone: nowhere"),
         (["--suite", "one.toml", "--data", ".", "--mix", "0.3:bundled", "--per-class", "5"],
-         "--suite one.toml decides which images are used and where; leave out --mix, --per-class"),
+         "--suite one.toml decides which images each task uses for training and for testing; leave out --mix"),
         (["--suite", "one.toml", "--data", ".", "--init", "other"], "--init: the initial model is MODEL"),
         (["--suite", "one.toml", "--data", ".", "--resume", "runs/one"], "a run that --resume continues keeps its"),
         (["--strict", "--data", "."], "--strict: only the tasks of a --suite can be skipped; name a suite"),

@@ -74,8 +74,8 @@ class Evaluate:
     allow_fewer: bool = False
     """Accept classes with too few images for fewshot, and use all of their images. By default this is an error."""
     features: Literal["embedding", "head-inputs"] | None = None
-    """Layer whose outputs are the features, if the network has a hidden layer before its head: embedding is the layer
-    below the hidden one. By default head-inputs for fewshot, as in the original code, and embedding for linear and
+    """Features of a network with a hidden layer before its head: the input of the hidden layer (embedding) or its
+    output (head-inputs). By default head-inputs for fewshot, as in the original code, and embedding for linear and
     knn."""
     k: tuple[int, ...] = ()
     """Numbers of neighbours for knn. By default those of 1, 5, 10, 20 and 100 that do not exceed the number of training

@@ -59,7 +59,8 @@ class Finetune:
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     protocol: Protocol = "rule"
     """rule chooses settings from the data's size and the machine. paper takes those of the paper's Table 4, chooses the
-    learning rate on held-out images, and then trains on all of them. bit is BiT's rule for ResNets (BiT-HyperRule)."""
+    learning rate on held-out images, and then trains on all training images. bit is BiT's rule for ResNets
+    (BiT-HyperRule)."""
     table_row: TableRow | None = None
     """Row of the paper's Table 4, with --protocol paper. By default chosen by the number of training images; vtab has
     2,500 steps and one learning rate."""
@@ -178,7 +179,10 @@ def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
     """Fine-tune on every task of a suite, print the results, and return the exit code."""
     model, name, data = given["model"], given["suite"], given["data"]
     if decided := [flag(option) for option in BY_SUITE if option in given]:
-        raise ConfigError(f"--suite {name} decides which images are used and where; leave out {', '.join(decided)}")
+        raise ConfigError(
+            f"--suite {name} decides which images each task uses for training and for testing; leave out "
+            f"{', '.join(decided)}"
+        )
     suite, folder = read_suite(name), Path(data).expanduser()
     if not folder.is_dir():
         raise ConfigError(

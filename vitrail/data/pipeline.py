@@ -163,9 +163,10 @@ class _Loader:
     kind: TargetKind
     crop: Crop | None = None
     first: int = 0
-    """First index and length of the samples of one source of a mixture. Positions in the order refer to these
-    samples."""
+    """Index of the loader's first sample in `source`, which can be a mixture of several sources."""
     length: int | None = None
+    """Number of samples of the loader's part of a mixture, which is the length of its epoch. By default, all samples
+    of `source`."""
     views: int = 1
     whole_levels: bool = False
     """Return uint8 pixels, which augmentation needs."""

@@ -37,9 +37,10 @@ NO_LABEL = (-1,)
 def cut(source: Source, share: float, *, method: CutMethod = "stratified") -> tuple[Subset, Subset]:
     """Hold out the fraction `share` of the samples, by a hash of their keys. Return the rest and the held-out samples.
 
-    The number of held-out samples is rounded, and each label has nearly the same fraction of them. The last sample of a
-    label is never held out, so the number can be smaller if many labels have a single sample. Samples without a label
-    count as samples of one more label. If the targets are numbers, all samples count as samples of one label.
+    The number of held-out samples is rounded. Nearly the same fraction of the samples of each label is held out. At
+    least one sample of each label is kept, so fewer samples are held out if many labels have a single sample. Samples
+    without a label count as samples of one more label. If the targets are numbers, all samples count as samples of one
+    label.
     """
     held_out = _below(source, share) if method == "threshold" else _first(source, round(share * len(source)))
     chosen = set(held_out)

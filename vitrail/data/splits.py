@@ -42,7 +42,8 @@ class Unlimited(Protocol):
     """A source that generates its samples and can generate more samples of the same classes."""
 
     def held_out(self, fraction: float) -> Source:
-        """Return a source with more samples. It holds about `fraction` of the samples of both sources."""
+        """Return a new source with other samples. Its size is about `fraction` of the total size of this source and the
+        new one."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ class ViTConfig:
     positions_at: PositionPlace | None = None
     """Layers that add positions. By default the stem, or every layer for positions that act inside attention."""
     positions_cover: Covered = "class"
-    """Tokens that have learned positions besides the patches: all, only the class token, or none."""
+    """Tokens that have learned positions: all tokens ("all"), the patches and the class token ("class"), or only the
+    patches ("patches")."""
     position_resize: PositionResize = "linear-corners"
     """Interpolation that resizes learned positions to another grid. Each choice reproduces one library."""
     position_std: float = 0.02

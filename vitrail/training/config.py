@@ -60,8 +60,7 @@ class RunConfig:
     threads: int | None = None
     """Threads that read and decode images, by default one per core."""
     processes: int = 0
-    """Worker processes for reading and decoding, with --threads threads each. Useful if decoding holds Python's
-    lock."""
+    """Worker processes for reading and decoding, with --threads threads each. Useful if decoding holds the GIL."""
     seed: int = 0
     """Random seed of the initial weights, the order of images, augmentation and dropout."""
     evaluations: int = 10

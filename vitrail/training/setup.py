@@ -86,8 +86,8 @@ def prepare(
 ) -> Setup:
     """Check a config and open its data. Raises `UserError` for settings and data that cannot work.
 
-    `model` is the model to start from. `origin` describes that model if the weights will come from a checkpoint.
-    Without `measure_test` the run has no test split.
+    `model` is the model to start from. If a run continues, `origin` is the record of that model in run.json. Without
+    `measure_test` the run has no test split.
     """
     device = pick_device(config.run.device)
     config = config.override(precision=resolve_precision(config.run.precision, device))

@@ -32,8 +32,8 @@ class StartConfig:
 
     init: str | None = None
     """Model to start from: a model folder, a run folder, another library's checkpoint, or a hub name. The model's head
-    is kept if the classes have the same names in the same order. Otherwise a new head of zeros replaces it, as it also
-    does if the classes have no names, only numbers."""
+    is kept if the classes have the same names in the same order. Otherwise, or if the class names are only numbers, it
+    is replaced by a new head of zeros."""
     train_blocks: int | None = None
     """With --init: number of last blocks to train with the final norm, pooling and head. By default all blocks. 0
     trains only the head. The blocks of a ResNet are its residual units."""
@@ -44,7 +44,7 @@ class StartConfig:
     lora_on: tuple[Projection, ...] = ("query", "value")
     """Weights of each block that are updated: query, key, value, out, up, down."""
     new_head: bool = False
-    """With --init: start from a new head of zeros even if the model's classes have the names of the data's."""
+    """With --init: start from a new head of zeros even if the model and the data have the same class names."""
 
     def __post_init__(self) -> None:
         problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]

@@ -144,7 +144,7 @@ class _SuiteRun:
         start = "test_"
         values = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
         if not values:
-            raise DataError("no image to measure has a label and can be decoded")
+            raise DataError("no test image both has a label and can be decoded")
         self.display.say(f"task {task.name}: {', '.join(config.task.texts(values))}")
         counts = {"training_images": len(splits.train), "test_images": len(images.held_out)}
         return values | counts | {"learning_rate": config.optimizer.learning_rate}

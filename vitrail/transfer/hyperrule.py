@@ -38,7 +38,7 @@ class StepSchedule(NamedTuple):
     warmup: int
     """Steps in which the learning rate rises from 0."""
     decays: tuple[int, ...]
-    """Last steps before the learning rate is divided by ten."""
+    """Steps after which the learning rate is divided by ten."""
     steps: int
     mixup: float
 

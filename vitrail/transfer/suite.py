@@ -88,7 +88,7 @@ class Finetuning:
     table_row: TableRow | None = None
     """Row of the paper's Table 4 for the paper's protocol. By default the row for the number of training images."""
     held_out: float = 0.2
-    """Fraction of a task's training images that chooses among several learning rates."""
+    """Fraction of a task's training images that is held out to choose among several learning rates."""
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:

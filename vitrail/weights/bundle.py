@@ -1,4 +1,4 @@
-"""A model with everything that its use needs: the network, its classes, its preprocessing and its origin."""
+"""A model with everything that is needed to use it: the network, its classes, its preprocessing and its origin."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Reading and writing of files with named tensors: npz, safetensors, PyTorch, and the index of sharded weights.
 
 Opening a file reads the shapes of all tensors. Values are read one tensor at a time, and no code from a file ever runs.
-safetensors and PyTorch files are memory-mapped, so a tensor takes memory only when it is used. If writing fails, the
-old file stays as it was, so a model can replace the file that its weights are mapped from.
+safetensors and PyTorch files are memory-mapped, so a tensor takes memory only when it is used. Files
+are replaced only when the new file is complete, so a model can replace the file that its weights are mapped from. If
+writing fails, the old file is unchanged.
 """
 
 from __future__ import annotations
@@ -198,7 +199,10 @@ def _open_index(path: Path) -> TensorFile:
     shards = {name: open_tensors(path.with_name(name)) for name in sorted(set(weight_map.values()))}
     missing = [name for name, shard in weight_map.items() if name not in shards[shard]]
     if missing:
-        raise BundleError(f"{path}: {missing[0]} is not in {weight_map[missing[0]]}")
+        raise BundleError(
+            f"{path} says that the tensor {missing[0]} is in {weight_map[missing[0]]}, but it is not; download the "
+            "files of the model again"
+        )
     shapes = {name: shards[shard].shapes[name] for name, shard in weight_map.items()}
     return TensorFile(path, shapes, lambda name, row: shards[weight_map[name]].read(name, row))
 

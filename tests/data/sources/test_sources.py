@@ -213,14 +213,16 @@ def test_idx_folders_without_validation_are_cut(idx_folder: Callable[..., Path])
 
 def test_a_label_that_training_lacks_is_named(idx_folder: Callable[..., Path]) -> None:
     root = idx_folder(train=[0, 1, 1], t10k=[0, 2])
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte has the label 2; the 2 classes are numbered from 0"):
+    with pytest.raises(
+        DataError, match=r"t10k-labels-idx1-ubyte has the label 2, but the 2 classes are numbered from 0"
+    ):
         open_data(str(root), validation_share=0.0)
 
 
 def test_idx_folders_take_a_models_classes(idx_folder: Callable[..., Path]) -> None:
     root = idx_folder(train=[0, 1, 1])
     assert open_data(str(root), validation_share=0.0, classes=("x", "y", "z")).classes == ("x", "y", "z")
-    with pytest.raises(DataError, match=r"has the label 1; the 1 classes"):
+    with pytest.raises(DataError, match=r"has the label 1, but the 1 classes"):
         open_data(str(root), validation_share=0.0, classes=("x",))
 
 

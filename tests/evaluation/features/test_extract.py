@@ -308,7 +308,9 @@ def test_a_disk_without_locks_keeps_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(fcntl, "flock", refuse)
     watched = Watched()
     features = watched(Pictures(7), tmp_path)
-    assert watched.notes == [f"features are computed but not kept, because the disk of {tmp_path} has no locks"]
+    assert watched.notes == [
+        f"features are computed but not kept, because the disk of {tmp_path} does not support locks"
+    ]
     assert same(features, watched(Pictures(7), None))
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 

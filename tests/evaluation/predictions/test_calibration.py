@@ -141,5 +141,5 @@ def test_temperature_stays_in_bounds_where_there_is_no_minimum() -> None:
     assert fit_temperature(logits, np.array([0, 1])) == 1e-3
     assert fit_temperature(logits, np.array([2, 0])) == 1e3
     assert fit_temperature(np.zeros((2, 3), np.float32), np.array([0, 1])) == 1e3
-    with pytest.raises(DataError, match="label -1 is not from 0 to 2, the numbers of the 3 classes"):
+    with pytest.raises(DataError, match="label -1 is not a class index from 0 to 2"):
         fit_temperature(logits, np.array([0, -1]))

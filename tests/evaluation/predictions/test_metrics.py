@@ -79,7 +79,7 @@ def test_top_k_is_the_first_k_of_a_stable_ranking(seed: int, classes: int, ties:
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_that_is_no_class_is_refused(label: int) -> None:
     labels, logits = np.array([0, label]), np.zeros((2, 3), np.float32)
-    with pytest.raises(DataError, match=f"label {label} is not from 0 to 2, the numbers of the 3 classes; sel"):
+    with pytest.raises(DataError, match=f"label {label} is not a class index from 0 to 2; sel"):
         top_k(logits, labels, 1)
     with pytest.raises(DataError, match=f"label {label} is not"):
         confusion(labels, np.zeros(2, np.int64), 3)

@@ -101,14 +101,14 @@ class Augment:
     image."""
     colour_jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Strength of the random changes of brightness, contrast, saturation and hue. The first three are fractions from 0
-    to 1. The hue turns by up to this fraction of the colour circle, at most 0.5."""
+    to 1. The fourth, from 0 to 0.5, is the largest rotation of the hue as a fraction of the colour circle."""
     randaugment_layers: int | None = None
     """Number of RandAugment operations per image; 0 turns RandAugment off."""
     randaugment_magnitude: float | None = None
     """Strength of the RandAugment operations, 0 to 30. By default 10."""
     randaugment_rule: RandAugmentRule | None = None
-    """Code that RandAugment's operations follow: pillow (the default), with lengths in proportion to the image, or
-    big-vision exactly, with lengths in pixels at any image size."""
+    """Code that RandAugment's operations follow. pillow (the default): shifts and boxes are proportional to the image.
+    big-vision: exactly as in big_vision, with shifts and boxes of a fixed number of pixels."""
     erase: float = 0.0
     """Probability that a box of 10 to 40 % of each side turns grey (random erasing, 1708.04896)."""
     mixup: float | None = None

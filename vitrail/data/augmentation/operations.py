@@ -38,8 +38,8 @@ Images = UInt8[Tensor, "n c h w"]
 
 
 def on_device(array: Shaped[np.ndarray, "*shape"], device: torch.device) -> Tensor:
-    """Return the array on the device. The copy uses pinned memory, because the CPU could have to wait for any other
-    copy."""
+    """Return the array on the device. The copy uses pinned memory, because the CPU might have to wait for a copy from
+    memory that is not pinned."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

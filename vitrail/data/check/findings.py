@@ -193,7 +193,7 @@ def _within(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> 
 
 
 def _across(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> dict[tuple[str, str], int]:
-    """Return the number of images in each split that have a copy in an earlier split, for each pair of splits.
+    """For each pair of splits, return how many images of the later split have a copy in the earlier one.
 
     With `near`, images with an identical copy in the earlier split are not counted, because they are in the finding
     about identical pixels.

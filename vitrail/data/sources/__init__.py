@@ -251,8 +251,8 @@ def _open_classes(location: str, path: Path, classes: tuple[str, ...] | None, un
 
 
 def _amount_of(spec: str) -> tuple[str, str]:
-    """Split `spec` into the path or name and the amount in brackets. The brackets of a path that exists belong to the
-    path."""
+    """Split `spec` into the path or name and the amount in brackets. If `spec` as a whole is an existing path, its
+    brackets are part of the path, and the amount is empty."""
     match = SUBSET.fullmatch(spec)
     if match is None or Path(spec).expanduser().exists():
         return spec, ""
@@ -275,7 +275,7 @@ def _reduced(splits: Splits, spec: str, amount: str, per_class: int | None, seed
         if not match["percent"] and (count > len(train) or "." in match["number"]):
             raise DataError(
                 f"data {spec!r} selects {match['number']} of {plural(len(train), 'training image')}; give a whole "
-                "number up to that, or a percentage such as [:10%]"
+                f"number up to {len(train)}, or a percentage such as [:10%]"
             )
         train = take(train, count, seed=seed, method=method)
     if per_class is not None:

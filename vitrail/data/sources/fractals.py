@@ -180,13 +180,15 @@ def system_of(seed: int, number: int) -> FunctionSystem:
 
 
 def dots_of(system: FunctionSystem, side: int, parts: int, key: str) -> Bool[np.ndarray, "side side"]:
-    """Return the pixels of a square that `parts` x `parts` points of the fractal reach. `key` varies the points.
+    """Draw `parts` x `parts` points of the fractal, and return a square mask of the pixels with a point. `key` seeds
+    the points.
 
     The fractal is scaled to fit the square exactly. A number in [0, 1) is the address of a point. The probabilities of
     the contractions divide the interval into parts, and the part with the address selects the outermost contraction.
-    That part is divided again and selects the next contraction, and so on. In each of `parts` equal intervals, one
-    address is followed to its end and gives a point. A second address in each interval is followed until its part is as
-    small as the interval, and gives a composed contraction. The result is all points under all composed contractions.
+    That part is divided again and selects the next contraction, and so on. [0, 1) is also divided into `parts` equal
+    intervals, and two addresses are drawn in each. All contractions of the first address are applied, and give a
+    point. The contractions of the second address are applied only until its part of the interval is no larger than
+    1 / `parts`, and give a composed contraction. The result contains every point under every composed contraction.
     This takes a few array operations, whereas a random walk takes one operation per step. The last two rows and
     columns stay empty, to leave room for a patch.
     """

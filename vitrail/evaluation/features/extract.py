@@ -194,7 +194,7 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None
         note(f"cached features are damaged, so they are computed again: {error}")
     with entry.locked() as lock:
         if lock is None:
-            note(f"features are computed but not kept, because the disk of {cache} has no locks")
+            note(f"features are computed but not kept, because the disk of {cache} does not support locks")
             return None
         if ranks.world > 1:
             lock.share()

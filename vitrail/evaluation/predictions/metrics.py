@@ -35,8 +35,8 @@ def check_labels(labels: Int64[np.ndarray, " n"], num_classes: int) -> None:
     wrong = (labels < 0) | (labels >= num_classes)
     if wrong.any():
         raise DataError(
-            f"label {labels[wrong][0]} is not from 0 to {num_classes - 1}, the numbers of the {num_classes} "
-            "classes; select the samples that have a label"
+            f"label {labels[wrong][0]} is not a class index from 0 to {num_classes - 1}; select the samples that have "
+            "the label of a class"
         )
 
 

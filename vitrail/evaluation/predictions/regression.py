@@ -23,7 +23,8 @@ QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 @dataclass(frozen=True)
 class OutputRow:
-    """The metrics and residuals of one number. A residual is the predicted minus the true number."""
+    """The metrics and residuals of one output, which is one of the numbers that the model predicts. A residual is the
+    predicted minus the true number."""
 
     index: int
     name: str

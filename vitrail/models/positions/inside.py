@@ -62,7 +62,8 @@ class Rotary(PositionEmbedding):
         return RotaryPositions(self.config.width // self.config.heads, prefix=self.config.prefix)
 
     def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
-        """Return the bytes of an image's cosines and sines, which every block rounds in bf16."""
+        """Return the bytes of the rotation's cosines and sines for one image. In bf16, every block keeps a rounded copy
+        of its own."""
         head_width, tokens = self.config.width // self.config.heads, patches + self.config.prefix
         return 2 * tokens * head_width * (4 if precision == "float32" else 2 * self.config.depth)
 

@@ -28,7 +28,8 @@ class RunLength(NamedTuple):
 def steps_of(duration: Duration, run: RunLength) -> int:
     """Return a checked duration in steps, rounded half to even.
 
-    A text other than "0 steps" is at least one step, as in big_vision.
+    A number is a fraction of the run. A text is a length with a unit, and gives at least one step unless its number is
+    0, as in big_vision.
     """
     if isinstance(duration, int | float):
         return round(duration * run.steps)

@@ -42,8 +42,8 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """Peak learning rate, reached after warm-up."""
     base_batch_size: int | None = None
-    """Batch size that --learning-rate is for. The rate is multiplied by the batch size of the run over this number
-    (1706.02677). By default it is not scaled."""
+    """Batch size that --learning-rate is for. The rate is multiplied by the run's batch size divided by this
+    number (1706.02677). By default it is not scaled."""
     schedule: ScheduleName = "cosine"
     """Course of the learning rate after warm-up: down to --end-learning-rate (cosine, linear, polynomial), the inverse
     square root of the steps (rsqrt), in steps at --stair-at (staircase), or constant."""
@@ -54,28 +54,32 @@ class OptimizerConfig:
     rsqrt_timescale: Duration = "10000 steps"
     """Time scale of the rsqrt schedule: the rate is divided by sqrt(1 + steps after warm-up / time scale)."""
     rsqrt_shift: Duration = "0 steps"
-    """Length by which the rsqrt schedule is ahead. It lowers the highest rate, for runs that continue another one."""
+    """Length that is added to the steps after warm-up in the rsqrt schedule. The highest rate is then below
+    --learning-rate. Useful for a run that continues another one."""
     stair_at: tuple[Duration, ...] = ()
     """Points of the run at which the staircase schedule changes the learning rate, in increasing order."""
     stair_factors: tuple[float, ...] = ()
-    """Multiples of --learning-rate from each point of --stair-at on. By default 0.1, 0.01, 0.001 and so on."""
+    """Factors of --learning-rate. Each one applies from the corresponding point of --stair-at. By default 0.1, 0.01,
+    0.001 and so on."""
     warmup: Duration = 0.1
     """Length of the linear rise of the learning rate at the beginning: a fraction of the run, or a length with a unit
     such as "500 steps", "5 epochs" or "64000 images"."""
     warmup_from_zero: bool = False
     """Begin the warm-up at 0, as the papers' code does. By default the first of N warm-up steps has 1/N of the rate."""
     cooldown: Duration = 0.0
-    """Length of the linear fall to 0 at the end of the run, by which the schedule is multiplied."""
+    """Length of the cool-down at the end of the run, in which the schedule is multiplied by a factor that falls
+    linearly from 1 to 0."""
     weight_decay: float = 0.05
     """Weight decay of weight matrices. Norms, biases, tokens and position embeddings do not decay."""
     weight_decay_rule: DecayRule = "auto"
     """decoupled: subtracts decay x learning rate x weight (1711.05101). coupled: adds decay x weight to the gradient.
-    independent: as decoupled, with the learning rate over its peak (big_vision). auto: coupled for SGD, else
-    decoupled."""
+    independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD,
+    else decoupled."""
     beta1: float = 0.9
     """AdamW's decay rate of the mean gradient."""
     beta2: float = 0.999
-    """AdamW's decay rate of the mean squared gradient, and the largest one of Adafactor."""
+    """AdamW's decay rate of the mean squared gradient. Adafactor's decay rate increases with the steps up to this
+    value."""
     momentum: float = 0.9
     """Momentum of SGD, and decay rate of Adafactor's mean update."""
     momentum_format: MomentumFormat = "float32"
@@ -97,8 +101,9 @@ class OptimizerConfig:
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
     kept. 0 for none."""
     average_start: AverageStart = "debiased"
-    """Start of --average. debiased: the initial weights have no weight, and the rate applies from the first step.
-    initial: the mean starts at the initial weights. capped: the rate after t steps is at most (1 + t) / (10 + t)."""
+    """Start of --average. debiased: the initial weights are not part of the mean, and the rate applies from the first
+    step. initial: the mean starts at the initial weights. capped: the rate after t steps is at most
+    (1 + t) / (10 + t)."""
 
     def __post_init__(self) -> None:
         problems = [

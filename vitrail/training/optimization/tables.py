@@ -1,4 +1,4 @@
-"""The shapes in which the original code holds the weights of each layer, for optimizers to which shapes matter."""
+"""The shapes of each layer's weights in the original code, for optimizers whose updates depend on the shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Table:
     order: tuple[int, ...]
     """Order of the axes of that view, as `permute` takes it."""
     is_stack: bool = False
-    """True if the first axis, after reordering, counts arrays that are separate in the original."""
+    """True if the first axis, after reordering, is the index of arrays that are separate in the original code."""
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a view of a tensor of the weight's shape. Its first axis counts the arrays of the original."""

@@ -53,7 +53,7 @@ class TrainState:
 
     @property
     def measured(self) -> str:
-        """The weights that are evaluated and saved, as the journal names them: trained or averaged."""
+        """The journal's name for the weights that are evaluated and saved: "trained" or "averaged"."""
         return "trained" if self.average is None else "averaged"
 
     @contextmanager

@@ -57,7 +57,7 @@ SHAPE: Table = {
     "mlp_width": KEPT, "num_classes": KEPT, "attention": only("full"),
     "cut_uneven": only(False),
 }  # fmt: skip
-"""Rules that all layouts share: the sizes of a Vision Transformer, and the attention that every library computes."""
+"""Rules that all layouts share: they store all sizes of a Vision Transformer, and only full attention."""
 
 WITHOUT_EFFECT = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "position_std")
 """Fields that only training and initialisation use, so that a file need not store them."""

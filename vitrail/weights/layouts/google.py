@@ -200,7 +200,10 @@ def _covered(places: int, cells: tuple[int, int], hints: Hints) -> Covered:
 
 
 def plain_names(tensors: TensorFile) -> TensorFile:
-    """Return the tensors under the names of newer files: no prefix, parts numbered by kind, one tensor per block."""
+    """Rename the tensors as in newer files, and return them.
+
+    Names have no prefix. Layers are numbered per class of layer, such as MlpBlock_0. Each block has its own tensors.
+    """
     tensors = _image_network(tensors).renamed(lambda name: _new_name(name) if "encoderblock" in name else name)
     if "probe" in tensors:  # in older files the parts of attention pooling are at the top level
         tensors = tensors.renamed(lambda name: f"MAPHead_0/{name}" if name.startswith(POOL_PARTS) else name)

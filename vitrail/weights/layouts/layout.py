@@ -54,7 +54,8 @@ class Pair:
 
     ours: str
     theirs: tuple[str, ...]
-    """Names in the file. Several tensors are joined along the first axis of ours, as queries, keys and values are."""
+    """Names in the file. Several tensors, such as queries, keys and values, are concatenated along the first axis of
+    our tensor."""
     to_ours: Callable[[Tensor], Tensor] = _same
     """Conversion of each of the library's tensors to ours, or to its part of ours."""
     to_theirs: Callable[[Tensor], Tensor] = _same

@@ -121,7 +121,7 @@ def _mean_levels(mean: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _crop_pct(preprocess: Preprocess) -> float:
-    """Return the `crop_pct` with which timm, which rounds down, scales images to the same size."""
+    """Return the `crop_pct` with which timm scales images to the same size as Vitrail, although timm rounds down."""
     share = preprocess.crop_share
     same = all(math.floor(side / share) == scaled_side(side, share) for side in preprocess.image_size)
     return share if same else share * (1 - 1e-12)

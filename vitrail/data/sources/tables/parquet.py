@@ -105,7 +105,8 @@ class ParquetSource:
         return "class" if self._targets.starts is None else "classes"
 
     def stamp(self, index: int) -> str:
-        """Return the name of the file of unpacked images (a hash of the path, size and time) and the row."""
+        """Return a text with the row number and the name of the row's file of unpacked images. The name contains a hash
+        of the Parquet file's path, size and time."""
         file, row = self._place(index)
         return f"{self._blobs[file].path.name} {row}"
 
