@@ -139,7 +139,7 @@ def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train" / "mine.png").exists()
 
 
-def test_wrong_words(embed: Embed, tmp_path: Path) -> None:
+def test_wrong_words(embed: Embed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (("--split", "validation"), "has no validation split; choose one that it has: train, test"),
         (("--no-cache", "--cache", "x"), "--cache and --no-cache exclude each other"),
@@ -148,6 +148,8 @@ def test_wrong_words(embed: Embed, tmp_path: Path) -> None:
         code, _, errors = embed(*words)
         assert code == 2 and message in errors
     assert not (tmp_path / "out").exists()
+    assert main(["embed", "no model", "--data", "no data", "--out", "out", "--batch-size", "-1"]) == 2
+    assert "--batch-size: -1 is less than 1" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written_is_skipped_with_a_note(embed: Embed, tmp_path: Path) -> None:

@@ -253,7 +253,10 @@ def test_a_list_of_names_says_which_output_a_wordnet_id_is(evaluate: Evaluate, t
             ("--by", "knn", "--split", "train"),
             "--split train: knn cannot be measured on the images that it learns from",
         ),
-        (("--by", "knn", "--k", "99"), "99"),
+        (
+            ("--by", "accuracy,knn", "--k", "9", "99"),
+            "--k: 99 exceeds the number of labelled training images, 27; choose fewer neighbours",
+        ),
         (("--by", "fewshot", "--seeds", "0"), "--seeds: 0 is less than 1"),
         (("--cache", "x", "--no-cache"), "--cache and --no-cache exclude each other"),
         (("--strict",), "--strict: only the tasks of a --suite can be skipped"),
@@ -269,6 +272,63 @@ def test_wrong_use_is_explained(
 ) -> None:
     code, out, errors = evaluate(make_model(tmp_path / "headless", ()), colours, *words)
     assert code == 2 and not out and message in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
+        (("--suite", "offline", "--batch-size", "-1"), "--batch-size: -1 is less than 1"),
+        (("--bootstrap", "-1"), "--bootstrap -1 is less than 0, the value for no intervals"),
+        (("--by", "knn", "--k", "0"), "--k 0 must be whole numbers of neighbours, 1 or more"),
+        (("--by", "knn", "--temperature", "0"), "--temperature 0.0 must be above 0"),
+        (("--by", "fewshot", "--shots", "5", "0"), "--shots 5 0 must be whole numbers of images per class, 1 or more"),
+        (("--shots", "5"), "--shots: only fewshot uses it, but --by is accuracy; add fewshot to --by, or leave out"),
+        (("--by", "linear", "--k", "5"), "--k: only knn uses it, but --by is linear; add knn to --by"),
+        (("--by", "linear", "--bootstrap", "0"), "--bootstrap: only accuracy and regression use it, but --by is"),
+        (("--features", "embedding"), "--features: only linear, fewshot and knn use it, but --by is accuracy"),
+        (("--by", "accuracy", "--numbers", "age"), "--numbers: only linear and knn use it"),
+        (("--by", "regression", "--class-names", "x"), "--class-names: only accuracy uses it, but --by is regression"),
+        (("--class-names", "nope.txt"), "nope.txt, the list of ImageNet's WordNet ids: No such file or directory"),
+        (("--real", "nope.json"), "nope.json, the ReaL labels: No such file or directory"),
+        (("--by", "knn", "--confusion"), "add accuracy to --by"),
+    ],
+)
+def test_options_are_checked_before_the_model_is_loaded(
+    evaluate: Evaluate, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    code, out, errors = evaluate(tmp_path / "no model", tmp_path / "no data", *words)
+    assert code == 2 and not out and message in errors, errors
+
+
+def test_nothing_is_computed_for_what_an_evaluator_refuses(
+    evaluate: Evaluate, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise AssertionError("a batch was computed")
+
+    monkeypatch.setattr("vitrail.evaluation.outputs.predict_all", fail)
+    monkeypatch.setattr("vitrail.evaluation.outputs.extract", fail)
+    (tmp_path / "real.json").write_text(json.dumps([[]] * 50_000))
+    model = make_model(tmp_path / "model", ("blue", "green", "red"))
+    for words, message in (
+        (("--by", "accuracy,linear,knn", "--k", "28"), "--k: 28 exceeds the number of labelled training images, 27"),
+        (("--by", "accuracy,fewshot", "--shots", "10"), "10 shots need 10 training images per class"),
+        (("--real", str(tmp_path / "real.json")), "the model has 3 outputs, but ImageNet's labels need a model"),
+    ):
+        code, _, errors = evaluate(model, colours, *words)
+        assert code == 2 and message in errors, errors
+    named = make_model(tmp_path / "imagenet", ("blue", "green", "red", *IMAGENET[3:]))
+    code, _, errors = evaluate(named, colours, "--real", str(tmp_path / "real.json"))
+    assert code == 2 and "is not one of ImageNet's validation images, whose names are" in errors
+
+
+def test_an_option_of_accuracy_is_refused_for_a_model_of_numbers(evaluate: Evaluate, tmp_path: Path) -> None:
+    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=1)
+    model = Bundle(network, ("age",), Preprocess(image_size=(14, 21)), output="numbers").save(tmp_path / "model")
+    (tmp_path / "real.json").write_text(json.dumps([[]] * 50_000))
+    code, _, errors = evaluate(model, tmp_path / "no data", "--real", str(tmp_path / "real.json"))
+    assert code == 2 and "--real: only accuracy uses it, but --by is regression; add accuracy to --by" in errors
 
 
 @pytest.fixture

@@ -84,6 +84,8 @@ def main(call: Call) -> int:
     options = Embed(**call.options)
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
+    if options.batch_size < 1:
+        raise ConfigError(f"batch_size={options.batch_size} is less than 1")
     if options.format == "parquet":
         parquet_library()
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,6 +28,13 @@ BY_SUITE = (
     "allow_fewer", "k", "temperature",
 )  # fmt: skip
 """Options that cannot be combined with --suite, because the suite sets them."""
+
+USED_BY = {
+    "numbers": ("linear", "knn"), "bootstrap": ("accuracy", "regression"), "real": ("accuracy",),
+    "class_names": ("accuracy",), "shots": ("fewshot",), "seeds": ("fewshot",), "l2": ("fewshot",),
+    "allow_fewer": ("fewshot",), "features": ("linear", "fewshot", "knn"), "k": ("knn",), "temperature": ("knn",),
+}  # fmt: skip
+"""Evaluators that use an option, by the option's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,43 +133,70 @@ def main(call: Call) -> int:
 
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     keep_freed_memory()
-    return _suite(options, console) if options.suite else _one(options, console)
+    return _suite(options, console) if options.suite else _one(options, call.options, console)
 
 
 def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for options that exclude each other."""
+    """Raise `ConfigError` for options that exclude each other, are out of range or have no effect, and `DataError` for
+    a file of labels or names that cannot be read. Neither the model nor the data is read."""
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
-    if options.seeds < 1:
-        raise ConfigError(f"seeds={options.seeds} is less than 1")
+    for name in ("seeds", "batch_size"):
+        if (number := getattr(options, name)) < 1:
+            raise ConfigError(f"{name}={number} is less than 1")
     if not options.suite:
         if not options.data:
             raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
         if options.strict:
             raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
+        _check_evaluators(options, given)
         return
     if decided := [flag(name) for name in BY_SUITE if name in given]:
         raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
 
 
-def _one(options: Evaluate, console: Console) -> int:
+def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for settings that are out of range or that no chosen evaluator uses, and `DataError` for
+    unreadable files."""
+    from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of
+    from vitrail.evaluation.predictions.imagenet import read_real, read_synsets
+
+    evaluators = evaluators_of(options.by or ",".join(sorted(set(BY_HEAD.values()))), _settings(options))
+    _check_used(set(evaluators), given, options.by or "accuracy")
+    if (options.per_class or options.confusion) and "accuracy" not in evaluators:
+        raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
+    if options.real:
+        read_real(None if options.real == "public" else options.real)
+    if options.class_names:
+        read_synsets(options.class_names)
+
+
+def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> None:
+    """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses."""
+    for name, users in USED_BY.items():
+        if name in given and not set(users) & set(chosen):
+            *others, last = users
+            several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
+            raise ConfigError(
+                f"{flag(name)}: only {several} it, but --by is {by}; add {users[0]} to --by, or leave out {flag(name)}"
+            )
+
+
+def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     """Measure one data set, and return the exit code."""
     from vitrail.cli.evaluate_data import open_for_features, open_for_head
-    from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of, measure
+    from vitrail.evaluation.evaluators import BY_HEAD, check_evaluators, evaluators_of, measure
 
     heads = set(BY_HEAD.values())
-    evaluators_of(options.by or "accuracy", _settings(options))  # checks options before the model is loaded
     bundle = _load(options)
     evaluators = evaluators_of(options.by or BY_HEAD[bundle.output], _settings(options))
+    _check_used(set(evaluators), given, options.by or BY_HEAD[bundle.output])
     by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
     by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
-    if options.per_class or options.confusion:
-        if bundle.output == "numbers":
-            raise ConfigError(
-                "--per-class and --confusion are for classes, but this model predicts numbers; leave them out"
-            )
-        if "accuracy" not in by_head:
-            raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
+    if (options.per_class or options.confusion) and bundle.output == "numbers":
+        raise ConfigError(
+            "--per-class and --confusion are for classes, but this model predicts numbers; leave them out"
+        )
     learned = open_for_features(bundle, options.data, options.split, options.numbers) if by_features else None
     judged = open_for_head(bundle, options.data, options.split, options.class_names, learned) if by_head else None
     if learned is not None and list(learned.sources) == ["train"]:
@@ -176,13 +210,14 @@ def _one(options: Evaluate, console: Console) -> int:
     rows: dict[str, dict[str, Any]] = {}
     with _Bar(console) as bar:
         outputs = _outputs(bundle, options, console, bar)
-        if judged is not None:
-            for name, source in judged.sources.items():
-                rows[name] = dict(measure(by_head, outputs, source, source))
+        jobs = [(name, by_head, source, source) for name, source in (judged.sources if judged else {}).items()]
         if learned is not None:
-            for name, source in learned.sources.items():
-                if name != "train":
-                    rows[name] = rows.get(name, {}) | measure(by_features, outputs, learned.train, source)
+            tested = {name: source for name, source in learned.sources.items() if name != "train"}
+            jobs += [(name, by_features, learned.train, source) for name, source in tested.items()]
+        for _, some, train, source in jobs:
+            check_evaluators(some, outputs, train, source)
+        for name, some, train, source in jobs:
+            rows[name] = rows.get(name, {}) | measure(some, outputs, train, source)
     for key, reason in outputs.skipped.items():
         console.print(f"skipped {key}: {reason}", style="yellow", markup=False)
     detailed = judged.sources if judged is not None and (options.per_class or options.confusion) else {}

@@ -14,7 +14,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.plain import from_plain
 from vitrail.weights.bundle import OutputKind
 
-__all__ = ["BY_HEAD", "EVALUATORS", "Evaluator", "Together", "evaluators_of", "measure"]
+__all__ = ["BY_HEAD", "EVALUATORS", "Checking", "Evaluator", "Together", "check_evaluators", "evaluators_of", "measure"]
 
 
 @runtime_checkable
@@ -30,6 +30,13 @@ class Evaluator(Protocol):
     """
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """An evaluator that can refuse a model or data before anything is computed. It reads no image."""
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None: ...
 
 
 EVALUATORS: dict[str, type[ByAccuracy] | type[ByRegression] | type[ByLinear] | type[ByFewShot] | type[ByNeighbours]] = {
@@ -61,6 +68,14 @@ def evaluators_of(names: str, settings: Mapping[str, Mapping[str, Any]] | None =
         except ConfigError as error:
             raise ConfigError(f"evaluator {name}: {error}") from None
     return result
+
+
+def check_evaluators(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> None:
+    """Raise the errors that evaluators find before anything is computed. An evaluator finds errors early if it has a
+    method `check` with the parameters of its call."""
+    for evaluator in evaluators.values():
+        if isinstance(evaluator, Checking):
+            evaluator.check(outputs, train, held_out)
 
 
 def measure(evaluators: Mapping[str, Evaluator], outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:

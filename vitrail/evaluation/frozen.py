@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from vitrail.data.source import Source, Subset
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.classifiers.fewshot import check_counts, check_settings, draw_shots, few_shot
+from vitrail.evaluation.classifiers.knn import check_settings as check_neighbours
 from vitrail.evaluation.classifiers.knn import knn
 from vitrail.evaluation.classifiers.linear import linear_probe
 from vitrail.evaluation.features.extract import Layer
@@ -40,6 +41,11 @@ class ByLinear:
     images."""
     features: Layer = "embedding"
     """Layer of the network whose outputs are the features."""
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `DataError` if no target of `train` or of `held_out` is known."""
+        for source in (train, held_out):
+            check_known(source, "linear")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics of the probe, `linear_penalty` and `training_images`.
@@ -78,6 +84,12 @@ class ByFewShot:
 
     def __post_init__(self) -> None:
         check_settings(self.shots or SHOTS, range(self.seeds), self.l2)
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `DataError` if images can have several labels, or if a class has fewer images than shots."""
+        truth = _single_labels(train)
+        _single_labels(held_out)
+        self._shots(truth, train.classes)
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return metrics for each number of shots, such as `fewshot_5` and `fewshot_5_deviation`.
@@ -160,6 +172,19 @@ class ByNeighbours:
     """Temperature of the weights. A neighbour has the weight exp(cosine / temperature)."""
     features: Layer = "embedding"
     """Layer of the network whose outputs are the features."""
+
+    def __post_init__(self) -> None:
+        check_neighbours(self.k or NEIGHBOURS, self.temperature)
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `DataError` if no target of `train` or of `held_out` is known, and `ConfigError` if a k exceeds the
+        number of training images."""
+        known, _ = (check_known(source, "knn").known for source in (train, held_out))
+        if self.k and max(self.k) > known.sum():
+            raise ConfigError(
+                f"k={max(self.k)} exceeds the number of labelled training images, {known.sum():,}; choose fewer "
+                "neighbours"
+            )
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics for each number of neighbours, and `training_images`.

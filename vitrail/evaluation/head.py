@@ -14,7 +14,14 @@ from vitrail.data.source import Source
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions.bootstrap import Metric
-from vitrail.evaluation.predictions.imagenet import MappedSource, map_classes, read_real, real_accuracy
+from vitrail.evaluation.predictions.imagenet import (
+    MappedSource,
+    imagenet_columns,
+    map_classes,
+    read_real,
+    real_accuracy,
+    real_labels,
+)
 from vitrail.evaluation.predictions.number_metrics import NumberMetrics, StreamingErrors
 from vitrail.evaluation.predictions.regression import regression_report
 from vitrail.evaluation.predictions.report import report
@@ -81,14 +88,23 @@ class ByAccuracy:
     """File with WordNet ids and names in the order of the head's outputs (`read_synsets`). It is used to match the
     classes of the data to the outputs."""
 
+    def __post_init__(self) -> None:
+        _check_bootstrap(self.bootstrap)
+
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `DataError` if the targets are numbers or unknown, or if an image has no ReaL label to measure."""
+        _check_classes(held_out)
+        if self.real:
+            imagenet_columns(outputs.bundle.classes)
+            keys = [held_out.key(index) for index in range(len(held_out))]
+            real_labels(keys, self._real())
+
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics. The classes of `held_out` are matched to the model's classes by `map_classes`.
 
         Raise `ConfigError` for a model without a head, and `DataError` for classes that the model does not have.
         """
-        truth = check_known(held_out, "accuracy")
-        if isinstance(truth, Numbers):
-            raise DataError("accuracy needs classes, but the targets of this data are numbers; use regression")
+        _check_classes(held_out)
         classes = outputs.bundle.classes
         if classes and classes != tuple(held_out.classes):
             mapped = map_classes(classes, held_out.classes, mapping=self.class_names or None)
@@ -113,12 +129,14 @@ class ByAccuracy:
         if found.calibration is not None:
             metrics |= with_interval("calibration_error", found.calibration.error)
         if self.real:
-            labels = read_real(None if self.real == "public" else self.real)
-            by_real = real_accuracy(predictions, labels, bootstrap=self.bootstrap)
+            by_real = real_accuracy(predictions, self._real(), bootstrap=self.bootstrap)
             metrics |= {**with_interval("real_accuracy", by_real.accuracy), "real_images": float(by_real.images)}
         if found.unlabelled:
             metrics["unlabelled"] = float(found.unlabelled)
         return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
+
+    def _real(self) -> tuple[tuple[int, ...], ...]:
+        return read_real(None if self.real == "public" else self.real)
 
 
 @dataclass(frozen=True)
@@ -154,12 +172,12 @@ class ByRegression:
     bootstrap: int = 1000
     """Number of resamples for each interval. 0 measures no intervals."""
 
-    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs.
+    def __post_init__(self) -> None:
+        _check_bootstrap(self.bootstrap)
 
-        If there are several outputs, each output also has metrics, with names such as NAME:r2. Raise `ConfigError` if
-        the model does not predict numbers, and `DataError` if it predicts other numbers than the targets.
-        """
+    def check(self, outputs: Outputs, train: Source, held_out: Source) -> None:
+        """Raise `ConfigError` if the model does not predict numbers, and `DataError` if it predicts other numbers than
+        the targets."""
         if not isinstance(check_known(held_out, "regression"), Numbers):
             raise DataError("regression needs numbers, but the targets of this data are classes; use accuracy")
         bundle = outputs.bundle
@@ -172,6 +190,14 @@ class ByRegression:
                 f"the model predicts {', '.join(bundle.classes)}, but the targets of this data are "
                 f"{', '.join(held_out.classes)}; choose the same columns in the same order"
             )
+
+    def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
+        """Return `r2`, `mean_absolute_error` and `root_mean_squared_error`, averaged over the outputs.
+
+        If there are several outputs, each output also has metrics, with names such as NAME:r2. Raise the errors of
+        `check`.
+        """
+        self.check(outputs, train, held_out)
         found = regression_report(outputs.predictions(held_out), bootstrap=self.bootstrap)
         metrics = _number_metrics("", found.metrics)
         for row in found.per_output if len(found.per_output) > 1 else ():
@@ -180,6 +206,17 @@ class ByRegression:
         if found.unlabelled:
             metrics["unlabelled"] = float(found.unlabelled)
         return metrics | {"images": float(found.images), "skipped": float(len(found.skipped))}
+
+
+def _check_classes(source: Source) -> None:
+    """Raise `DataError` if the targets of a source are numbers, or if no target is known."""
+    if isinstance(check_known(source, "accuracy"), Numbers):
+        raise DataError("accuracy needs classes, but the targets of this data are numbers; use regression")
+
+
+def _check_bootstrap(resamples: int) -> None:
+    if resamples < 0:
+        raise ConfigError(f"bootstrap={resamples} is less than 0, the value for no intervals")
 
 
 def _number_metrics(prefix: str, metrics: NumberMetrics) -> dict[str, float]:

@@ -15,7 +15,7 @@ from vitrail.evaluation.classifiers.arrays import check_finite, check_pair, chec
 from vitrail.evaluation.predictions.streaming import streaming_metrics
 from vitrail.evaluation.truth import Numbers, Truth
 
-__all__ = ["NeighbourRow", "Neighbours", "knn", "knn_leave_one_out", "nearest"]
+__all__ = ["NeighbourRow", "Neighbours", "check_settings", "knn", "knn_leave_one_out", "nearest"]
 
 QUERIES = 8192
 """Number of queries per pass over the stored features."""
@@ -64,7 +64,7 @@ def knn(
     Raise `ConfigError` if a k exceeds the number of training features or the temperature is not above 0. Raise
     `DataError` for unknown targets, different widths or features that are not finite.
     """
-    _check_settings(k, temperature)
+    check_settings(k, temperature)
     check_truth("training features", train_features, train_truth)
     check_truth("test features", test_features, test_truth)
     check_same_kind(train_truth, test_truth)
@@ -81,7 +81,7 @@ def knn_leave_one_out(
     device: torch.device | str = "cpu",
 ) -> tuple[NeighbourRow, ...]:
     """Measure in the same way as `knn`, but predict every row from the nearest of all other rows."""
-    _check_settings(k, temperature)
+    check_settings(k, temperature)
     check_truth("features", features, truth)
     found = nearest(features, None, max(k), device=device)
     return _vote(found, truth, truth, k, temperature)
@@ -188,7 +188,8 @@ class _Found:
         return _Found(joined.gather(1, order), torch.cat([self.indices, more.indices], dim=1).gather(1, order))
 
 
-def _check_settings(k: Sequence[int], temperature: float) -> None:
+def check_settings(k: Sequence[int], temperature: float) -> None:
+    """Raise `ConfigError` for settings out of range."""
     if not k or min(k) < 1:
         raise ConfigError(f"k={tuple(k)} must be whole numbers of neighbours, 1 or more")
     if not temperature > 0:

@@ -33,6 +33,7 @@ __all__ = [
     "read_real",
     "read_synsets",
     "real_accuracy",
+    "real_labels",
 ]
 
 T = TypeVar("T")
@@ -198,8 +199,20 @@ def real_accuracy(
     has a reassessed label.
     """
     columns = imagenet_columns(predictions.classes)
-    hits = []
-    for key, likeliest in zip(predictions.keys, predictions.logits.argmax(axis=1), strict=True):
+    labels_of = real_labels(predictions.keys, real)
+    likeliest = predictions.logits.argmax(axis=1)
+    hits = [one in columns[list(labels)] for one, labels in zip(likeliest, labels_of, strict=True) if labels]
+    accuracy = mean_interval(np.asarray(hits), resamples=bootstrap, seed=seed)
+    return RealAccuracy(accuracy, len(hits), len(predictions) - len(hits))
+
+
+def real_labels(keys: Sequence[str], real: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the reassessed labels of each image, by its file name.
+
+    Raise `DataError` if a file name is not that of a validation image of ImageNet, or if no image has a label.
+    """
+    found = []
+    for key in keys:
         match = VALIDATION.search(PurePosixPath(key).name)
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(real):
@@ -207,12 +220,10 @@ def real_accuracy(
                 f"image {key!r} is not one of ImageNet's validation images, whose names are "
                 f"ILSVRC2012_val_00000001 to ILSVRC2012_val_{len(real):08}; only these have ReaL labels"
             )
-        if labels := real[number - 1]:
-            hits.append(likeliest in columns[list(labels)])
-    if not hits:
-        raise DataError(f"none of {len(predictions):,} images has a ReaL label, so there is nothing to measure")
-    accuracy = mean_interval(np.asarray(hits), resamples=bootstrap, seed=seed)
-    return RealAccuracy(accuracy, len(hits), len(predictions) - len(hits))
+        found.append(real[number - 1])
+    if not any(found):
+        raise DataError(f"none of {len(found):,} images has a ReaL label, so there is nothing to measure")
+    return tuple(found)
 
 
 def _plain(names: Sequence[str]) -> list[str]:
