@@ -22,10 +22,10 @@ from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
 __all__ = ["ByFewShot", "ByLinear", "ByNeighbours"]
 
 SHOTS = (1, 5, 10, 25)
-"""Numbers of shots to try by default. A number is used only if every class has that many images."""
+"""Numbers of shots that are measured by default. A number is used only if every class has that many images."""
 
 NEIGHBOURS = (1, 5, 10, 20, 100)
-"""Numbers of neighbours to try by default. A number is used only if there are that many training images."""
+"""Numbers of neighbours that are measured by default. A number is used only if there are that many training images."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ByLinear:
             check_known(source, "linear")
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the metrics of the probe, `linear_penalty` and `training_images`.
+        """Return the metrics of the probe, the chosen penalty (`linear_penalty`) and the number of `training_images`.
 
         For classes, the accuracy is called `linear`. For numbers, the metrics are called `linear_r2` and so on. Raise
         the errors of `linear_probe`.
@@ -72,7 +72,8 @@ class ByFewShot:
     """Least squares on the frozen features of a few images per class (`few_shot`)."""
 
     shots: tuple[int, ...] = ()
-    """Numbers of images per class. By default the numbers among 1, 5, 10 and 25 that every class has."""
+    """Numbers of images per class. By default 1, 5, 10 and 25, without the numbers for which a class has too few
+    images."""
     seeds: int = 3
     """Number of draws."""
     l2: float | Literal["loo"] = 1024.0
@@ -137,7 +138,7 @@ class ByFewShot:
     ) -> tuple[Float32[np.ndarray, "k d"], SingleLabels, Int64[np.ndarray, " k"]]:
         """Return the features of the drawn images, the labels of all usable images, and the rows of the drawn images.
 
-        Only the features of drawn images are computed. If a drawn image cannot be decoded, that image is skipped and
+        Only the features of drawn images are computed. If a drawn image cannot be decoded, this image is skipped, and
         all images are drawn again.
         """
         usable = np.flatnonzero(truth.known)
@@ -166,8 +167,8 @@ class ByNeighbours:
     """Nearest neighbours in frozen features: a vote for classes, or a weighted mean for numbers (`knn`)."""
 
     k: tuple[int, ...] = ()
-    """Numbers of neighbours. By default the numbers among 1, 5, 10, 20 and 100 that do not exceed the number of
-    training images."""
+    """Numbers of neighbours. By default 1, 5, 10, 20 and 100, without the numbers that exceed the number of training
+    images."""
     temperature: float = 0.07
     """Temperature of the weights. A neighbour has the weight exp(cosine / temperature)."""
     features: Layer = "embedding"
@@ -256,6 +257,6 @@ def _single_labels(source: Source) -> SingleLabels:
 
 
 def _named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under the name of an evaluator. The accuracy is called NAME, and every other metric
+    """Return metrics under the name of an evaluator. The accuracy is called NAME. Every other metric is called
     NAME_METRIC."""
     return {name if metric == "accuracy" else f"{name}_{metric}": value for metric, value in metrics.items()}

@@ -82,7 +82,7 @@ class ByAccuracy:
     bootstrap: int = 1000
     """Number of resamples for each interval. 0 measures no intervals."""
     real: str = ""
-    """Reassessed labels (ReaL) of ImageNet's validation images: "public" for the published ones, or a file real.json.
+    """Reassessed labels (ReaL) of ImageNet's validation images: "public" for the published labels, or a file real.json.
     If empty, the ReaL accuracy is not measured."""
     class_names: str = ""
     """File with WordNet ids and names in the order of the head's outputs (`read_synsets`). It is used to match the
@@ -142,7 +142,7 @@ class ByAccuracy:
 @dataclass(frozen=True)
 class NumberErrors:
     """R², mean absolute error and root mean squared error, computed batch by batch. Validation during training uses
-    it."""
+    this evaluator."""
 
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
         """Return the metrics averaged over the outputs, and the counts `images` and `skipped`.

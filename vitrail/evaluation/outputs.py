@@ -18,7 +18,7 @@ __all__ = ["Outputs"]
 
 
 class Outputs:
-    """A model with its features and predictions for all samples of a source, which are computed at first use.
+    """A model with its features and predictions for all samples of a source. They are computed at first use.
 
     `cache` is the folder that stores features between runs. With None, features are not stored. `on_progress` is called
     with the numbers of finished samples and of all samples, `on_note` with messages for the user, and `on_skip` with
@@ -99,7 +99,7 @@ class Outputs:
         return self._predictions[id(source)][1]
 
     def each_batch(self, source: Source, take: Callable[[Batch, Tensor], None]) -> tuple[Skipped, ...]:
-        """Call `take` with every batch of a source and the head's outputs for it. Nothing is stored.
+        """Call `take` with every batch of a source and the head's outputs for the batch. Nothing is stored.
 
         Return the samples that could not be decoded. Raise the errors of `predictions.predict.each_batch`.
         """

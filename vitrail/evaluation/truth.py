@@ -1,7 +1,7 @@
 """The true targets of samples: one class each, several classes each, or numbers.
 
-Code that depends on the kind of target is in methods of `Truth`, so that evaluators, reports and files work for all
-kinds without distinguishing them.
+Code that depends on the kind of target is in methods of `Truth`, so most code of evaluators, reports and files is the
+same for all kinds.
 """
 
 from __future__ import annotations

@@ -55,16 +55,17 @@ svg .strong { fill: CanvasText; font-weight: 600; }
 .heat { fill: var(--heat); }
 svg .count { fill: CanvasText; } svg .count.on { fill: var(--on-heat); }
 """
-"""CSS rules of the charts. They use the colours that `vitrail.page` defines. The cells of a confusion matrix are shades
-of `--heat`. Up to a shade of `INVERT_ABOVE` the numbers in cells have the colour of text, and on darker shades the
-colour `--on-heat`. Their contrast is at least 4.5 to 1 in light and in dark mode."""
+"""CSS rules of the charts. They use the colours that `vitrail.page` defines. The colour of a confusion matrix's cell is
+`--heat`, with a higher opacity for a larger fraction. A number in a cell has the colour of text if the opacity is at
+most `INVERT_ABOVE`, and otherwise the colour `--on-heat`. The contrast of the numbers is at least 4.5 to 1 in light and
+in dark mode."""
 
 INVERT_ABOVE = 0.66
 """Opacity of a cell above which its number changes colour."""
 
 WIDTH, HEIGHT = 320.0, 200.0
-"""Width and height of a line chart in pixels. The width is that of a phone's screen, and a third of the page on a
-desktop."""
+"""Width and height of a line chart in pixels. A phone's screen is about as wide as a chart. On a desktop, three charts
+fit side by side."""
 
 DIGIT_WIDTH, BOLD_DIGIT_WIDTH = 7.0, 7.8
 """Width in pixels of a digit and of a bold digit in DejaVu at 11 pixels. DejaVu is the widest of the usual system

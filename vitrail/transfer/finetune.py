@@ -76,11 +76,10 @@ def plan(
 ) -> Plan:
     """Return the settings for fine-tuning the bundle's network on this data, with the reasons for the settings.
 
-    The protocol replaces the settings of `config` except those in `explicit`. It is our own rule, the paper's protocol
-    (`plan_by_paper`, with a `row` of its Table 4), or BiT's HyperRule (`plan_by_hyperrule`). `rates` are learning rates
-    to try on held-out images.
-    Raise `ConfigError` if the data has no training image, if the protocol is not for the network, or if settings
-    contradict each other.
+    The protocol replaces the settings of `config` except those in `explicit`. The protocol is our own rule
+    (`plan_by_rule`), the paper's protocol (`plan_by_paper`, with a `row` of Table 4), or BiT's HyperRule
+    (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. Raise `ConfigError` if the data has no
+    training image, if the protocol is not for the network, or if settings contradict each other.
     """
     _check_rates(rates, explicit)
     if row is not None and protocol != "paper":
@@ -179,8 +178,8 @@ def evaluate_run(
 ) -> FinetuneResult:
     """Measure the model of a finished run on its held-out split, and write `report.html` into the run's folder.
 
-    `names` holds the names of the splits in the data set that `config` names. If the measured split has a name there,
-    the report shows the command that measures it again.
+    `names` maps "test" and "validation" to the names that these splits have in the user's data set. If it contains the
+    measured split, the report shows the command that measures this split again.
 
     If the test and validation splits both have labels, metrics are measured on the test split, and the calibration
     temperature is fitted on the validation split. Otherwise no temperature is fitted, because no other images are left

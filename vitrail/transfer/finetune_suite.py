@@ -35,7 +35,7 @@ class Method:
     explicit: Explicit = field(default_factory=dict)
     """Settings of the user. They replace those of the suite and of the protocol."""
     rates: tuple[float, ...] | None = None
-    """Learning rates to try on the images that the suite holds out for this. By default those of the protocol."""
+    """Learning rates to try on images that the suite holds out. By default the learning rates of the protocol."""
     row: TableRow | None = None
     """Row of the paper's Table 4 for the paper's protocol. By default the row of the suite."""
 
@@ -54,8 +54,8 @@ def finetune_suite(
     """Fine-tune the model `initial` on each task of a suite, and measure it on the task's test images.
 
     The model learns from all training images that a task selects. If several learning rates are tried, the suite's
-    fraction of these images (200 of the 1,000 images of VTAB-1k) first chooses one. The images are the same for every
-    model, seed and method.
+    fraction of these images (200 of the 1,000 images of VTAB-1k) is first held out to choose one of them. The images
+    are the same for every model, seed and method.
 
     Each task has a run in `place`, a folder for this suite alone. A finished run is reused, and a stopped run
     continues. The file `suite.json` in `place` has the results of all tasks so far. If `folder` contains a file or
@@ -113,7 +113,7 @@ class _SuiteRun:
         return result
 
     def _metrics(self, task: SuiteTask) -> dict[str, float]:
-        """Return the metrics of the model after fine-tuning. Only what an earlier call did not finish is computed."""
+        """Return the metrics of the model after fine-tuning. Work that an earlier call finished is not repeated."""
         if "accuracy" in task.evaluators:
             raise DataError(
                 "the task measures the head that a model already has, so there is nothing to fine-tune; measure the "

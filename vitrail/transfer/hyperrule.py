@@ -52,7 +52,8 @@ SCHEDULES = (
 
 LEARNING_RATE, BATCH_SIZE = 0.003, 512
 SMALL, LARGE = (160, 128), (512, 480)
-"""Side to which training images are scaled, and side of the box that is cut out of them, of small and large images."""
+"""Settings for small and for large images: the side in pixels to which a training image is scaled, and the side of the
+box that is cut out of the scaled image."""
 
 
 def schedule_for(images: int) -> StepSchedule:
@@ -71,7 +72,7 @@ def plan_by_hyperrule(
 ) -> Plan:
     """Return the settings of BiT-HyperRule for fine-tuning a ResNet with this config and preprocessing.
 
-    All training images are learned from, because the rule chooses nothing on held-out images. `memory` is in bytes.
+    No training image is held out, because the rule has nothing to choose on held-out images. `memory` is in bytes.
     Raise `ConfigError` if the network is not a BiT ResNet, if the data has no training image, or if an explicit
     optimizer lacks a learning rate.
     """

@@ -82,9 +82,9 @@ TABLE_4: dict[TableRow, Row] = {
     "imagenet": Row(math.inf, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01, "ImageNet"),
     "vtab": Row(0, 2500, 500, (0.01,), 0.0, "VTAB", 448),
 }
-"""Rows by name. The paper gives data sets instead of numbers of images, so the bounds between the first three rows are
-BiT's. For VTAB the paper uses the preprocessing of BiT (1912.11370, section 3.3) at 384 pixels: scaling to 448 x 448, a
-random box of 384 x 384, and mirroring."""
+"""Rows by name. The paper names data sets instead of numbers of images, so the bounds between the first three rows are
+those of BiT's HyperRule. For VTAB the paper uses the preprocessing of BiT (1912.11370, section 3.3) at 384 pixels:
+scaling to 448 x 448, a random box of 384 x 384, and mirroring."""
 
 VTAB_HELD_OUT = 0.2
 """Fraction of the 1,000 images of a VTAB task that is held out if several learning rates are tried."""
@@ -209,7 +209,7 @@ def choose_rate(
     first.
 
     Every trial has a folder inside `folder`. A finished trial is reused, and a stopped trial continues. The test split
-    is not used. `data` is the data that `config` names, and `initial` is the model that every trial starts from.
+    is not used. `data` is the open data set of `config`, and `initial` is the model that every trial starts from.
 
     Raise `ConfigError` if no image is held out, `RunError` if an existing trial has other settings, data or weights,
     and all errors of `train`.
@@ -320,6 +320,7 @@ def final_config(config: TrainConfig, rate: float) -> TrainConfig:
 
 
 def with_all_images(config: TrainConfig) -> TrainConfig:
-    """Return the config with no training image held out. Images that a slice held out are learned from as well."""
+    """Return the config with no training image held out. If the validation split is a slice of the training images,
+    this slice is used for training too."""
     validation = "auto" if config.data.validation == "auto" else "train"
     return config.override(validation=validation, validation_share=0.0)

@@ -247,8 +247,8 @@ def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundl
 def _metric_chart(
     events: Sequence[dict[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric
 ) -> tuple[str, str]:
-    """Return the caption and the chart of a validation metric. Averaged weights and weights in training get a line
-    each.
+    """Return the caption and the chart of a validation metric. There is one line for the averaged weights, and one for
+    the weights in training.
 
     The point of the saved weights is marked. Fractions are drawn in percent.
     """
@@ -273,9 +273,9 @@ def _metric_chart(
 
 
 def _averaged(points: list[Point]) -> tuple[list[Point], int]:
-    """Return at most `MAX_POINTS` points, and the number of neighbouring points that each of them is the mean of.
+    """Return the means of groups of n neighbouring points, and n. There are at most `MAX_POINTS` groups.
 
-    The x of a mean is the step of its last point.
+    The x of a mean is the step of the last point of the group.
     """
     size = max(math.ceil(len(points) / MAX_POINTS), 1)
     groups = [points[start : start + size] for start in range(0, len(points), size)]

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 Explicit = Mapping[str, Any]
-"""Values of the settings that the user chose, under the names that `TrainConfig.override` takes."""
+"""Values of the settings that the user chose, by the names that `TrainConfig.override` accepts."""
 
 NO_SETTINGS: Explicit = MappingProxyType({})
 
@@ -90,7 +90,7 @@ class DataFacts(NamedTuple):
     has_validation: bool
     """True if there are held-out images to choose the best weights by."""
     has_test: bool = False
-    """True if there are held-out images that choose nothing."""
+    """True if there is a test split, whose images are used only to measure the finished model."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,15 @@ class Choices:
         self.reasons: list[str] = []
 
     def add(self, reason: str = "", **settings: Any) -> None:
-        """Choose settings by their bare names. The reason is dropped if the user chose all of them."""
+        """Choose settings by their field names, such as `batch_size`. The reason is dropped if the user chose all of
+        these settings."""
         chosen = {name: value for name, value in settings.items() if name not in self.explicit}
         self.settings |= chosen
         if chosen and reason:
             self.reasons.append(reason)
 
     def plan(self, base: TrainConfig, rates: tuple[float, ...] = ()) -> Plan:
-        """Return a plan: `base` with the chosen settings and those of the user."""
+        """Return a plan: `base` with the chosen settings and the user's settings."""
         return Plan(base.override(**self.settings, **self.explicit), tuple(self.reasons), rates)
 
 
@@ -207,7 +208,7 @@ def choose_task(choices: Choices, task: str, facts: DataFacts, *, label_smoothin
 def choose_all_images(choices: Choices, facts: DataFacts) -> None:
     """Choose to train on all training images, without evaluations during the run.
 
-    If there is no test split, the data's own validation split measures the finished model.
+    If there is no test split, the finished model is measured on the data's own validation split.
     """
     choices.add("the run trains on all training images", validation_share=0.0)
     choices.add(evaluations=0)
@@ -218,7 +219,7 @@ def choose_all_images(choices: Choices, facts: DataFacts) -> None:
 def choose_geometry(choices: Choices) -> None:
     """Choose the resizing and cropping of vision_transformer and Big Transfer, whichever library the weights came from.
 
-    If the user chose an interpolation, antialiasing or a resampler, the other two of them stay those of the model.
+    If the user chose any of interpolation, antialiasing and resampler, the others keep the values of the model.
     """
     scaling = dict(GEOMETRIES["vision_transformer"])
     shape = {name: scaling.pop(name) for name in ("resize", "crop_share")}

@@ -59,7 +59,7 @@ class SuiteTask:
     name: str
     group: str
     data: str = ""
-    """Data set, as the `--data` option takes it. A relative path is first looked up in the folder of the suite's
+    """Data set, in any form that `--data` accepts. A relative path is first looked up in the folder of the suite's
     file."""
     where: str = ""
     """Instructions for getting the data, if `data` cannot name it."""
@@ -83,7 +83,7 @@ class SuiteTask:
 
 @dataclass(frozen=True)
 class Finetuning:
-    """Settings for fine-tuning on the tasks of a suite. Raise `ConfigError` if `held_out` is out of its range."""
+    """Settings for fine-tuning on the tasks of a suite. Raise `ConfigError` if `held_out` is not in (0, 1)."""
 
     table_row: TableRow | None = None
     """Row of the paper's Table 4 for the paper's protocol. By default the row for the number of training images."""
@@ -166,7 +166,7 @@ class SuiteResult:
         )
 
     def means(self) -> dict[str | None, dict[str, tuple[float, int]]]:
-        """Return the mean of each metric and the number of tasks that have it, for each group.
+        """Return, for each group, the mean of each metric and the number of tasks that have the metric.
 
         The key None has the means over all tasks.
         """
@@ -188,7 +188,7 @@ def suites() -> dict[str, Path]:
 def read_suite(name: str | Path) -> Suite:
     """Read a suite by its name or from its file.
 
-    Raise `ConfigError` if it does not exist, or contains an unknown key, evaluator or setting.
+    Raise `ConfigError` if the suite does not exist, or if it contains an unknown field, evaluator or setting.
     """
     known = suites()
     path = known.get(str(name), Path(name).expanduser())
@@ -225,9 +225,9 @@ def run_suite(
     """Measure a model on every task of a suite.
 
     `outputs` computes the model's features and predictions. Its cache keeps features, so that a stopped suite continues
-    where it was. If `folder` contains a file or folder with the name of a task, it is used as the data of that task. A
-    task that cannot be measured is skipped with a reason. With `strict` its error is raised instead. `on_task` is
-    called when a task starts.
+    where it stopped. If `folder` contains a file or folder with the name of a task, this file or folder is the data of
+    the task. A task that cannot be measured is skipped with a reason. With `strict` its error is raised instead.
+    `on_task` is called when a task starts.
 
     Raise `DataError` if no task could be measured.
     """
@@ -267,7 +267,7 @@ def suite_as_plain(result: SuiteResult) -> dict[str, Any]:
 
 
 def open_task(task: SuiteTask, folder: Path | None, note: Callable[[str], None]) -> TaskData:
-    """Return the images of a task. If `folder` contains a file or folder with the name of the task, it is the data.
+    """Return the images of a task. A file or folder in `folder` with the name of the task is used as its data.
 
     `note` is called with each remark on the data. Raise `DataError` if the data does not exist, or if it has no split
     to measure.

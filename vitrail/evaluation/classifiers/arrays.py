@@ -56,7 +56,7 @@ def check_pair(train: Float[np.ndarray, "n d"], test: Float[np.ndarray, "m e"]) 
 
 
 def check_same_kind(train: Truth, test: Truth) -> None:
-    """Raise `DataError` if training and test targets differ in kind, or in the number of classes or numbers."""
+    """Raise `DataError` if training and test targets are of different kinds or have different numbers of columns."""
     if (train.kind, train.columns) != (test.kind, test.columns):
         raise DataError(
             f"training targets are {train.kind} with {train.columns} columns, and test targets are {test.kind} "
@@ -107,7 +107,7 @@ def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) ->
 
 
 def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray, " n"]:
-    """Shuffle the rows of each label, and return the position of each row in this order, counted from 0.
+    """Shuffle the rows within each label, and return the position of each row among the rows of its label, from 0.
 
     The order within a label depends only on the seed, the label and the number of rows with that label.
     """

@@ -41,7 +41,7 @@ Strength = float | Literal["loo"]
 
 @dataclass(frozen=True)
 class FewShotRow:
-    """Accuracies on the test features with one number of shots."""
+    """Accuracies on the test features for one value of `shots`, the number of training images per class."""
 
     shots: int
     images: int
@@ -79,9 +79,9 @@ def few_shot(
     """Measure few-shot linear regression as in section 4.1 of the paper (2010.11929), with big_vision's settings.
 
     The classifier is `fit_least_squares`. `seeds` is a list of seeds, or a number n for the seeds 0 to n - 1. `l2` is
-    the strength of the regularisation, or "loo" to choose it from 2^-10 to 2^20 for each draw. If `train_features` has
-    only the features of the drawn images (`draw_shots`), `of_rows` holds the rows of these images in `train_truth`, in
-    rising order.
+    the strength of the regularisation, or "loo" to choose it from 2^-10 to 2^20 for each draw. `train_features` may
+    contain only the features of the images that `draw_shots` draws. `of_rows` then lists the rows of these images in
+    `train_truth`, in ascending order.
 
     With `allow_fewer`, a class with fewer images than shots uses all its images. Otherwise such a class raises
     `DataError`. Unknown labels, different widths and features that are not finite raise `DataError`. Settings out of
@@ -117,7 +117,8 @@ def few_shot(
 
 
 def draw_shots(labels: Int64[np.ndarray, " n"], shots: int, seed: int) -> Int64[np.ndarray, " drawn"]:
-    """Return the rows of `shots` images per class, in rising order. A class with fewer images contributes all its rows.
+    """Return the rows of `shots` images per class, in ascending order. A class with fewer images contributes all its
+    rows.
 
     These are the rows that big_vision's evaluator draws with the same seed: one generator shuffles the rows of each
     class, class after class, and the first rows of each class are used. A draw with more shots therefore contains the
@@ -134,14 +135,14 @@ def fit_least_squares(
 ) -> tuple[LinearMap, float]:
     """Return the least-squares map onto +1 for the true class and -1 for every other class, and the l2 that was used.
 
-    Features are standardised, (x - mean) / (std + 1e-5) over these rows, and get a constant feature of 100. The map w
-    minimises ||X w - y||^2 + l2 ||w||^2. It is computed in float64 from the eigenvectors of X^T X or X X^T, whichever
-    is smaller.
+    Features are standardised: (x - mean) / (std + 1e-5), with the mean and std of these rows. A constant feature of 100
+    is appended. The map w minimises ||X w - y||^2 + l2 ||w||^2. It is computed in float64 from the eigenvectors of X^T
+    X or X X^T, whichever is smaller.
 
     With l2="loo", the strength with the smallest leave-one-out squared error is chosen. The strongest one wins a tie.
-    The mean and standard deviation include the row that is left out, so the errors have a closed form: e_i = r_i / (1 -
-    h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is used instead of accuracy
-    because leave-one-out accuracy is always 0 for a class with one image.
+    The mean and standard deviation are computed with the row that is left out, so the errors have a closed form: e_i =
+    r_i / (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is used instead of
+    accuracy because leave-one-out accuracy is always 0 for a class with one image.
     """
     mean, std = moments(features, np.arange(len(features)))
     scale = std + 1e-5

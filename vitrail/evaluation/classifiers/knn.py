@@ -20,9 +20,9 @@ __all__ = ["NeighbourRow", "Neighbours", "check_settings", "knn", "knn_leave_one
 QUERIES = 8192
 """Number of queries per pass over the stored features."""
 ROWS, STORED = 1024, 16384
-"""Numbers of queries and stored features whose similarities are in memory at once (64 MB)."""
+"""Size of the matrix of similarities in memory: ROWS queries times STORED stored features (64 MB)."""
 BLOCK = 32
-"""Number of similarities in a block. The maximum of each block is compared first, and most blocks are not searched."""
+"""Number of similarities in a block. Only blocks whose maximum is large enough are searched, which few blocks are."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ def knn(
 
     A neighbour has the weight exp(cosine / temperature), as in DINO (2104.14294) and instance discrimination
     (1805.01978), which use a temperature of 0.07. An infinite temperature gives all neighbours the same weight. The
-    score of a class is its fraction of the weights. The prediction of a number is the weighted mean of the neighbours'
-    known numbers.
+    score of a class is the total weight of the neighbours of this class, divided by the total weight of all neighbours.
+    The prediction of a number is the weighted mean of the neighbours' known numbers.
 
-    Raise `ConfigError` if a k exceeds the number of training features or the temperature is not above 0. Raise
-    `DataError` for unknown targets, different widths or features that are not finite.
+    Raise `ConfigError` if a value of `k` exceeds the number of training features, or if the temperature is not above 0.
+    Raise `DataError` for unknown targets, different widths or features that are not finite.
     """
     check_settings(k, temperature)
     check_truth("training features", train_features, train_truth)
@@ -160,8 +160,8 @@ class _Found:
         )
 
     def with_more(self, similarities: Float32[Tensor, "b c"], begin: int) -> _Found:
-        """Return the nearest rows, including the stored features from index `begin` on. Their number is a multiple of
-        BLOCK.
+        """Return the nearest rows after a search of more stored features, which start at index `begin`. The number of
+        columns of `similarities` must be a multiple of BLOCK.
 
         The k-th largest block maximum is a lower bound for the similarity of the k nearest rows. The search inside
         blocks therefore skips all blocks with a lower maximum.
@@ -241,7 +241,8 @@ class _Sums:
             self.known.add_to(self.weights, rows, weights)
 
     def means(self) -> Float64[np.ndarray, "b columns"]:
-        """Return the weighted means. A number that is unknown for all neighbours gets the mean of all known numbers."""
+        """Return the weighted means. If an output is unknown for all neighbours, the mean of its known numbers in the
+        stored rows is used."""
         if self.known is None:
             return self.sums / self.weights
         return np.where(self.weights > 0, self.sums / np.where(self.weights > 0, self.weights, 1), self.mean)

@@ -79,7 +79,7 @@ class LinearResult:
     """Metrics on the test features. They are measured only with the chosen penalty."""
     penalty: float
     sweep: tuple[SweepRow, ...]
-    """Results for each penalty, strongest first. Empty if there was only one penalty."""
+    """Results for each penalty, strongest penalty first. Empty if there was only one penalty."""
     model: LinearMap
 
 
@@ -101,10 +101,10 @@ def linear_probe(
     + penalty / 2 * sum of squared weights. Numbers are fitted by ridge regression (`RidgeRegression`). The default
     penalties are `PENALTIES` and `RIDGE_PENALTIES`.
 
-    If there are several penalties, a fraction `held_out` of the training rows of every class is held out. A class with
-    a single row keeps it for the fit. The remaining rows are fitted with every penalty. The penalty with the largest
+    If there are several penalties, a fraction `held_out` of the training rows of every class is held out. No row of a
+    class with a single row is held out. The remaining rows are fitted with every penalty. The penalty with the largest
     accuracy, mean average precision or R² on the held-out rows is chosen; the strongest penalty wins a tie. Finally all
-    training rows are fitted with the chosen penalty. A float32 copy of the training features is held on the device.
+    training rows are fitted with the chosen penalty. A float32 copy of the training features is kept on the device.
 
     Raise `DataError` for unknown targets, different widths and features that are not finite. Raise `ConfigError` for
     settings out of range.
@@ -182,8 +182,8 @@ def _sweep(
 
 
 def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " fitted"], Int64[np.ndarray, " kept"]]:
-    """Divide the rows into rows to fit and held-out rows, which are a fraction of every class. Both have at least one
-    row.
+    """Divide the rows into rows to fit and held-out rows. The fraction `held_out` of every class is held out. Both
+    groups have at least one row.
     """
     labels = truth.groups()
     counts = np.bincount(labels)

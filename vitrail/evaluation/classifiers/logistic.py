@@ -44,7 +44,8 @@ class _Value:
     objective: float
     gradient: Vector
     spread: Float64[Tensor, " classes"]
-    """Mean of p (1 - p) over the rows, for each class: the curvature of the cross-entropy in the logit of the class."""
+    """For each class, the mean over the rows of p (1 - p), where p is the probability of the class. This is the second
+    derivative of the cross-entropy with respect to the logit of the class."""
 
 
 class LogisticRegression:
@@ -130,8 +131,8 @@ class LogisticRegression:
         return apply
 
     def _search(self, point: Vector, value: _Value, direction: Vector, penalty: float) -> tuple[Vector, _Value] | None:
-        """Search for a step that meets the weak Wolfe conditions, by halving and doubling. Return None if there is
-        none.
+        """Search for a step that meets the weak Wolfe conditions, by halving and doubling. Return None if no such step
+        is found.
         """
         slope = _dot(value.gradient, direction)
         noise = torch.finfo(self.features.dtype).eps * abs(value.objective)

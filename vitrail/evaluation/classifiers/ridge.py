@@ -18,7 +18,7 @@ __all__ = ["RidgeRegression"]
 
 @dataclass(frozen=True)
 class _System:
-    """The centred normal equations of all outputs whose numbers are known for the same rows."""
+    """The centred normal equations of a group of outputs. The numbers of these outputs are known for the same rows."""
 
     outputs: Int64[np.ndarray, " k"]
     feature_mean: Float64[Tensor, " d"]

@@ -1,8 +1,8 @@
 """The cache of features. It has one entry for each combination of data, weights, preprocessing and precision.
 
 An entry is a folder NAME with `features.npy` and `entry.json`. It appears only when it is complete. Until then, the
-folder is NAME.partial and has a file `done` with a byte for each sample. Features are written to disk before these
-bytes. A killed process therefore loses only a few seconds of work.
+folder is called NAME.partial, and contains a file `done` with a byte for each sample. The features of a sample are
+written to disk before its byte. A killed process therefore loses only a few seconds of work.
 
 Several processes can fill an entry. They coordinate by `flock` on NAME.lock. The system releases a lock when its
 process ends, so no process waits for a dead one. A process that finds the lock taken waits, because another process is
@@ -54,7 +54,8 @@ FEATURES = "features.npy"
 ABOUT = "entry.json"
 DONE = "done"
 THERE, UNDECODABLE = 1, 2
-"""Values of a sample in the file `done`. 0 means that the sample is not computed yet."""
+"""Bytes in the file `done` for a sample whose features are computed, and for an undecodable sample. 0 means that the
+sample is not computed yet."""
 
 RECORD_SECONDS = 5.0
 """Seconds between two updates of `done`: the most work that a killed process loses."""
@@ -68,7 +69,8 @@ CHUNK = 2**25
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything that determines the features. A cache entry is used only if its identity is equal."""
+    """Everything that determines the features. A cache entry is used only if its identity equals the requested
+    identity."""
 
     data: str
     weights: str
@@ -161,7 +163,8 @@ class Entry:
 
     @property
     def folder(self) -> Path:
-        """The folder of the entry. The names of all entries of the same data begin alike."""
+        """The folder of the entry. Its name begins with a hash of the data, so that all entries of the same data can be
+        found."""
         values = json.dumps(to_plain(self.identity), sort_keys=True)
         return self.cache / f"{self._data}-{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
@@ -184,10 +187,10 @@ class Entry:
         return None
 
     def others(self) -> str | None:
-        """Describe the difference to other cached features of the same data, such as "other weights" or "other
-        precision".
+        """Return the difference between this entry and other cached features of the same data, such as "other weights".
 
-        The most similar entry is described. Return None if the cache has no other features of this data.
+        If there are several other entries, return the difference to the most similar entry. Return None if there are
+        none.
         """
         found: list[list[str]] = []
         for path in self.cache.glob(f"{self._data}-*/{ABOUT}"):
@@ -264,7 +267,7 @@ class Entry:
         return Kept(map_features(folder / FEATURES, shape), dict(about.skipped))
 
     def _remove_rows(self, kept: Bool[np.ndarray, " n"]) -> None:
-        """Replace the file of features by a file with only these rows."""
+        """Replace the file of features by a file with only the rows that the mask `kept` selects."""
         features = map_features(self.partial / FEATURES, (self.samples, self.width))
         rows = np.flatnonzero(kept)
         step = max(1, CHUNK // (4 * self.width))
@@ -291,13 +294,13 @@ class Lock:
         self._descriptor = descriptor
 
     def share(self) -> None:
-        """Acquire the lock in shared mode. Several processes that fill the entry can hold it at once."""
+        """Acquire the lock in shared mode. Several processes that fill the entry can hold the lock at once."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def alone(self, on_wait: Callable[[], None]) -> None:
         """Acquire the lock exclusively, and wait until all other processes have released it.
 
-        `on_wait` is called once if there is something to wait for.
+        `on_wait` is called once if another process holds the lock.
         """
         try:  # the system releases the shared lock first, so two processes with a shared lock do not deadlock
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -70,7 +70,8 @@ class FeatureSet:
 
 
 def existing_layer(network: nn.Module, layer: Layer) -> Layer:
-    """Return the layer, or "embedding" if the network has no hidden layer before its head, so that both are equal."""
+    """Return `layer`, or "embedding" if the network has no hidden layer before its head. The two layers are then
+    equal."""
     return layer if getattr(network.config, "head_hidden", 0) else "embedding"
 
 
@@ -93,13 +94,14 @@ def extract(
     The features are the output of `network.embed`, or with the layer "head-inputs" the vectors that the head receives.
 
     `cache` is a folder, such as `default_cache()`, that stores new features. Features of the same weights, data,
-    preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues where it stopped,
-    and gives the same bytes if the batch size is the same. If another process is computing the same features, this call
-    waits for it. If the cache cannot be written, the features are computed in memory and not stored.
+    preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues where it stopped.
+    The resulting bytes are the same as without the interruption if the batch size is the same. If another process is
+    computing the same features, this call waits for it. If the cache cannot be written, the features are computed in
+    memory and not stored.
 
-    Several `ranks` that are called with the same arguments share the work. Each rank returns all features, even if
-    other ranks start late or die. The bytes do not depend on the number of ranks. Without a cache, each rank computes
-    everything.
+    Several processes (`ranks`) that call this function with the same arguments share the work. Each process returns all
+    features, even if other processes start late or die. The bytes do not depend on the number of processes. Without a
+    cache, each process computes all features.
 
     `on_progress` is called with the number of finished samples. `on_note` is called with messages for the user about
     the state of the cache. Raise `ConfigError` for invalid settings, and the `DataError`s of the source.
@@ -139,8 +141,8 @@ class _Job:
         return config.embed_width if self.layer == "embedding" else config.head_inputs
 
     def run(self, rows: Int64[np.ndarray, " n"], done: int, keep: Keep) -> None:
-        """Compute the features of these rows of the source, in batches and in order. `done` counts rows that are done
-        already.
+        """Compute the features of these rows of the source, in batches and in order. `done` is the number of rows that
+        were computed before.
         """
         if not len(rows):
             return
@@ -178,7 +180,8 @@ def _in_memory(job: _Job) -> Kept:
 
 
 def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None]) -> Kept | None:
-    """Return features from the cache after computing the missing ones. Return None if the file system has no locks."""
+    """Return features from the cache after computing the missing features. Return None if the file system has no
+    locks."""
     device = next(job.network.parameters()).device
     identity = Identity(
         data_fingerprint(job.source), weights_fingerprint(job.network), job.preprocess,
@@ -210,7 +213,7 @@ def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None
 
 
 def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) -> None:
-    """Compute the missing batches of a rank. Ranks take turns: each takes every n-th batch."""
+    """Compute the missing batches of one rank. With n ranks, each rank computes every n-th batch."""
     with contextlib.closing(Partial(entry)) as partial:
         done, size = partial.done() > 0, job.batch_size
         firsts = range(0, len(done), size)[ranks.rank :: ranks.world]

@@ -100,12 +100,12 @@ def check_features_folder(path: Path, *, overwrite: bool) -> None:
 
 
 def save_parquet(features: FeatureSet, path: Path) -> None:
-    """Write the columns key (string), label and feature (float32, of fixed length).
+    """Write a Parquet file with the columns key (string), label and feature (a list of float32 of fixed length).
 
     For single labels, `label` is an int64, or null for an unlabelled image. For several labels, `label` is a list of
-    int64. Regression targets have a column `numbers` instead, a list of float64 with null for an unknown number. Class
-    names are in the schema's metadata, as JSON under "classes". Raise `SaveError`, and `DataError` if pyarrow is not
-    installed.
+    int64. For regression, the column `numbers` replaces `label`. It is a list of float64, with null for an unknown
+    number. Class names are in the schema's metadata, as JSON under "classes". Raise `SaveError`, and `DataError` if
+    pyarrow is not installed.
     """
     arrow = parquet_library()
     truth = features.truth
@@ -148,7 +148,7 @@ def parquet_library() -> ModuleType:
 
 
 def _name_of(kind: TargetKind) -> str:
-    """Return the name that files have for this kind of target."""
+    """Return the name of the field or column that contains targets of this kind."""
     return "numbers" if kind == "numbers" else "label"
 
 

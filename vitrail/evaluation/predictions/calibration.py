@@ -33,7 +33,7 @@ BINS = 15
 """Number of bins of equal width (Guo et al. 1706.04599, section 2 and table 1)."""
 
 TEMPERATURES = (1e-3, 1e3)
-"""The limits of `fit_temperature`."""
+"""Smallest and largest temperature that `fit_temperature` returns."""
 
 BLOCK = 1 << 18
 """Number of float64 values in a block (2 MB), which fits in the processor's cache."""

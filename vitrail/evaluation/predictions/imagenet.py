@@ -61,7 +61,8 @@ class Synset:
 
 @dataclass(frozen=True)
 class ClassMap:
-    """The head's output for each class of a data set."""
+    """The matching of a data set's classes to a model's outputs. `columns` has the index of the output for each
+    class."""
 
     columns: tuple[int, ...]
     note: str
@@ -99,7 +100,8 @@ class MappedSource:
 def map_classes(
     head_classes: Sequence[str], data_classes: Sequence[str], *, mapping: str | Path | None = None
 ) -> ClassMap:
-    """Return the head's output for each class of the data. The first rule that matches all classes is used:
+    """Return the index of the head's output for each class of the data. The first rule that matches all classes is
+    used:
 
     1. equal names of some or all of the head's classes, in any order;
     2. equal WordNet ids in the names, like "n01440764" and "n01440764 tench";
@@ -108,7 +110,7 @@ def map_classes(
        for a head of 1,000 classes the public list. If the data has all 1,000 WordNet ids, no list is needed.
 
     Raise `DataError` with the names if no rule matches all classes, or if two classes of the data match one output.
-    Raise it also if the list is needed and is not available or does not have the head's classes.
+    Raise `DataError` also if the list is needed, but is not available or does not have the head's classes.
     """
     if _plain(head_classes) == _plain(data_classes):
         return ClassMap(tuple(range(len(data_classes))), "the data has the model's classes, in their order")
@@ -157,8 +159,8 @@ def imagenet_columns(head_classes: Sequence[str]) -> Int64[np.ndarray, " 1000"]:
 
 
 def read_synsets(path: str | Path | None = None) -> tuple[Synset, ...]:
-    """Return the classes that a file lists, in their order. By default the file is the public list of ImageNet's
-    classes.
+    """Return the classes that a file lists, in the order of the file. By default the file is the public list of
+    ImageNet's classes.
 
     The public list is read from the cache (`$VITRAIL_DATA`), or downloaded from `SYNSETS_URL`. Each line has an id and
     optional names ("n01440764 tench, Tinca tinca", as in LOC_synset_mapping.txt). A JSON file has the form {"0":
@@ -168,10 +170,10 @@ def read_synsets(path: str | Path | None = None) -> tuple[Synset, ...]:
 
 
 def read_real(path: str | Path | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the reassessed labels of ImageNet's 50,000 validation images, in the order of their names (2006.07159).
+    """Return the reassessed labels of ImageNet's 50,000 validation images, in the order of the file names (2006.07159).
 
-    `path` is a file real.json. By default it is read from the cache (`$VITRAIL_DATA`), or downloaded from `REAL_URL`.
-    Raise `DataError` if it cannot be read.
+    `path` is a file real.json. By default the public file is read from the cache (`$VITRAIL_DATA`), or downloaded from
+    `REAL_URL`. Raise `DataError` if the file cannot be read.
     """
     return _read("the ReaL labels", path, REAL_URL, _parse_real)
 
@@ -238,7 +240,7 @@ def _id_in(name: str) -> str:
 
 
 def _numbers(names: Sequence[str]) -> list[int]:
-    """Return names as indices of ImageNet's classes, or an empty list if any name is not such an index."""
+    """Return names as indices of ImageNet's classes, or an empty list if any name is not an index."""
     numbers = [int(name) if re.fullmatch("[0-9]{1,4}", name) else CLASSES for name in names]
     return numbers if max(numbers, default=0) < CLASSES else []
 

@@ -97,8 +97,8 @@ class StreamingErrors:
 def _metrics(
     means: Float64[np.ndarray, "resamples columns"], mean: Float64[np.ndarray, " outputs"]
 ) -> Float64[np.ndarray, "3 resamples outputs"]:
-    """Return the metrics from the means of known, |error|, error², deviation and deviation². Without known numbers:
-    NaN.
+    """Return R², mean absolute error and root mean squared error. They are NaN for an output without known numbers.
+    `means` has, for all outputs, the means of five values: known (0 or 1), |error|, error², deviation and deviation².
     """
     known, absolute, squared, deviation, squares = np.split(means, 5, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -114,7 +114,7 @@ def _r2(
 ) -> Float64[np.ndarray, "*shape"]:
     """Return R² from mean squared errors and variances.
 
-    Rounding errors can give equal numbers a tiny variance, which counts as 0.
+    The variance of equal numbers can be slightly above 0 because of rounding errors. Such a variance counts as 0.
     """
     varies = variance > (1e-13 * mean) ** 2
     ratio = 1 - errors / np.where(varies, variance, 1)

@@ -59,8 +59,8 @@ class Predictions:
     def restricted(self, columns: Sequence[int]) -> Predictions:
         """Return the predictions of a network that has only the outputs `columns`, in this order.
 
-        A sample whose label is another output becomes unlabelled. Raise `ConfigError` for a column that does not exist
-        or is repeated.
+        A sample whose label is not among these outputs becomes unlabelled. Raise `ConfigError` for a column that does
+        not exist or is repeated.
         """
         count = len(self.classes)
         if len(set(columns)) < len(columns) or not all(0 <= column < count for column in columns):
@@ -86,9 +86,9 @@ def predict_all(
 ) -> Predictions:
     """Return the network's outputs for every sample of a source.
 
-    They take 4 bytes of memory per image and output. `on_skip` is called with each sample that cannot be decoded. Raise
-    `ConfigError` for a network without a head, or with another number of outputs than the source has classes. Raise
-    `BundleError` if an output is not finite.
+    The outputs take 4 bytes of memory per image and class. `on_skip` is called with each sample that cannot be decoded.
+    Raise `ConfigError` if the network has no head, or if its number of outputs is not the source's number of classes.
+    Raise `BundleError` if an output is not finite.
     """
     count = len(source.classes)
     logits = np.empty((len(source), count), np.float32)
@@ -140,7 +140,8 @@ def each_batch(
     """Call `take` with every batch of a source, on the network's device, and with its outputs in float32.
 
     Samples that cannot be decoded keep their rows in a batch, so `take` has to skip rows that are not `batch.valid`.
-    Return these samples. The network is not changed. Raise `ConfigError` for a network without a head.
+    Return the samples that could not be decoded. The network is not changed. Raise `ConfigError` for a network without
+    a head.
     """
     if getattr(network, "head", network) is None:
         raise ConfigError(

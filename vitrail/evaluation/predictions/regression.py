@@ -85,8 +85,8 @@ def regression_report(
 ) -> RegressionReport:
     """Return all metrics of predicted numbers, with 95 % intervals from `bootstrap` resamples that `seed` draws.
 
-    `points` is the maximum number of points of a scatter plot. Raise `DataError` if the targets are not numbers or none
-    is known.
+    `points` is the maximum number of points of a scatter plot. Raise `DataError` if the targets are not numbers, or if
+    no number is known.
     """
     if not isinstance(predictions.truth, Numbers):
         raise DataError("a regression report needs numbers, but these samples have classes; use report")

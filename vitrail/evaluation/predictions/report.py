@@ -138,9 +138,9 @@ def report(
 ) -> ClassificationReport:
     """Return all metrics of predicted classes, with 95 % intervals from `bootstrap` resamples that `seed` draws.
 
-    0 resamples give no intervals. With a `temperature`, which should be fitted on other images (`fit_temperature`), the
-    calibration with this temperature is reported too. Raise `DataError` if no image has a label, and `ConfigError` if
-    the temperature is not positive.
+    If `bootstrap` is 0, no intervals are computed. With a `temperature`, the calibration with this temperature is
+    reported too. The temperature should be fitted on other images (`fit_temperature`). Raise `DataError` if no image
+    has a label, and `ConfigError` if the temperature is not positive.
     """
     labelled = predictions.labelled()
     if not len(predictions):

@@ -1,4 +1,4 @@
-"""Metrics that are added up batch by batch, so that the outputs of all samples are never held at once."""
+"""Metrics that are added up batch by batch, so that the outputs of all samples need not be in memory at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.evaluation.truth import MultiLabels, Numbers, Truth
 __all__ = ["SELECTING", "StreamingAccuracy", "StreamingMetrics", "streaming_metrics"]
 
 SELECTING: dict[TargetKind, str] = {"class": "accuracy", "classes": "mean_average_precision", "numbers": "r2"}
-"""The metric that chooses the best model for each kind of target. Larger is better."""
+"""The metric by which the best model is chosen, for each kind of target. A larger value is better."""
 
 
 @runtime_checkable
