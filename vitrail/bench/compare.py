@@ -72,8 +72,8 @@ def compare(
 ) -> Comparison:
     """Time our network, the matrix products and the libraries `peers` in interleaved rounds, one at a time.
 
-    With `best`, all libraries are also measured compiled. With `compile` "on" or "graphs", our network is also
-    measured compiled. Raises `ConfigError` for unknown peers.
+    With `best`, the compiled networks of all libraries are also measured. With `compile` "on" or "graphs", our compiled
+    network is also measured. Raises `ConfigError` for unknown peers.
     """
     check_peers(peers, workload.config)
     wanted = entries(workload, tuple(dict.fromkeys(peers)), best=best, compile=compile)

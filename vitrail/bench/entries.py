@@ -28,15 +28,16 @@ OURS = "vitrail"
 PRODUCTS = "products alone"
 
 Settings = Literal["matched", "default", "best", "graphs"]
-"""Settings of a library. "matched": the workload's precision, by autocast. "default": the library's defaults, which use
-float32. "best": the workload's precision, and compilation (ours of each block, others of the whole network). "graphs":
-our network, compiled into CUDA graphs."""
+"""Settings of a library. "matched" uses the workload's precision, by autocast. "default" uses the library's defaults,
+with float32. "best" uses the workload's precision and compiles: each block of our network, but other networks as a
+whole. "graphs" compiles our network into CUDA graphs."""
 
 COMPILED = {"best": " compiled", "graphs": " graphs"}
 """Settings that need a compiler, with the texts that follow the precision in tables."""
 
 LARGE = 8192
-"""Number of rows and columns of the large matrix product on a GPU. On a CPU an eighth of it is used."""
+"""Number of rows and columns of the large matrix product on a GPU. On a CPU, the numbers of rows and columns are an
+eighth of this."""
 
 
 @dataclass(frozen=True)

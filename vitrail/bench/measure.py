@@ -1,4 +1,5 @@
-"""Interleaved timing. Each round times every function once, so a slower machine affects all functions alike."""
+"""Interleaved timing. Each round times every function once, so a change of the machine's speed affects all functions
+alike."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def _settle(entry: Entry, workload: Workload, threads: int) -> None:
 
 
 def _hand_back() -> None:
-    """Return freed memory to the system. The next step would reuse it and would seem to need less memory."""
+    """Return freed memory to the system. Otherwise the next step would reuse this memory, and would seem to need
+    less."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc

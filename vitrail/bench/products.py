@@ -116,9 +116,9 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _plain_products(operation: str, first: int) -> Callable[[Any, Any], Iterator[Product]]:
-    """Return a reader for an operation that multiplies its arguments number `first` and `first` + 1.
+    """Return a reader for an operation that multiplies its arguments at the positions `first` and `first` + 1.
 
-    Other arguments are ignored.
+    The reader ignores the operation's other arguments.
     """
 
     def read(args: Any, result: Any) -> Iterator[Product]:

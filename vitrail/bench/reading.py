@@ -80,7 +80,8 @@ def measure_reading(
     repetitions: int,
     warmup: int,
 ) -> Reading:
-    """Time the reading of `images` images from each source and by two references. Each round measures all of them once.
+    """Time the reading of `images` images from each source and by two references. Each round times every source and
+    both references once.
 
     All sources must hold the same images. `DECODING` decodes and scales encoded images in memory, with as many threads
     as the pipeline has in total. `LOOP` opens, converts, resizes and stacks images in one thread with Pillow. Both

@@ -98,7 +98,8 @@ def exponent(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
 
 
 def _batches(workload: Workload) -> dict[int, Workload]:
-    """Return workloads with the given batch size, halved zero to four times."""
+    """Return the workload with its batch size, and with this size divided by 2, 4, 8 and 16 where it stays at least
+    1."""
     values = [workload.batch // 2**halvings for halvings in range(5)]
     return {value: replace(workload, batch=value) for value in values if value >= 1}
 

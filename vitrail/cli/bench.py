@@ -45,13 +45,13 @@ class Bench:
     num_classes: int = 1000
     """Number of outputs of the head."""
     width: int | None = None
-    """Width of the tokens, or number of stem channels of a BiT network. By default the variant's."""
+    """Width of the tokens, or number of stem channels of a BiT network. By default the variant's width."""
     depth: int | None = None
-    """Number of blocks. By default the variant's."""
+    """Number of blocks. By default the variant's number."""
     heads: int | None = None
-    """Number of attention heads, which must divide the width. By default the variant's."""
+    """Number of attention heads, which must divide the width. By default the variant's number."""
     mlp_width: int | None = None
-    """Number of hidden units in each block's MLP. By default the variant's."""
+    """Number of hidden units in each block's MLP. By default the variant's number."""
     patch_dropout: float | None = None
     """Fraction of the patches that a training step drops."""
     batch_size: int = 32
@@ -73,10 +73,10 @@ class Bench:
     """Other libraries to compare with, separated by commas: timm, transformers, vit-pytorch, torchvision. Libraries
     that are not installed are skipped."""
     best: bool = False
-    """Also measure every library with torch.compile. Vitrail compiles each block, and other libraries the whole
+    """Also measure every library with torch.compile. Vitrail compiles each block. Other libraries compile the whole
     network."""
     profile: bool = True
-    """Show the fraction of vitrail's step time that each kind of operation takes."""
+    """Show the fraction of vitrail's step time by category of operation."""
     memory: bool = False
     """Also measure the memory of each library in its own process. Compiled networks are skipped."""
     scaling: Axis | None = None

@@ -53,7 +53,7 @@ class Check:
     """Number of images to inspect, sampled from each split and class in proportion to its size. By default all
     images."""
     validation: str = "auto"
-    """Images that would select the weights, as for `vitrail train`: auto, train or a slice such as train[99%:]."""
+    """Validation images, chosen as by `vitrail train`: auto, train or a slice such as train[99%:]."""
     validation_share: float = 0.1
     """Fraction of the training images to hold out for validation, if the data has no validation split. 0 holds out
     no images."""

@@ -34,8 +34,8 @@ def open_for_features(bundle: Bundle, spec: str, split: str, numbers: tuple[str,
     """Return the data with its own classes as targets, and the splits to measure.
 
     For regression the targets are the columns `numbers`, by default the columns that the model predicts. Images are
-    held out for validation only if the validation split is measured. Otherwise a classifier can learn from all training
-    images.
+    held out for validation only if the validation split is measured. For any other split, a classifier can learn from
+    all training images.
     """
     opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
     splits = _splits_of(bundle, opened, share=0.0)

@@ -66,12 +66,12 @@ class Finetune:
     2,500 steps and one learning rate."""
     learning_rates: tuple[float, ...] | None = None
     """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
-    the paper's protocol tries those of its table, and the rule chooses one."""
+    the paper's protocol tries the rates of its table, and the rule chooses one rate."""
     resume: Path | None = None
     """Folder of a stopped run to continue, with the run's own settings."""
     suite: str = ""
     """Suite of tasks to fine-tune on, one after the other: vtab-1k, paper-table-5, fewshot, offline, or a TOML file.
-    --data is then a folder that can hold a folder of data per task, and --name the folder of all runs."""
+    --data is then a folder that can hold a folder of data per task, and --name is the folder of all runs."""
     strict: bool = False
     """Fail if a task of the suite cannot be used. By default the task is skipped."""
 
@@ -151,7 +151,7 @@ def main(call: Call) -> int:
 
 
 def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
-    """Finish a run that was stopped, and measure it if it has not been measured."""
+    """Finish a run that was stopped, and measure its model unless an earlier command did."""
     if part := _part(folder):
         raise RunError(f"run {folder} is {part}; {AGAIN}")
     config = read_record(folder).config
@@ -162,7 +162,8 @@ def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
 
 
 def _part(folder: Path) -> str:
-    """Return the purpose of a run that only the command that started it can continue, or an empty text."""
+    """Return a description of a run that is a trial or a task of a suite, which only the command that started it can
+    continue. Return an empty text for any other run."""
     if is_trial(folder):
         return "a trial of a learning rate"
     return "a task of a suite" if is_suite_run(folder) else ""
@@ -211,7 +212,7 @@ def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
 
 
 def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData, Bundle]:
-    """Return the settings of the run, the open data that they were chosen for, and the initial model."""
+    """Return the settings of the run, the opened data for which the settings were chosen, and the initial model."""
     model, protocol = given["model"], given.get("protocol", "rule")
     rates, row = given.get("learning_rates"), given.get("table_row")
     explicit = _explicit(given)

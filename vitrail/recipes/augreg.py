@@ -18,7 +18,7 @@ from vitrail.training.optimization.optimizer import OptimizerConfig
 __all__ = ["AUGREG_RECIPES", "PLAIN_RECIPES", "AugRegRow", "augreg", "plain_vit_s16"]
 
 REGULARISATION = (0.0, 0.1)
-"""Rates of dropout and stochastic depth in AugReg's grid. Both have the same rate."""
+"""Rates of dropout and stochastic depth in AugReg's grid. Within a run, both have the same rate."""
 
 WEIGHT_DECAYS = (0.1, 0.03)
 """Weight decays in AugReg's grid, to be multiplied by the learning rate."""
@@ -36,8 +36,9 @@ def augreg(
     """Return the config of a run of AugReg's grid: Adam, batches of 4,096, 10,000 steps of warm-up, a cosine schedule.
 
     `data` is i1k or i21k. The grid has seven presets `augmentation` (augreg-none to augreg-strong2), the rates
-    `regularisation` of both dropout and stochastic depth (`REGULARISATION`), and `WEIGHT_DECAYS`. On ImageNet-21k it
-    has 30 and 300 epochs. The loss is the sigmoid loss, with the initial biases of big_vision's configs.
+    `regularisation` of both dropout and stochastic depth (`REGULARISATION`), and `WEIGHT_DECAYS`. On ImageNet-21k the
+    grid has runs of 30 and of 300 epochs. The loss is the sigmoid loss, with the initial biases of big_vision's
+    configs.
     """
     overrides = {
         "activation": "gelu-tanh", "dropout": regularisation, "stochastic_depth": regularisation,
@@ -60,8 +61,8 @@ def plain_vit_s16(epochs: int = 90) -> TrainConfig:
     """Return the config of the S/16 of "Better plain ViT baselines", in every detail of big_vision's config.
 
     The network has mean pooling, fixed sin-cos positions and a hidden layer before the head. big_vision multiplies its
-    weight decay of 1e-4 by the schedule alone. AdamW also multiplies by the learning rate of 1e-3, so its weight decay
-    is 0.1.
+    weight decay of 1e-4 by the schedule alone. AdamW also multiplies by the learning rate of 1e-3, so the weight decay
+    of this recipe is 0.1.
     """
     variant = "ViT-S/16"
     overrides = {

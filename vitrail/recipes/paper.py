@@ -11,7 +11,7 @@ __all__ = ["DATA", "FINE_TUNED", "PaperRecipe"]
 
 DATA = {"i1k": "hf:ILSVRC/imagenet-1k", "i21k": "imagenet-21k", "jft": "jft-300m"}
 """Data sets of the papers. The last two are folders of your own: ImageNet-21k has no official copy on the hub, and
-JFT-300M is not public. `--data` names another place."""
+JFT-300M is not public. With `--data`, the data can be in another folder."""
 
 
 FINE_TUNED = "on ImageNet after fine-tuning at 384 pixels"
@@ -29,7 +29,7 @@ class PaperRecipe:
     source: str
     """The paper or code, with table and arXiv number."""
     measured: str = FINE_TUNED
-    """The way in which the accuracy was measured."""
+    """Description of how the accuracy was measured."""
 
     def __call__(self) -> TrainConfig:
         """Return the config of the run."""

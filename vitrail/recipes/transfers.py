@@ -22,7 +22,7 @@ DATA = {
     "Flowers": "hf:dpdl-benchmark/oxford_flowers102",
     "Pets": "hf:timm/oxford-iiit-pet",
 }
-"""Data sets on the hub. Their names were looked up, and none was downloaded."""
+"""Data sets on the hub. Their names were looked up, but the data was not downloaded."""
 
 TABLE_5 = {
     "ViT-B/16": (98.95, 91.67, 83.97, 99.38, 94.43),

@@ -59,7 +59,7 @@ ROWS = {
 }
 
 OF_BOTH_LENGTHS = {"ViT-L/32": 80.99, "ViT-L/16": 85.15}
-"""Accuracies after pre-training on ImageNet-21k for which the paper does not say if it took 30 or 90 epochs."""
+"""Accuracies after pre-training on ImageNet-21k. The paper does not say whether they are for 30 or for 90 epochs."""
 
 
 def pretraining(variant: str, data: str, *, epochs: int, learning_rate: float) -> TrainConfig:
@@ -68,7 +68,7 @@ def pretraining(variant: str, data: str, *, epochs: int, learning_rate: float) -
 
     The head of a transformer has a hidden layer of the network's width. JFT-300M and ImageNet-21k have several labels
     per image, so the loss is the sigmoid loss, and the head's biases start at -10 as in big_vision. Gradients are
-    clipped on ImageNet alone. The crops and the scaling are those of the authors' code.
+    clipped on ImageNet alone. Images are cropped and scaled as in the authors' code.
     """
     network = variant_config(variant)
     overrides: dict[str, object] = {"head_bias": 0.0 if data == "i1k" else -10.0}

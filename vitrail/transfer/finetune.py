@@ -178,8 +178,8 @@ def evaluate_run(
 ) -> FinetuneResult:
     """Measure the model of a finished run on its held-out split, and write `report.html` into the run's folder.
 
-    `names` maps "test" and "validation" to the names that these splits have in the user's data set. If it contains the
-    measured split, the report shows the command that measures this split again.
+    `names` maps "test" and "validation" to the names that these splits have in the user's data set. If `names` contains
+    the measured split, the report shows the command that measures this split again.
 
     If the test and validation splits both have labels, metrics are measured on the test split, and the calibration
     temperature is fitted on the validation split. Otherwise no temperature is fitted, because no other images are left

@@ -40,7 +40,7 @@ WITH_COMMAS = ("numbers",)
 """Options with a variable number of values that may also be separated by commas."""
 
 HABITS = {"lr": "learning-rate", "bs": "batch-size", "wd": "weight-decay", "workers": "processes"}
-"""Option names of other programs, each with the name of the same option here."""
+"""Option names of other programs, each with the name of the option in Vitrail that means the same."""
 
 
 @dataclass(frozen=True)

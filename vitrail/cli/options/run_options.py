@@ -39,7 +39,7 @@ def run_options() -> Iterator[Option]:
 
 
 def task_of(given: Mapping[str, Any], usual: str) -> str:
-    """Return the name of the task. If no task is typed, it is regression if --numbers is used, and `usual`
+    """Return the name of the task. If no task is typed, the task is regression if --numbers is used, and `usual`
     otherwise."""
     return given.get("task") or (Regression.name if "numbers" in given else usual)
 

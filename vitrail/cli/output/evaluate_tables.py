@@ -38,13 +38,13 @@ NAMES = {
     "r2": "R²",
 }
 SEVERAL = {"accuracy": "likeliest class is a label"}
-"""Display names of metrics that differ if images can have several labels."""
+"""Display names of some metrics if images can have several labels."""
 
 COUNTED = re.compile(r"(fewshot|knn)_(\d+)(.*)")
 
 CONFUSED = 20
-"""Maximum number of classes for which the whole confusion matrix is shown. With more classes, this many pairs are
-shown."""
+"""Maximum number of classes for which the whole confusion matrix is shown. With more classes, only this many pairs of
+classes are shown."""
 
 
 def metrics_table(rows: Mapping[str, Mapping[str, float]]) -> Table:

@@ -22,7 +22,7 @@ QUERIES = 8192
 ROWS, STORED = 1024, 16384
 """Size of the matrix of similarities in memory: ROWS queries times STORED stored features (64 MB)."""
 BLOCK = 32
-"""Number of similarities in a block. Only blocks whose maximum is large enough are searched, which few blocks are."""
+"""Number of similarities in a block. Only blocks with a large enough maximum are searched."""
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,8 @@ class Entry:
 
     @property
     def folder(self) -> Path:
-        """The folder of the entry. Its name begins with a hash of the data, so that all entries of the same data can be
-        found."""
+        """The folder of the entry. The name of the folder begins with a hash of the data, so that all entries of the
+        same data can be found."""
         values = json.dumps(to_plain(self.identity), sort_keys=True)
         return self.cache / f"{self._data}-{hashlib.sha256(values.encode()).hexdigest()[:16]}"
 
