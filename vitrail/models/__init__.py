@@ -1,1 +1,1 @@
-"""Images -> features -> logits. Start at `vit.py`."""
+"""Vision Transformers, hybrids and BiT ResNets. Start reading at `vit.py`."""

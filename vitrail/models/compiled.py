@@ -33,7 +33,7 @@ graphs. Each graph is compiled again for other batch or image sizes."""
 
 
 OPTIONS = "compile_options"
-"""Name of the attribute of a compiled block that holds the options it was compiled with."""
+"""Name of the attribute that stores the compile options of a compiled block."""
 
 
 def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
@@ -85,8 +85,8 @@ def compile_blocks(
 
 
 def compile_copy(module: nn.Module) -> None:
-    """Compile a copy of a block with the options that `compile_blocks` used for the original. Other modules are not
-    changed."""
+    """If `module` is a copy of a compiled block, compile it with the options that `compile_blocks` used for the
+    original. Otherwise, do nothing."""
     options = vars(module).get(OPTIONS)
     if options is not None:
         _compile(module, options)
@@ -98,9 +98,9 @@ def _compile(module: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _begin_step(blocks: nn.Module, *patches_and_images: Any) -> None:
-    """Tell CUDA graphs that the memory they wrote in the last step, including gradients, may be overwritten.
+    """Tell CUDA graphs that they may overwrite the memory that they wrote in the last step, including gradients.
 
-    If a batch is processed in parts, all parts belong to one step, because their gradients are added up.
+    With gradient accumulation, all parts of a batch belong to one step, because their gradients are added up.
     """
     if all(parameter.grad is None for parameter in blocks.parameters()):
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

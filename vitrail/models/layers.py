@@ -92,7 +92,8 @@ class LayerScale(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """Drops a branch for some images of a batch in training, and scales the others to keep the mean (1603.09382)."""
+    """In training, drops a branch for some images of a batch, and scales the branch of the other images so that the
+    expected value does not change (1603.09382)."""
 
     keep: Float[Tensor, ""]
     """Probability that a branch is kept. It is a tensor because the compiler would make a separate graph for each value
@@ -114,7 +115,7 @@ class StochasticDepth(nn.Module):
 
 
 def lecun_normal_(weight: Tensor) -> None:
-    """Fill a weight with normal numbers, truncated at two standard deviations. After the truncation, their variance is
-    1 / fan_in."""
+    """Fill a weight with random numbers from a normal distribution that is truncated at two standard deviations. The
+    variance after truncation is 1 / fan_in."""
     std = weight[0].numel() ** -0.5 / 0.87962566103423978  # the standard deviation of a unit normal cut at +-2
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

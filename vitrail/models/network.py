@@ -43,7 +43,7 @@ class Features:
 
 
 class Layers(NamedTuple):
-    """All modules of a network that hold weights or drop values, from bottom to top. Each module occurs once.
+    """All modules of a network that have weights or randomly drop values, from bottom to top. Each module occurs once.
 
     Layers are numbered as in BEiT (2106.08254), where the learning rate decays from the head down.
     """
@@ -55,7 +55,7 @@ class Layers(NamedTuple):
     summary: list[nn.Module]
     """The final norm and the pooling. Together with the head, they are layer depth + 1."""
     head: list[nn.Module]
-    """The head and its hidden layer, if any."""
+    """The head, and the hidden layer before it if there is one."""
 
     def numbers(self) -> dict[int, int]:
         """Return the layer number of each parameter, by the parameter's `id`."""
@@ -132,7 +132,7 @@ class NetworkConfig(Protocol):
         the size does not fit."""
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the image size nearest to this one that the network accepts."""
+        """Of the image sizes that the network accepts, return the one that is nearest to (height, width)."""
 
     def with_image_size(self, image_size: tuple[int, int]) -> NetworkConfig:
         """Return the same config for another image size. Raise `ConfigError` for a size that does not fit."""
@@ -207,8 +207,7 @@ def block_numbers(layers: Sequence[int], count: int) -> list[int]:
 
 
 def with_weights(network: AnyModule, config: Any, weights: dict[str, Tensor]) -> AnyModule:
-    """Return a network of the same class that uses these weight tensors themselves, not copies. All weights are
-    trainable."""
+    """Return a network of the same class with these weight tensors, which are not copied. All weights are trainable."""
     with torch.device("meta"):  # no random weights are drawn, because they are replaced
         new = type(network)(config)
     new.load_state_dict(weights, assign=True)

@@ -29,7 +29,8 @@ class Predictor:
     conversion takes time, so keep one predictor for a sequence of calls. Make a new predictor after the network's
     weights have changed.
 
-    The format of a result is that of the network's last operation: with precision "bf16", logits are bfloat16.
+    Results keep the number format of the network's last operation. With precision "bf16", logits are therefore
+    bfloat16.
     """
 
     def __init__(self, network: nn.Module, precision: Precision = "float32") -> None:
@@ -100,8 +101,8 @@ def _copied(module: nn.Module, shared: dict[int, Tensor]) -> nn.Module:
     """Return a copy of a module and its submodules in evaluation mode.
 
     The copy shares all tensors. Modules of PyTorch and of this package hold their submodules by name only, so copying
-    one after the other is enough and fast. Other modules may hold references elsewhere. These are copied by
-    `copy.deepcopy`, which is slower.
+    one after the other is enough and fast. A module of any other class may have references elsewhere, so
+    `copy.deepcopy` copies it, which is slower.
     """
     if not type(module).__module__.startswith(("torch.nn.modules.", "vitrail.models.")):
         return copy.deepcopy(module, dict(shared)).eval()

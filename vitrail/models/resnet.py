@@ -58,11 +58,9 @@ class ResNet(nn.Module):
     def features(
         self, images: Float[Tensor, "b c h w"], layers: Sequence[int] | None = None
     ) -> Features | tuple[Features, ...]:
-        """Return the cells of the last feature map, after the final norm and ReLU.
-
-        With `layers`, return the cells after each of these residual units. Units are numbered from 0 through all
-        stages, or backward from -1. Raises `ConfigError` for a wrong number of channels, for images without pixels, and
-        for an unknown unit.
+        """Return the cells of the last feature map, after the final norm and ReLU. With `layers`, return the cells
+        after each of these residual units. The units of all stages are numbered from 0, or backward from -1. Raises
+        `ConfigError` for a wrong number of channels, for images without pixels, and for an unknown unit.
         """
         if images.shape[1] != self.config.channels:
             raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
@@ -94,7 +92,8 @@ class ResNet(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw new weights. Convolutions have the variance 1 / fan_in before standardisation, and the head is zero."""
+        """Draw new weights. Before standardisation, the weights of convolutions have the variance 1 / fan_in. The head
+        is zero."""
         _initialise_convolutions(self)
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
@@ -169,7 +168,7 @@ class StandardisedConv(nn.Conv2d):
 
     @property
     def operand(self) -> Float[Tensor, "b c kh kw"]:
-        """The filters that the convolution takes."""
+        """The standardised filters, which the convolution uses."""
         if self.is_standardised:
             return self.weight
         variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
@@ -249,8 +248,8 @@ class PostActivationUnit(nn.Module):
 
 
 def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: float = 0.0) -> Float[Tensor, "b c ph pw"]:
-    """Pad like TensorFlow's "SAME", for ceil(size / stride) windows. If the padding is odd, the extra cell is added
-    below and to the right."""
+    """Pad like TensorFlow's "SAME", for ceil(size / stride) windows. If the number of padded cells is odd, the extra
+    cell is added below or to the right."""
     pads = []
     for size in (x.shape[3], x.shape[2]):
         total = max((math.ceil(size / stride) - 1) * stride + kernel - size, 0)

@@ -36,9 +36,11 @@ class RootConfig:
     norm_eps: float = 1e-6
     """Epsilon of every group norm: 1e-6, or timm's 1e-5."""
     weight_eps: float = 1e-5
-    """Epsilon of weight standardisation: 1e-5 added to the deviation, or 1e-8 added to the variance in timm."""
+    """Epsilon of weight standardisation. The original code adds 1e-5 to the standard deviation, and timm adds 1e-8 to
+    the variance."""
     weight_eps_on: WeightEps = "deviation"
-    """Statistic that the epsilon of weight standardisation is added to: the deviation or the variance of a filter."""
+    """Statistic that the epsilon of weight standardisation is added to: the standard deviation or the variance of a
+    filter."""
 
     def __post_init__(self) -> None:
         _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
@@ -95,7 +97,8 @@ class ResNetConfig:
     weight_eps: float = 1e-10
     """Epsilon of weight standardisation: 1e-10, or timm's 1e-8."""
     weight_eps_on: WeightEps = "variance"
-    """Statistic that the epsilon of weight standardisation is added to: the deviation or the variance of a filter."""
+    """Statistic that the epsilon of weight standardisation is added to: the standard deviation or the variance of a
+    filter."""
 
     def __post_init__(self) -> None:
         _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
@@ -148,7 +151,7 @@ class ResNetConfig:
         return replace(self, num_classes=num_classes)
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the nearest image size that fits. A ResNet takes every size of at least one pixel."""
+        """Return the nearest image size that the network accepts. A ResNet accepts every size of at least one pixel."""
         return max(1, height), max(1, width)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:

@@ -89,9 +89,10 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
 
     - "ViT-B/16", or "ViT-B/16x8" for patches of 16 rows and 8 columns.
     - "R50+ViT-B/16": a hybrid with 16 pixels between neighbouring tokens. With "/16", the root has three stages, and
-      the third stage also has the units of the fourth. With "/32", the root has four stages and a patch is one cell.
-      With "/64", a patch is 2 x 2 cells, and so on. The root of "R101x3+ViT-B/16" is three times as wide. "R+ViT-Ti/16"
-      has no stage and patches of 8 x 8 cells, as in the original code. The tokens are 32 pixels apart despite the name.
+      the third stage also contains the units of a ResNet's fourth stage. With "/32", the root has four stages and a
+      patch is one cell. With "/64", a patch is 2 x 2 cells, and so on. The root of "R101x3+ViT-B/16" is three times as
+      wide. The root of "R+ViT-Ti/16" has no stages, and a patch is 8 x 8 cells, as in the original code. Neighbouring
+      tokens are therefore 32 pixels apart, despite the name.
     - "Conv+ViT-Pico/8" (ours, for small images): two 3 x 3 convolutions, of stride 1 and 2, and patches of 4 x 4 cells.
     - "BiT-R50x1".
 

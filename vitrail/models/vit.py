@@ -112,7 +112,7 @@ class VisionTransformer(nn.Module):
         keep: Int64[Tensor, "b k"] | None = None,
         replace: Replace | None = None,
     ) -> Features:
-        """Return the tokens after encoding only some patches, or replaced patch embeddings.
+        """Encode only some patches, or patches with replaced embeddings, and return their tokens.
 
         `keep[image, i]` is the index, in row-major order of the grid, of the i-th patch to encode. The result has the
         patches in this order, and every patch keeps the position embedding of its index. `replace` receives the patch
@@ -222,7 +222,7 @@ class VisionTransformer(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw new weights as the original code does (paper.md section 2 lists the distributions)."""
+        """Draw new weights from the distributions of the original code."""
         lecun_normal_(self.patches.projection.weight)
         if self.patches.projection.bias is not None:
             nn.init.zeros_(self.patches.projection.bias)
@@ -276,7 +276,8 @@ class Block(nn.Module):
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
 
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
-        """Yield each dense layer with the names of the projections that its weight holds, as equal blocks of rows."""
+        """Yield each dense layer with the names of its projections. The rows of the layer's weight are divided equally
+        among these projections, in this order."""
         yield from self.attention.projections()
         for name in ("up", "down"):
             layer = self.mlp.get_submodule(name)

@@ -74,7 +74,7 @@ class ViTConfig:
     positions: str = "learned"
     """Kind of position embedding: a name of `vitrail.models.positions.POSITIONS`."""
     positions_at: PositionPlace | None = None
-    """Layers that add positions. By default the stem, or every layer for positions that act inside attention."""
+    """Layers that use positions. By default the stem, or every layer if the positions act inside attention."""
     positions_cover: Covered = "class"
     """Tokens that have learned positions: all tokens ("all"), the patches and the class token ("class"), or only the
     patches ("patches")."""
@@ -99,7 +99,8 @@ class ViTConfig:
     dropout: float = 0.0
     """Dropout rate after every dense layer except the qkv projections, and after the position embedding (B.1)."""
     stochastic_depth: float = 0.0
-    """Probability of skipping a branch of the last block. It grows linearly from 0 at the first block."""
+    """Probability that a branch of the last block is dropped for an image. The probability grows linearly from 0 in the
+    first block."""
     patch_dropout: float = 0.0
     """Fraction of each image's patches that are dropped in training, chosen at random in every step (2208.07220)."""
 
@@ -178,7 +179,7 @@ class ViTConfig:
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Return the numbers of rows and columns of patches in an image. Raise `ConfigError` if the patch size does not
-        divide the image size, or with `cut_uneven` if the image is smaller than a patch."""
+        divide the image size. With `cut_uneven`, raise it only if the image is smaller than a patch."""
         stride = self.root.stride if self.root else 1
         cells = math.ceil(height / stride), math.ceil(width / stride)
         left = [side % patch for side, patch in zip(cells, self.patch_size, strict=True)]

@@ -34,7 +34,7 @@ ClassWeights = Literal["none", "balanced"]
 class Classification(Task):
     """Learn the classes of images: one label per image, or several with the sigmoid loss.
 
-    Raises `ConfigError`, naming every field that does not fit, when it is made.
+    The constructor raises `ConfigError` if fields have invalid values. The message names all of them.
     """
 
     name = "classification"
@@ -52,7 +52,7 @@ class Classification(Task):
     label_smoothing: float = 0.0
     """Fraction of the target that is spread over all classes."""
     class_weights: ClassWeights = "none"
-    """balanced: weight the loss so that every class counts equally, however many images it has."""
+    """Weights of the classes in the loss. balanced: every class counts equally, however many images it has."""
 
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "label_smoothing")
@@ -64,10 +64,10 @@ class Classification(Task):
         return self.loss
 
     def check_data(self, splits: Splits) -> None:
-        """Raise `DataError` for data without classes.
+        """Raise `DataError` if the targets of the data are not classes.
 
-        Raise `ConfigError` if images have several labels but the loss is for one label, or if these labels do not have
-        the metric that `select` names.
+        Raise `ConfigError` if images have several labels but the loss is for one label. Also raise `ConfigError` if
+        every image has one label, but `select` is the mean average precision, which needs several.
         """
         check_classes(splits)
         several = splits.target_kind == "classes"
@@ -83,8 +83,8 @@ class Classification(Task):
             )
 
     def main_metric(self, splits: Splits) -> str:
-        """Return the mean average precision if images have several labels, and the accuracy otherwise. The most likely
-        class alone says little about several labels."""
+        """Return the mean average precision if images have several labels, and the accuracy otherwise. The accuracy
+        tests only the most likely class, which says little about images with several labels."""
         return "mean_average_precision" if splits.target_kind == "classes" else "accuracy"
 
     def evaluator(self, objective: Objective) -> Evaluator:
@@ -102,11 +102,11 @@ class Classification(Task):
 class ClassificationObjective(Objective):
     """Cross-entropy of the network's logits with `batch.targets`, or with `batch.labels` if there are no targets.
 
-    The softmax loss treats the classes as alternatives. The sigmoid loss treats each class as a question of its own and
-    sums over the classes, as the authors of the paper do if an image can have several labels (JFT; Scaling ViT section
-    3.3). With `class_weights`, the softmax loss of an image is multiplied by the weight of its class. For a mixed
-    image, the factor is the mean of the weights of its classes. The sigmoid loss applies the weights to the true
-    classes only.
+    The softmax loss treats the classes as alternatives. The sigmoid loss treats each class as a separate yes-or-no
+    question, and sums over the classes. The authors of the paper use the sigmoid loss for images with several labels
+    (JFT; Scaling ViT section 3.3). With `class_weights`, the softmax loss of an image is multiplied by the weight of
+    its class. For a mixed image, the factor is the mean of its classes' weights, in the proportions of the mixture. The
+    sigmoid loss applies the weights to the true classes only.
 
     The accuracy is the fraction of counted samples whose most likely class is the label, or one of several labels. A
     mixed image keeps the label of its first image. With mixup, that image has the larger weight; with CutMix, it may
@@ -141,7 +141,7 @@ class ClassificationObjective(Objective):
         return LossOutput(mean_of_counted(losses, counted), {"accuracy": accuracy})
 
     def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
-        """Return True for each row that was decoded and has a label."""
+        """Return a mask of the samples that were decoded and have a label."""
         return batch.counted
 
     def _losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
@@ -155,8 +155,8 @@ class ClassificationObjective(Objective):
         return losses.sum(dim=1)
 
     def _alternatives(self, logits: Float[Tensor, "b classes"], targets: Tensor) -> Float[Tensor, " b"]:
-        """Return the cross-entropy with labels of shape (b), or with the amount of each class, of shape (b,
-        classes)."""
+        """Return the softmax cross-entropy of each image. `targets` are labels of shape (b), or target probabilities of
+        shape (b, classes)."""
         if self.class_weights is None:
             return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing, reduction="none")
         if targets.ndim == 1:
@@ -172,8 +172,9 @@ def balanced_weights(source: Source) -> Float[Tensor, " classes"]:
     """Return the weight n / (k n_c) of each class. Here n is the number of labels, n_c the number of labels of class c,
     and k the number of classes that have labels.
 
-    The mean over the labels is 1, and every class counts equally. Classes without a label have the weight 1. Each
-    source of a mixture counts by its fraction of the samples that training draws.
+    With these weights, every class counts equally, and the mean weight over all labels is 1. Classes without a label
+    have the weight 1. In a mixture, the labels of each source count in proportion to the samples that training draws
+    from the source.
     """
     counts = torch.zeros(len(source.classes), dtype=torch.float64)
     for index, weight in drawn_samples(source):

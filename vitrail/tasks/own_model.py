@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass
 class OwnModel(Bundle):
-    """A network of the user's own class with everything that its use needs.
+    """A model whose network is of the user's own class.
 
     `predict` works like `Bundle.predict`. `save` writes only the weights, because no file can describe the computation
     of the network's class. To use the weights later, make the network again and load them:

@@ -33,8 +33,9 @@ class Regression(Task):
     """Learn one or several numbers per image, such as an age or a price. Unknown numbers are skipped.
 
     The network learns standardised numbers: the mean of the training split is subtracted, and the difference is divided
-    by the standard deviation. In the saved model, both are folded into the head, so that outputs are in the units of
-    the data. Raises `ConfigError`, naming every field that does not fit, when it is made.
+    by the standard deviation. In the saved model, the mean and the standard deviation are folded into the head, so that
+    outputs are in the units of the data. The constructor raises `ConfigError` if fields have invalid values. The
+    message names all of them.
     """
 
     name = "regression"
@@ -64,8 +65,8 @@ class Regression(Task):
         return "numbers"
 
     def check_data(self, splits: Splits) -> None:
-        """Raise `DataError` unless the targets are numbers and at least one training image has a known value of every
-        number."""
+        """Raise `DataError` if the targets are not numbers, or if one of the numbers is unknown for all training
+        images."""
         check_numbers(splits)
         mean, _ = moments(splits.train)
         if unknown := [name for name, value in zip(splits.classes, mean.tolist(), strict=True) if math.isnan(value)]:
@@ -96,8 +97,8 @@ class Regression(Task):
 class RegressionObjective(Objective):
     """Squared or Huber loss between the network's outputs and standardised numbers.
 
-    The loss of an image is the mean over its known numbers. The metric is the absolute error in the units of the data,
-    also averaged over the known numbers of each image and then over the images.
+    The loss of an image is the mean over its known numbers. The metric is the absolute error in the units of the data.
+    It is averaged like the loss.
     """
 
     mean: Float[Tensor, " k"]
@@ -111,7 +112,8 @@ class RegressionObjective(Objective):
         *,
         delta: float | None = None,
     ) -> None:
-        """`mean` and `deviation` are the moments of the training numbers. With `delta`, the loss is the Huber loss."""
+        """`mean` and `deviation` are the mean and the standard deviation of each number in the training split. With
+        `delta`, the loss is the Huber loss."""
         super().__init__(network)
         self.delta = delta
         self.register_buffer("mean", mean, persistent=False)
@@ -133,7 +135,7 @@ class RegressionObjective(Objective):
         return LossOutput(loss, {"mean_absolute_error": error})
 
     def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
-        """Return True for each row that was decoded and has a known number."""
+        """Return a mask of the samples that were decoded and have a known number."""
         return batch.counted
 
     @torch.no_grad()
@@ -152,7 +154,7 @@ class RegressionObjective(Objective):
 
 
 class Rescaled(nn.Module):
-    """A network whose outputs are multiplied by a deviation, after which a mean is added."""
+    """A network whose outputs are multiplied by a deviation and then increased by a mean."""
 
     mean: Float[Tensor, " k"]
     deviation: Float[Tensor, " k"]
@@ -168,7 +170,7 @@ class Rescaled(nn.Module):
 
 
 def moments(source: Source) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
-    """Return the mean and the standard deviation of each number over the samples of a source; no image is read.
+    """Return the mean and the standard deviation of each number over the samples of a source. No image is read.
 
     Unknown numbers are skipped. The mean of a number that is never known is NaN. The deviation of a constant number
     is 1.
@@ -196,7 +198,7 @@ def _head(network: nn.Module) -> nn.Linear:
 
 @torch.no_grad()
 def _rescale(head: nn.Linear, factor: Float[Tensor, " k"], offset: Float[Tensor, " k"]) -> None:
-    """Change a head in place so that its outputs are multiplied by `factor`, after which `offset` is added."""
+    """Change a head in place so that its outputs are multiplied by `factor` and then increased by `offset`."""
     factor, offset = factor.to(head.weight.device), offset.to(head.weight.device)
     head.weight.mul_(factor[:, None])
     head.bias.mul_(factor).add_(offset)

@@ -50,22 +50,22 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch) -> LossOutput:
-        """Return the loss of a batch whose images are normalised. Nothing here may wait for the device."""
+        """Return the loss of a batch whose images are normalised. This method must not wait for the device."""
 
     def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
-        """Return True for each row that the loss is a mean over. By default these are the decoded samples.
+        """Return a mask of the samples over which the loss is averaged. By default these are the decoded samples.
 
-        A batch that is processed in parts (`accumulation`) has the gradient of the whole batch only if each part is
-        weighted by its number of these rows. An objective that skips more samples than the undecodable ones overrides
-        this method.
+        With gradient accumulation, each part of a batch is weighted by its number of these samples, so that the
+        gradients add up to the gradient of the whole batch. An objective that skips other samples besides the
+        undecodable ones overrides this method.
         """
         return batch.valid
 
     def saved_network(self) -> Any:
         """Return the network that is evaluated and saved.
 
-        By default, it is the network in training. If the outputs have to change, it is a copy that shares all other
-        parameters with the network in training.
+        By default, this is the network in training. If the saved network must have other outputs, this is a copy with a
+        changed head, which shares all other parameters with the network in training.
         """
         return self.network
 

@@ -20,11 +20,9 @@ def adapted(
     classes: Sequence[str] | None = None,
     drop_head_hidden: bool = False,
 ) -> Bundle:
-    """Return the bundle with the requested changes, and add a note for each change.
-
-    Without a change, return the same bundle. The given bundle is not modified; the result shares all unchanged tensors
-    with it. Raise `BundleError` if the number of class names is not `num_classes`, or if patches do not divide the
-    image size.
+    """Return a bundle with the requested changes, and with a note on each change. If nothing changes, return the given
+    bundle. The given bundle is not modified, and shares all unchanged tensors with the result. Raise `BundleError` if
+    the number of class names is not `num_classes`, or if patches do not divide the image size.
     """
     if classes is not None:
         if num_classes is not None and num_classes != len(classes):
@@ -60,7 +58,8 @@ def adapted(
 
 
 def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwork:
-    """Return a network for another image size with the same weights. Learned positions are resized to its grid.
+    """Return a network for another image size with the same weights. Learned positions are resized to the grid of
+    patches of that size.
 
     Raise `BundleError` if patches do not divide the size.
     """

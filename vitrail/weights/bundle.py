@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass
 class Bundle:
-    """A network with everything that its use needs. `vitrail.load` returns a bundle, and `save` writes one."""
+    """A network with everything that is needed to use it. `vitrail.load` returns a bundle, and `save` writes one."""
 
     network: AnyNetwork
     classes: tuple[str, ...]
@@ -107,12 +107,13 @@ class Bundle:
     ) -> list[AnyPrediction] | list[AnyPrediction | UndecodableImage]:
         """Return one prediction per image, in the order of the images.
 
-        A prediction is a `Prediction` of classes, or a `NumberPrediction` if the model's output is "numbers". It ranks
-        the `top` likeliest classes, by default all. Matrix products are computed in `precision`. "auto" is bf16 on
-        processors with matrix units for bf16; it is faster and changes probabilities slightly (docs/performance.md).
+        A prediction is a `Prediction` of classes, or a `NumberPrediction` if the model's output is "numbers". A
+        `Prediction` ranks the `top` likeliest classes, or all classes if `top` is None. Matrix products are computed in
+        `precision`. "auto" is bf16 on processors with matrix units for bf16, else float32. bf16 is faster and changes
+        probabilities slightly (docs/performance.md).
 
-        An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"` the list has the
-        exception in place of that image's prediction. Raises `DataError` for a path that does not exist, and
+        An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
+        exception instead of a prediction for that image. Raises `DataError` for a path that does not exist, and
         `ConfigError` for a model without a head or a `top` that is out of range.
         """
         if not self.classes:
@@ -157,7 +158,7 @@ class Bundle:
         """Write a folder that `vitrail.load` reads. If writing fails, `path` stays as it was.
 
         `overwrite` allows replacing an earlier model at `path`. Raises `DestinationError` if `path` is a file, a folder
-        with other files, or a model and `overwrite` is False. Raises `SaveError` if the folder cannot be written.
+        with other files, or an earlier model without `overwrite`. Raises `SaveError` if the folder cannot be written.
         """
         check_model_folder(path := Path(path), overwrite=overwrite)
         write_bundle(self, path)
@@ -228,7 +229,7 @@ def write_bundle(bundle: Bundle, path: Path) -> None:
 
 
 def weights_sha256(network: nn.Module) -> str:
-    """Return a hash of all weights and their names. It is the same for every file format and layout."""
+    """Return a hash of all weights and their names. The hash does not depend on the file format or the layout."""
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

@@ -1,4 +1,5 @@
-"""Models on the Hugging Face hub. A model's files are downloaded to the hub client's cache, and found there offline."""
+"""Models on the Hugging Face hub. A model's files are downloaded to the hub client's cache. Without a network
+connection, the files in the cache are used."""
 
 from __future__ import annotations
 

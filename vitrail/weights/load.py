@@ -46,8 +46,8 @@ def load(
     hub.
 
     - `layout` is a name in `LAYOUTS`. By default the layout is recognised from the names of the tensors.
-    - `heads` and `image_size` are needed if the file does not contain them. If `image_size` gives another grid than the
-      file's, positions are resized.
+    - `heads` and `image_size` are needed if the file does not contain them. If the grid of patches for `image_size`
+      differs from the file's grid, learned positions are resized.
     - If `num_classes` or the length of `classes` differs from the file's, a new head of zeros replaces the old head.
       `drop_head_hidden` removes the hidden layer before the head.
 
@@ -74,9 +74,9 @@ def convert(
     """Write a model in another layout. Return notes on assumptions, and on options that the written file does not
     store.
 
-    The destination is a new path or an empty folder. With `overwrite` it may also be an earlier output. `options` are
-    the options of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the layout cannot
-    store an option that changes what the model computes.
+    The destination is a new path or an empty folder. With `overwrite`, the destination may also be an earlier output.
+    `options` are the options of `load`. Raises `DestinationError` if the destination is taken, and `BundleError` if the
+    layout cannot store an option that changes what the model computes.
     """
     destination = Path(destination)
     if to != "vitrail" and to not in LAYOUTS:
@@ -162,7 +162,7 @@ def _check_heads(path: Path, config: AnyConfig, hints: Hints) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a file of weights, or a folder that holds one beside its `config.json`. Raise `BundleError`."""
+    """Open a file of weights, or a folder with `config.json` and a file of weights. Raise `BundleError`."""
     if not path.exists():
         raise BundleError(f"model {str(path)!r} does not exist: there is no such file or folder")
     if path.is_file():

@@ -5,8 +5,8 @@ weights, the metrics measured with them, and the size and SHA-256 of the weights
 
 A field that is missing in a file takes its default, so a new field does not need a new format. An unknown field at the
 top level is ignored, and a note names it. An unknown field inside `config` or `preprocess` is refused, because it could
-change what the model computes. The format number rises when older versions of Vitrail would misread a new file. A
-version refuses formats above its own.
+change what the model computes. The format number increases when older versions of Vitrail would misread a new file.
+Every version refuses files whose format number is above its own.
 
 1. The first format. The meaning of the outputs is called "scores".
 2. The meaning of the outputs is called "output", and can be "numbers".

@@ -36,7 +36,8 @@ WRAPPERS = ("state_dict", "model", "model_state", "teacher", "network")
 
 
 class TensorFile:
-    """Named tensors of a file. `shapes` holds all shapes; `read` returns one tensor, or one row of it, in float32."""
+    """Named tensors of a file. `shapes` has the shapes of all tensors. `read` returns one tensor, or one row of a
+    tensor, in float32."""
 
     def __init__(
         self, path: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int | None], Tensor]
@@ -144,7 +145,7 @@ def _open_npz(path: Path) -> TensorFile:
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape of an array, True if it is in column-major order, and its type."""
+    """Return the shape of an array, True if the array is in column-major order, and the array's data type."""
     version = np.lib.format.read_magic(file)
     return (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
 

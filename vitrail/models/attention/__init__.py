@@ -1,4 +1,4 @@
-"""Attention mechanisms, one file each. `ViTConfig.attention` is a key of `ATTENTION`."""
+"""Attention mechanisms, one file each. `ViTConfig.attention` names a mechanism in `ATTENTION`."""
 
 from __future__ import annotations
 

@@ -76,11 +76,12 @@ class FullAttention:
 
 
 class SelfAttention(AttentionLayer):
-    """MSA of equation 2: every token attends to all tokens, `heads` times in parallel.
+    """Multi-head self-attention (MSA of equation 2): in each of the heads, every token attends to all tokens.
 
-    Queries, keys and values come from one matrix product (equation 5). The rows of the weight compute all queries, then
-    all keys, then all values, each ordered by head. If `qk_norm_eps` is above 0, a layer norm over each head's channels
-    follows the projection of queries and keys, which keeps the logits small (2302.05442).
+    Queries, keys and values come from one matrix product (equation 5). The first third of the rows of `qkv.weight`
+    computes the queries, the second third the keys, and the last third the values. In each third, the rows are ordered
+    by head. If `qk_norm_eps` is above 0, a layer norm over each head's channels follows the projection of queries and
+    keys, which keeps the logits small (2302.05442).
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class SelfAttention(AttentionLayer):
     def _operands(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None, read: int | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return normalised and rotated queries and keys, values, and the bias of the logits."""
+        """Return the queries and keys after normalisation and rotation, the values, and the bias of the logits."""
         q, k, v = self._queries_keys_values(tokens, read)
         m = q.shape[2]
         if self.query_norm is not None and self.key_norm is not None:
@@ -151,7 +152,7 @@ class SelfAttention(AttentionLayer):
 
 
 def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.LayerNorm) -> Float[Tensor, "b heads n d"]:
-    """Normalise in the format of the norm's weights, because gradients summed in bfloat16 would lose precision."""
+    """Apply the norm in the number format of its weights, because gradients summed in bfloat16 would lose precision."""
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 

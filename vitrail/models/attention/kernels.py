@@ -35,8 +35,9 @@ def attend(
 def attend_fused(qkv: Float[Tensor, "b n three_width"], heads: int) -> Float[Tensor, "b n width"]:
     """Return `softmax(q k^T / sqrt(d)) v` of every head, with shape (b, n, width).
 
-    The layer's input must satisfy `kernels.fuses`. The forward pass copies queries, keys and values once into the order
-    that the kernels need, and the backward pass copies their gradients once. The matrix products apply the scale.
+    `vitrail.models.linear.kernels.fuses` must return True for the layer's input. The forward pass copies queries, keys
+    and values once into the order that the kernels need, and the backward pass copies their gradients once. The matrix
+    products include the scale `d**-0.5`.
     """
     if torch.is_grad_enabled():
         return _Attention.apply(qkv, heads)  # type: ignore[no-untyped-call]
@@ -44,7 +45,7 @@ def attend_fused(qkv: Float[Tensor, "b n three_width"], heads: int) -> Float[Ten
 
 
 def _attend(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, the ordered queries, keys and values (3, b * heads, n, d), and the attention weights."""
+    """Return the result, the queries, keys and values in the shape (3, b * heads, n, d), and the attention weights."""
     b, n, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     d = width // heads
     ordered = qkv.view(b, n, 3, heads, d).permute(2, 0, 3, 1, 4).reshape(3, b * heads, n, d)

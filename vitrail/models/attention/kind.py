@@ -21,10 +21,10 @@ class AttentionPositions(NamedTuple):
     """Positions that act inside attention (see `vitrail.models.positions`)."""
 
     bias: Float[Tensor, "*images heads n n"] | None = None
-    """Bias that is added to the attention logits. It is the same for all images, or has one matrix for each image."""
+    """Bias that is added to the attention logits. All images have the same bias, or each image has its own."""
     rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
-    """Cosines and sines of the angles by which queries and keys are rotated. Their shape is (b, 1, n, d) if images
-    differ."""
+    """Cosines and sines of the angles by which queries and keys are rotated. If each image has its own angles, the
+    shape is (b, 1, n, d)."""
 
 
 class AttentionLayer(nn.Module):
@@ -44,7 +44,8 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
-        """Yield each dense layer with the names of the projections that its weight holds, as equal blocks of rows."""
+        """Yield each dense layer with the names of its projections. The rows of the layer's weight are divided equally
+        among these projections, in this order."""
         raise NotImplementedError
 
     def initialise(self) -> None:
@@ -72,10 +73,11 @@ class AttentionKind(Protocol):
         """Return the number of the layer's weights."""
 
     def macs(self, tokens: int, read: int) -> int:
-        """Return the multiply-accumulates for a sequence of `tokens`, of which only the first `read` are computed."""
+        """Return the multiply-accumulates for a sequence of `tokens` tokens if only the first `read` outputs are
+        computed."""
 
     def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
-        """Return the bytes that the layer keeps of one image for the backward pass, without its input."""
+        """Return the bytes per image that the layer keeps for the backward pass, not counting the layer's input."""
 
     def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
         """Return the peak extra bytes per image during the layer's backward pass, or 0 if they are negligible."""

@@ -11,24 +11,24 @@ FootprintPrecision = Literal["float32", "bf16"]
 
 
 class Footprint(NamedTuple):
-    """Memory of a training step, as `config.footprint(size, precision)` returns it."""
+    """The memory that a training step needs. `config.footprint(size, precision)` returns it."""
 
     parameters: int
-    """Number of weights. Weights and AdamW's two moments of each weight are in float32."""
+    """Number of weights. Each weight and its two moments in AdamW are float32 numbers."""
     activations: int
     """Bytes per image that the forward pass keeps for the backward pass."""
     first_weights: int
-    """Bytes of converted weights when the backward pass begins."""
+    """Bytes of the converted copies of weights at the beginning of the backward pass."""
     last_weights: int
-    """Bytes of gradients and converted weights when the backward pass ends."""
+    """Bytes of weight gradients and of converted copies of weights at the end of the backward pass."""
     filters: int
-    """Bytes of temporary tensors in the backward pass of standardised filters."""
+    """Bytes of the temporary tensors in the backward pass of weight standardisation."""
     gaps: float
     """Unused bytes between tensors in the heap, as a fraction of the activations."""
     passing: int = 0
     """Peak extra bytes per image during the backward pass, beyond the kept activations."""
     remaining: int = 0
-    """Bytes per image that are still held when the backward pass ends."""
+    """Bytes per image that are still in use at the end of the backward pass."""
 
 
 def activation_bytes(
@@ -36,9 +36,9 @@ def activation_bytes(
 ) -> int:
     """Return the bytes that the forward pass of one image keeps for the backward pass on a CPU, without the loss.
 
-    Every term stands for a tensor that some backward formula needs: the input of a norm, both factors of a product,
-    the input of GELU, the output of softmax. In float32 the fused attention kernel keeps no n x n matrix. In bf16 the
-    residual stream, which norms read, is still in float32.
+    Every term counts a tensor that the backward pass reads: the input of a norm, both factors of a product, the input
+    of GELU, or the output of softmax. In float32 the fused attention kernel keeps no n x n matrix. In bf16 the residual
+    stream, which norms read, is still in float32.
     """
     footprint: Footprint = config.footprint(image_size or config.image_size, precision)
     return footprint.activations
@@ -47,12 +47,12 @@ def activation_bytes(
 def tensor_bytes(
     config: Any, batch: int, image_size: tuple[int, int] | None = None, precision: FootprintPrecision = "float32"
 ) -> int:
-    """Return the most bytes that the tensors of a training step with AdamW hold at once on a CPU.
+    """Return the peak number of bytes of all tensors in a training step with AdamW on a CPU.
 
-    Weights, two moments and the images are held all the time. The peak is at the beginning or at the end of the
-    backward pass. At the beginning, memory also holds activations, converted weights and the gradients inside the last
-    block that computes all tokens. At the end, it also holds all weight gradients and the remaining activations of the
-    first block or of a hybrid's root.
+    The weights, AdamW's two moments and the images are in memory during the whole step. The peak is at the beginning or
+    at the end of the backward pass. At the beginning, memory also holds activations, converted weights and the
+    gradients inside the last block that computes all tokens. At the end, it also holds all weight gradients and the
+    remaining activations of the first block or of a hybrid's root.
     """
     size = image_size or config.image_size
     footprint: Footprint = config.footprint(size, precision)

@@ -1,4 +1,4 @@
-"""The cost of three ways to mix a sequence: "Attention Is All You Need", Table 1."""
+"""The cost of three layers that mix the tokens of a sequence ("Attention Is All You Need", Table 1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LayerCost(NamedTuple):
 
     kind: str
     macs: int
-    """Multiply-accumulates of mixing n tokens of a width."""
+    """Multiply-accumulates of the matrix products that mix the tokens."""
     sequential: int
     """Number of steps that cannot run in parallel."""
     path: int
@@ -23,9 +23,9 @@ class LayerCost(NamedTuple):
 def layer_costs(tokens: int, width: int, kernel: int = 3) -> tuple[LayerCost, ...]:
     """Return the costs of self-attention, a recurrence and a convolution over the same sequence.
 
-    Only matrix products that mix tokens are counted. Attention has two, not counting the projections. A recurrence has
-    one per token, and a convolution has `kernel` per token. A convolution's path runs through stacked layers of that
-    kernel.
+    Only matrix products that mix tokens are counted. Attention has two such products; its projections are not counted.
+    A recurrence has one product per token, and a convolution has `kernel` products per token. The path of the
+    convolution is the number of stacked layers after which the first token reaches the last.
     """
     return (
         LayerCost("self-attention", 2 * tokens * tokens * width, 1, 1),

@@ -156,7 +156,7 @@ def root_bytes(
 
 
 def standardised_bytes(precision: FootprintPrecision) -> int:
-    """Return the bytes per weight of two copies of a filter: with the mean subtracted, and standardised."""
+    """Return the bytes per weight of a filter's two copies: one with the mean subtracted, and one standardised."""
     return 4 + bytes_each(precision)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["footprint", "inference_flops", "macs", "parameters", "training_flops"]
 
 GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
-"""Unused bytes between tensors, as a fraction of the activations, in addition to the bytes that one block keeps.
+"""Unused bytes between tensors, as a fraction of the activations. `footprint` adds the bytes that one block keeps.
 
 glibc's heap often does not reuse the memory of a freed tensor (measured: glibc 2.36, 3 to 24 blocks, 2026-11)."""
 
@@ -161,7 +161,7 @@ def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintP
 
 
 def _block_bytes(config: ViTConfig, n: int, read: int, precision: FootprintPrecision) -> int:
-    """Return the bytes that a block of n tokens keeps if only its first `read` output tokens are computed."""
+    """Return the bytes that a block keeps for n tokens if only the first `read` output tokens are computed."""
     bf16 = precision == "bf16"
     all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
     exact = all_tokens + 2 * n + results + 2 * read  # inputs of the two norms, with their means and deviations
@@ -178,8 +178,9 @@ def _block_bytes(config: ViTConfig, n: int, read: int, precision: FootprintPreci
 def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
     """Return the peak extra bytes per image during the backward pass, beyond the kept activations.
 
-    The peak is in the last block that computes all tokens. It is in the MLP, which holds the recomputed GELU and the
-    gradients of its output and input, or in attention if sequences are long.
+    The peak is in the last block that computes all tokens. For short sequences, the peak is in the MLP, where memory
+    holds the recomputed GELU and the gradients of GELU's output and input. For long sequences, the peak is in
+    attention.
     """
     bf16 = precision == "bf16"
     n, width = config.kept_of(math.prod(config.grid_of(*size))) + config.prefix, config.width

@@ -14,7 +14,7 @@ from vitrail.models.linear.kernels import Gelu, gelu_linear, linear
 __all__ = ["Linear", "Product"]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Computes a dense layer from its input, weight and bias, like `kernels.linear`."""
+"""A function that computes a dense layer from the input, the weight and the bias, like `kernels.linear`."""
 
 
 class Linear(nn.Linear):
@@ -47,8 +47,8 @@ class Linear(nn.Linear):
     def by_rows(self, *inputs: tuple[Float[Tensor, " ..."], int]) -> tuple[Tensor, ...]:
         """Return the products of several inputs with consecutive rows of the weight.
 
-        Each argument is a pair of an input and a number of rows. The first input uses the first rows, the next input
-        the rows after these, and so on, so the numbers must add up to the number of rows.
+        Each argument is a pair of an input and a number of rows. The first input is multiplied by the first rows, the
+        second input by the rows after these, and so on. The numbers must add up to the number of rows of the weight.
         """
         rows = [count for _, count in inputs]
         weights = torch.split(self.operand, rows)

@@ -22,18 +22,19 @@ OPERAND, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 gradients need (2209.05433, section 3)."""
 
 MULTIPLE = 16
-"""Number that must divide the sides of a matrix product, because the kernels read 16 bytes at a time."""
+"""Number that must divide the rows and columns of a weight, because the kernels read 16 bytes at a time."""
 
 SMALLEST = 1e-30
-"""Smallest magnitude that a tensor is scaled by, so that a tensor of zeros can be scaled."""
+"""Lower limit of the largest magnitude from which the scale of a tensor is computed, so that a tensor of zeros can be
+scaled."""
 
 
 def use_float8(network: nn.Module) -> int:
     """Train the dense layers of the network's blocks in 8-bit floating point from now on, and return the number of
     these layers.
 
-    Only layers whose sides are multiples of 16 are changed. The stored weights keep their format. Raises `ConfigError`
-    if no layer can be changed.
+    Only layers whose numbers of inputs and outputs are multiples of 16 are changed. The stored weights keep their
+    format. Raises `ConfigError` if no layer can be changed.
     """
     found = 0
     blocks = network.layers().blocks if isinstance(network, HasLayers) else []
@@ -100,9 +101,9 @@ def _product(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """Return the matrix product `a b` of scaled factors. With `fast`, a GPU adds with fewer digits.
+    """Return the matrix product `a b` of scaled factors. With `fast`, a GPU sums in lower precision.
 
-    Gradients need the exact sums.
+    Gradients are computed without `fast`, because they need the higher precision.
     """
     with torch.autocast(a.device.type, enabled=False):  # otherwise a CPU would round the scaled factors to bfloat16
         return torch._scaled_mm(a, b, scale_a=a_unit, scale_b=b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast)
@@ -123,7 +124,8 @@ def _unpadded(rows: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the tensor scaled to the range of `dtype`, contiguous in memory, and the divisor of the scaling."""
+    """Return the tensor divided by a scale, converted to `dtype` and contiguous in memory. Also return the scale, which
+    maps the tensor's largest magnitude to the largest number of `dtype`."""
     unit = x.abs().amax().float().clamp(min=SMALLEST) / torch.finfo(dtype).max
     return (x.float() / unit).to(dtype).contiguous(), unit
 

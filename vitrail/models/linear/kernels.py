@@ -20,15 +20,12 @@ Gelu = Literal["none", "tanh"]
 """PyTorch's names for the exact GELU and for its approximation."""
 
 ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""True if this build of PyTorch has oneDNN's dense layer and that layer computes in bfloat16. The layer adds the bias
-itself."""
+"""True if this build of PyTorch has oneDNN's dense layer with bias, and the layer can compute in bfloat16."""
 
 
 def fuses(x: Tensor) -> bool:
     """Return True if the fused kernels can be used with `x`: under autocast to bfloat16 on a CPU, outside
-    torch.compile.
-
-    The compiler fuses operations by itself.
+    torch.compile. Inside torch.compile, the compiler fuses the operations.
     """
     return (
         x.device.type == "cpu"
@@ -57,9 +54,9 @@ def gelu_linear(
     bias: Float[Tensor, " outputs"] | None,
     approximate: Gelu,
 ) -> Float[Tensor, "*batch outputs"]:
-    """Return `gelu(x) weight^T + bias` without keeping GELU's output for the backward pass, which computes it again.
+    """Return `gelu(x) weight^T + bias` without keeping GELU's output. The backward pass computes the output again.
 
-    `fuses(x)` must be true. `docs/performance.md` has the memory that this saves and the time that it costs.
+    `fuses(x)` must be true. `docs/performance.md` reports the saved memory and the added time.
     """
     return _linear(x, weight, bias, approximate)
 

@@ -2,7 +2,8 @@
 
 An adapter changes the weight, not the layer's input: the layer multiplies by `W + alpha / rank * B A`. Fused kernels,
 conversion to bfloat16, 8-bit training and compilation therefore work as without adapters, and merging is exact except
-for rounding. Some implementations apply dropout to the input of the adapter alone, which is not possible here.
+for rounding. Some implementations apply dropout to the input of the adapter. Here that is not possible, because an
+adapter has no input of its own.
 
 LoRA saves memory of the optimizer but little time, because the full gradient of an adapted weight is computed before
 the gradients of its factors (docs/performance.md).
@@ -29,15 +30,15 @@ Projection = Literal["query", "key", "value", "out", "up", "down"]
 layers."""
 
 ADAPTER = ".adapter."
-"""Text that occurs in the names of all tensors of adapters, and in no other name."""
+"""Text that occurs in the names of all adapter tensors, and in the name of no other tensor."""
 
 
 class LowRank(nn.Module):
     """Computes `W + alpha / rank * B A` for some row blocks of a weight.
 
     The rows of the weight are divided into equal blocks, such as queries, keys and values, and each adapted block has
-    its own factors. A (rank x inputs) starts at normal numbers of variance 1 / inputs, and B (rows x rank) starts at
-    zero, so the weight is unchanged at first (section 4.1).
+    its own factors. A has the shape (rank, inputs), and starts with normally distributed numbers of standard deviation
+    `inputs**-0.5`. B has the shape (rows, rank), and starts at zero, so the weight is unchanged at first (section 4.1).
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class LowRank(nn.Module):
         parts: tuple[int, ...] = (0,),
         of: int = 1,
     ) -> None:
-        """Adapt the row blocks with the indices `parts` of a weight that has `of` equal row blocks."""
+        """Divide the rows of the weight into `of` equal blocks, and adapt the blocks with the indices `parts`."""
         super().__init__()
         rows, inputs = weight.shape
         self.parts = parts
@@ -97,8 +98,8 @@ def add_adapters(network: AnyNetwork, *, rank: int, alpha: float, names: Sequenc
 
 @torch.no_grad()
 def merged(network: AnyNetwork) -> AnyNetwork:
-    """Return a network that computes the same without adapters. Weights without an adapter are shared with
-    `network`."""
+    """Return an equivalent network whose weights contain the adapters' updates. Weights without an adapter are shared
+    with `network`."""
     state = {name: tensor for name, tensor in network.state_dict().items() if ADAPTER not in name}
     for path, layer in network.named_modules():
         if isinstance(layer, Linear) and layer.adapter is not None:

@@ -9,9 +9,10 @@
 | relative-bias | a number for each head and offset between two patches (2103.14030) | added to attention's logits |
 | rotary-2d | rotation of queries and keys by angles that grow with row and column (2403.13298) | on patch tokens |
 
-The paper's relative variant multiplies queries by an embedding of the offset, as a second key. "relative-bias" is the
-same without the query: for 14 x 14 patches, it has a table of 729 numbers per head, and the paper's variant would
-multiply every query by 729 vectors, which costs 3.7 times as much as attention itself.
+The paper's relative variant adds the product of the query and a learned vector for the offset to each logit.
+"relative-bias" adds a learned number for the offset, which does not depend on the query. For 14 x 14 patches,
+"relative-bias" has a table of 729 numbers per head. The paper's variant would multiply every query by 729 vectors,
+which costs 3.7 times as much as the product of queries and keys.
 """
 
 from __future__ import annotations

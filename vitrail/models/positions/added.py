@@ -80,7 +80,7 @@ class SinCos(PositionEmbedding):
 
 
 class _Added(Positions):
-    """Positions that are added to the first `covered` tokens before the patches, and to the patches."""
+    """Positions that are added to the patches, and to the first `covered` of the `prefix` tokens before the patches."""
 
     def __init__(self, prefix: int, covered: int, place: PositionPlace) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class LearnedPositions(_Added):
 
 
 class LearnedPositions2d(_Added):
-    """A learned vector of D / 2 for each column and for each row: [X, Y] of Appendix D.4."""
+    """A learned vector of length D / 2 for each column and for each row: [X, Y] of Appendix D.4."""
 
     def __init__(
         self,
@@ -189,7 +189,8 @@ class LearnedPositions2d(_Added):
 
 
 class SinCosPositions(_Added):
-    """Fixed sines and cosines, added to patches only. They are computed for each grid, so no resizing is needed."""
+    """Fixed sines and cosines that are added to patches only. They are computed for each grid, so they are never
+    resized."""
 
     def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem") -> None:
         super().__init__(prefix, 0, place)
@@ -201,7 +202,8 @@ class SinCosPositions(_Added):
 
 
 def sincos_2d(grid: tuple[int, int], width: int, *, device: torch.device | None = None) -> Float[Tensor, "n width"]:
-    """Return [sin x, cos x, sin y, cos y] of column and row times 10000^(-i / (width / 4 - 1)) (big_vision)."""
+    """Return [sin x, cos x, sin y, cos y] for every patch, as in big_vision. Here x is the column times the frequencies
+    10000^(-i / (width / 4 - 1)), with i from 0 to width / 4 - 1, and y is the row times these frequencies."""
     quarter = width // 4
     frequencies = 10_000.0 ** (-torch.arange(quarter, device=device) / max(quarter - 1, 1))
     y, x = (place[:, None] * frequencies for place in patch_places(grid, device))

@@ -50,11 +50,12 @@ class PositionEmbedding:
     """
 
     inside_attention: ClassVar[Literal["none", "bias", "rotation"]] = "none"
-    """Change inside attention: "none", "bias" (added to the logits) or "rotation" (of queries and keys)."""
+    """Effect of the positions inside attention: none, a bias that is added to the logits, or a rotation of queries and
+    keys."""
     default_place: ClassVar[PositionPlace] = "stem"
-    """Value of `positions_at` if the config leaves it None."""
+    """Layers that add positions if `ViTConfig.positions_at` is None."""
     depends_on_grid: ClassVar[bool] = False
-    """True if weights belong to one grid of patches, and are resized for other grids."""
+    """True if some weights are made for one grid of patches and resized for others."""
 
     def __init__(self, config: ViTConfig) -> None:
         self.config = config
@@ -77,7 +78,8 @@ class PositionEmbedding:
         return 0
 
     def bytes_of_kept(self, patches: int, precision: FootprintPrecision) -> int:
-        """Return the bytes per image that positions keep for the backward pass if only `patches` patches are kept."""
+        """Return the bytes per image that positions store for the backward pass, if patch dropout leaves `patches`
+        patches."""
         return 0
 
 
@@ -105,7 +107,7 @@ class Positions(nn.Module):
         return [None] * depth
 
     def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
-        """Return the weights that another grid changes, resized to that grid, by name."""
+        """Return the weights that depend on the grid, resized to another grid, by their names."""
         return {}
 
     @torch.no_grad()

@@ -93,8 +93,8 @@ class RelativeBias(Positions):
     def for_attention(
         self, grid: tuple[int, int], depth: int, device: torch.device, kept: Int64[Tensor, "b k"] | None = None
     ) -> Sequence[AttentionPositions | None]:
-        """Return the bias of each layer. All layers share one bias if the table has only one. For another grid, the
-        table of offsets is resized."""
+        """Return the bias of each layer. If the module has a single table of biases, all layers share it. For another
+        grid, the table is resized."""
         table = self._table(self.bias, grid)
         offsets = _offsets(grid, device)
         if kept is not None:
@@ -112,7 +112,7 @@ class RelativeBias(Positions):
         return {"bias": self._table(bias, grid).transpose(1, 2).reshape(shape)}
 
     def _table(self, bias: Tensor, grid: tuple[int, int]) -> Float[Tensor, "layers offsets heads"]:
-        """Return the biases of all offsets within a grid."""
+        """Return the bias of every offset between two patches of a grid."""
         layers, heads, down, across = bias.shape
         table = bias.reshape(layers, heads, down * across).transpose(1, 2)
         return resize_grid(table, (down, across), (2 * grid[0] - 1, 2 * grid[1] - 1), self.resize)

@@ -1,7 +1,7 @@
 """Tables of the options that another library's layout can store, and the check of a model against them.
 
 A layout has a rule for every field of the network's config, of its root and of the preprocessing. Writing fails for a
-field without a rule, so that no option that changes the arithmetic is lost in silence.
+field without a rule, so that no option that changes the arithmetic is silently lost.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Rule:
     only: tuple[Any, ...] | None = None
     """Values that the file can store. Any other value raises an error."""
     own: tuple[Any, ...] = ()
-    """The value that is fixed in the other library's code, as a tuple of length 1. A model with another value is
-    written, and the difference is reported."""
+    """The value that is fixed in the other library's code, as a tuple of length 1. By default the library's code has no
+    fixed value. A model with another value is written, and the difference is reported."""
     inside: Mapping[str, Rule] | None = None
     """Rules for the fields of a nested dataclass."""
 
@@ -63,7 +63,7 @@ WITHOUT_EFFECT = ("dropout", "stochastic_depth", "patch_dropout", "head_bias", "
 """Fields that only training and initialisation use, so that a file need not store them."""
 
 EFFECTIVE = {"class_token": "has_class_token", "positions_at": "positions_place"}
-"""Fields whose default depends on other fields, with the properties that hold their effective values."""
+"""Fields whose default depends on other fields. Each one is mapped to the property that returns its effective value."""
 
 LAYOUTS_OF = {"ViT": "google, big-vision, timm, huggingface or torchvision", "BiT": "bit, bit-torch or timm"}
 TITLES = {"ViT": "a Vision Transformer", "BiT": "a BiT ResNet"}
@@ -88,7 +88,7 @@ def other_architecture(layout: str, architecture: str) -> BundleError:
 
 
 def carried(layout: str, options: Any, table: Table) -> list[str]:
-    """Return the options that the other library's code will compute with its own values, because the file cannot store
+    """Return the options for which the other library's code will use its own values, because the file cannot store
     ours.
 
     Raise `BundleError` with all options that the layout cannot store, and all fields that are not in the table.
@@ -100,9 +100,10 @@ def carried(layout: str, options: Any, table: Table) -> list[str]:
 
 
 def output_loss(layout: str, bundle: Bundle, *, kept: tuple[str, ...], noted: tuple[str, ...] = ()) -> list[str]:
-    """Return a note about the meaning of the outputs if the file does not store it.
+    """Return a note if the file does not store the meaning of the outputs.
 
-    Raise `BundleError` if the meaning is in neither `kept` nor `noted`.
+    `kept` lists the meanings that the file stores. `noted` lists the meanings for which a note is enough. Raise
+    `BundleError` for any other meaning.
     """
     if bundle.output not in (*kept, *noted):
         raise BundleError(f"the layout {layout} cannot store output={bundle.output!r}")

@@ -1,8 +1,8 @@
 """Files of the original code: the npz of vision_transformer and of big_vision.
 
-Both hold flax parameters, whose names are paths with slashes. Dense kernels have the shape (in, out), convolutions
-(h, w, in, out), and attention kernels have an axis for the heads. big_vision adds the class token after the positions,
-may pool by attention, and may stack all blocks along a first axis ("scanned"). Older files number the parts of a block
+Both hold flax parameters, whose names are paths with slashes. Dense kernels have the shape (in, out), convolutions (h,
+w, in, out), and attention kernels have an axis for the heads. big_vision adds the class token after the positions, may
+pool by attention, and may stack all blocks along a first axis ("scanned"). Older files number the modules of a block
 from 0 to 3.
 """
 
@@ -71,7 +71,8 @@ ROOT: Table = {
 
 
 class Google:
-    """The layout of either file. They differ in the place of positions, in pooling and in preprocessing."""
+    """The layout of vision_transformer, or of big_vision if `big_vision` is True. The two layouts differ in positions,
+    in pooling and in preprocessing."""
 
     folder_files: tuple[str, ...] = ()
 
@@ -100,8 +101,8 @@ class Google:
         )
 
     def _geometry(self, checkpoint: Checkpoint) -> Geometry:
-        """Return the resizing and cropping of the code that wrote the file. In big_vision, the image networks beside a
-        text network squash images, and classifiers crop them."""
+        """Return the geometry of the preprocessing in the code that wrote the file. In big_vision, image networks that
+        were trained with a text network resize images without keeping the aspect ratio. Classifiers crop images."""
         if not self.big_vision:
             return "vision_transformer"
         beside_text = any(name.startswith(BESIDE_TEXT) for name in checkpoint.tensors.shapes)
@@ -224,7 +225,7 @@ def _new_name(name: str) -> str:
 
 
 def _unscanned(tensors: TensorFile) -> TensorFile:
-    """Return stacked blocks as one set of tensors per block."""
+    """Split the tensors of stacked blocks into one set of tensors per block."""
     stacked = "Transformer/encoderblock/"
     sources: dict[str, tuple[str, int | None]] = {}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -2,7 +2,7 @@
 
 A folder has `config.json`, weights and `preprocessor_config.json`. Files on the hub have the tensor names of the first
 releases. Newer releases of the library changed some names, and models without a head have no prefix. When a file is
-read, all names are converted to the hub's names without a prefix. When a file is written, it gets the hub's names.
+read, all names are converted to the hub's names without a prefix. Written files have the hub's names.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _check_carried(config: ViTConfig, family: Family) -> list[str]:
-    """Return the options that the file does not store. Raise `BundleError` if a lost option would change
+    """Return the options that the file does not store. Raise `BundleError` if the loss of an option would change
     predictions."""
     dinov2_pool = only("cls+gap", "cls") if config.num_classes else only("cls")
     table: Table = {
@@ -270,8 +270,8 @@ def _conformed(
 ) -> tuple[dict[str, Tensor], ViTConfig, tuple[str, ...]]:
     """Return equivalent weights and config in the library's form, and notes on the changes.
 
-    In this form positions cover the class token and the patches, and DINOv2's head reads the class token and the mean
-    of the patches.
+    In the library's form, the class token and the patches have positions. DINOv2's head reads the class token and the
+    mean of the patches.
     """
     lost: tuple[str, ...] = ()
     positions, cls = state["positions.embedding"], state["prefix.cls"]
@@ -289,7 +289,8 @@ def _conformed(
 
 
 def _lost(config: ViTConfig, family: Family) -> Iterator[str]:
-    """Yield the differences of the library's code that do not change predictions for images of the model's size."""
+    """Yield the model's properties that are lost in the library's code, but do not matter for predictions of images of
+    the model's size."""
     if config.grid[0] != config.grid[1]:
         yield f"images of other sizes than {config.image_size} (its code resizes positions of square grids only)"
     if not family.is_dinov2 and not config.num_classes and not config.head_hidden:

@@ -150,7 +150,8 @@ def _image_size(
 ) -> tuple[int, int]:
     """Return the image size that the position embedding was made for.
 
-    The size in the config comes first, then the hinted size, then the square with this number of patches.
+    This is the size in `config.json`. If `config.json` has no size, it is the hinted size, or else the square with this
+    number of patches.
     """
     places = _shape(tensors, POSITIONS, 3)[1] - 1
     size = settings.image_size()
@@ -231,7 +232,8 @@ def _one_or_two(size: tuple[int, int]) -> int | list[int]:
 
 
 def mlp_ratio(config: ViTConfig) -> int | None:
-    """Return the whole number `mlp_ratio` that gives the library this MLP width, or None if there is none."""
+    """Return the whole number `mlp_ratio` from which the library computes this MLP width, or None if there is no such
+    number."""
     for ratio in range(1, 2 * config.mlp_width // config.width + 2):
         hidden = ratio * config.width
         if config.activation == "swiglu":

@@ -1,8 +1,8 @@
 """Conversion between our preprocessing and `preprocessor_config.json` of Hugging Face's transformers.
 
-Two differences remain, because no field describes them. If the number of pixels to crop is odd, the library rounds the
-start of the crop down, while we round it to an even pixel. The library's fast processors resize tensors, which differs
-from Pillow by one level.
+Two differences remain, because no field describes them. If an odd number of pixels is cropped, the exact start of the
+crop lies between two pixels. The library then rounds the start down, and Vitrail rounds the start to the even pixel.
+The library's fast processors resize tensors, and pixels differ from Pillow's results by one level.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ class Pair:
     """Names in the file. Several tensors, such as queries, keys and values, are concatenated along the first axis of
     our tensor."""
     to_ours: Callable[[Tensor], Tensor] = _same
-    """Conversion of each of the library's tensors to ours, or to its part of ours."""
+    """A function that converts a tensor of the library to our tensor, before several tensors are concatenated."""
     to_theirs: Callable[[Tensor], Tensor] = _same
-    """Conversion of our tensor, or of a part of it, to the library's tensor."""
+    """A function that converts our tensor to a tensor of the library, after our tensor is split into several."""
 
     def read(self, parts: Sequence[Tensor]) -> Tensor:
         made = [self.to_ours(part) for part in parts]
@@ -71,8 +71,8 @@ class Pair:
 
 
 PRODUCER = "vitrail"
-"""Value of "producer" in every `config.json` that Vitrail writes. Writing recognises earlier exports by this value;
-with `overwrite` it may replace them."""
+"""Value of "producer" in every `config.json` that Vitrail writes. `convert` recognises its earlier outputs by this
+value, and may replace them with `overwrite`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def assemble(description: Description) -> AnyNetwork:
 
 
 def theirs_of(state: Mapping[str, Tensor], pairs: Iterable[Pair]) -> dict[str, Tensor]:
-    """Return our tensors converted to the library's tensors, under its names."""
+    """Convert our tensors to the library's form, and return them under the library's names."""
     state = dict(state)
     theirs: dict[str, Tensor] = {}
     for pair in pairs:
@@ -218,8 +218,8 @@ def depth_of(tensors: TensorFile, prefix: str) -> int:
 def file_grid(places: int, cells: tuple[int, int], hints: Hints, path: Path, stride: int = 1) -> tuple[int, int]:
     """Return the grid (rows, columns) of a position embedding with `places` patches.
 
-    The grid of the hinted image size is used if it has this number of patches, and a square otherwise. `cells` is the
-    patch size in steps of `stride` pixels. Raise `BundleError` if neither grid fits.
+    If the grid of the hinted image size has this number of patches, return that grid. Otherwise, return a square grid.
+    `cells` is the height and width of a patch in units of `stride` pixels. Raise `BundleError` if neither grid fits.
     """
     if hints.image_size is not None:
         height, width = (math.ceil(side / stride) // patch for side, patch in zip(hints.image_size, cells, strict=True))
@@ -235,9 +235,10 @@ def file_grid(places: int, cells: tuple[int, int], hints: Hints, path: Path, str
 
 
 def heads_of(width: int, depth: int, mlp_width: int, hints: Hints, path: Path) -> int:
-    """Return the number of attention heads, which no state dict contains.
+    """Return the number of attention heads, which a state dict does not contain.
 
-    It is the hint, or the number of heads of the published model with this shape. Raise `BundleError` without either.
+    If there is a hint, return the hinted number. Otherwise, return the number of heads of the published model with this
+    shape. Raise `BundleError` if there is no such model.
     """
     if hints.heads is not None:
         return hints.heads
@@ -252,12 +253,13 @@ def heads_of(width: int, depth: int, mlp_width: int, hints: Hints, path: Path) -
 
 
 def default_preprocess(config: AnyConfig, **fields: Any) -> Preprocess:
-    """Return the preprocessing for a network's image size and channels, with the given values of other fields."""
+    """Return the preprocessing for a network's image size and channels. `fields` are the values of other fields."""
     return Preprocess(**{"image_size": config.image_size, "channels": config.channels, **fields})
 
 
 def _shape(pair: Pair, tensors: TensorFile) -> tuple[int, ...] | None:
-    """Return the shape that our tensor will have, without reading the file. Return None if it cannot be converted."""
+    """Return the shape that our tensor will have, without reading the file. Return None if the tensors cannot be
+    converted."""
     try:
         return tuple(pair.read([torch.empty(tensors.shapes[name], device="meta") for name in pair.theirs]).shape)
     except (RuntimeError, IndexError):

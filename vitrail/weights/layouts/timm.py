@@ -74,7 +74,7 @@ PREPROCESS: Table = dict.fromkeys(
 
 
 class Timm:
-    """The layout of timm. It is tried last, because other libraries share some of its names."""
+    """The layout of timm. `load` tries this layout last, because other libraries share some of timm's names."""
 
     name = "timm"
     folder_files: tuple[str, ...] = ("model.safetensors", "config.json")
