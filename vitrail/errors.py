@@ -82,7 +82,7 @@ class UndecodableImage(DataError):
 
 
 class RunError(UserError):
-    """A run folder exists already, is missing, or holds nothing to resume from."""
+    """A run folder exists already, is missing, or cannot be resumed."""
 
 
 class BundleError(UserError):

@@ -1,4 +1,4 @@
-"""Writing of files and folders completely or not at all, checks of output paths, and checksums."""
+"""Atomic writing of files and folders, checks of output paths, and checksums."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def check_new_folder(
 ) -> None:
     """Raise `DestinationError` unless a folder may be written at `path`.
 
-    The path may be free or an empty folder. With `overwrite`, it may also be an earlier output: a folder that
-    `recognise` accepts and whose entries all match `names` (shell patterns). Any other folder belongs to the user and
-    is never replaced.
+    Either nothing exists at `path`, or `path` is an empty folder. With `overwrite`, `path` may also be an earlier
+    output: a folder that `recognise` accepts and whose entries all match `names` (shell patterns). Any other folder
+    belongs to the user and is never replaced.
     """
     if not path.exists():
         return

@@ -45,7 +45,7 @@ class Repository(NamedTuple):
 
     @property
     def error(self) -> type[BundleError] | type[DataError]:
-        """The class of the errors that the user can correct."""
+        """The class of the errors that the user can correct: `BundleError` for a model, `DataError` for a data set."""
         return BundleError if self.kind == "model" else DataError
 
     @property
@@ -69,7 +69,8 @@ def client() -> ModuleType:
 
 
 def listing(repository: Repository) -> tuple[str, list[str]] | str:
-    """Return the commit of the revision and its files. If the hub cannot be reached, return the reason instead.
+    """Return the commit of the revision and the names of its files. If the hub cannot be reached, return the reason
+    instead.
 
     Raise `Repository.error` if the hub does not have the repository or the revision, or refuses access.
     """
@@ -95,8 +96,8 @@ def listing(repository: Repository) -> tuple[str, list[str]] | str:
 def fetch(repository: Repository, commit: str, file: str, *, attempts: int = 1) -> Path:
     """Download a file unless it is in the cache, and return its path there.
 
-    The client resumes lost connections. If it gives up, the download is tried again, `attempts` times in all. Raise
-    `Repository.error`, or `SaveError` if the cache cannot be written.
+    The client resumes a download after a lost connection. If the client gives up, the download is tried again, up to
+    `attempts` times in all. Raise `Repository.error`, or `SaveError` if the cache cannot be written.
     """
     hub = client()
     for attempt in range(attempts):
@@ -120,7 +121,8 @@ def keep_branch(repository: Repository, commit: str, file: str) -> None:
     """Record in the cache that the branch points to `commit`, so that the branch can be used offline.
 
     `file` is a file of this commit in the cache. The client records the branch when a file is requested by the branch's
-    name. Call this function last. After an interrupted download, the branch then still points to a complete commit.
+    name. Call this function after all files of the commit are downloaded, so that the branch never points to an
+    incomplete commit.
     """
     if commit != repository.revision:
         with contextlib.suppress(Exception):
@@ -156,8 +158,7 @@ def cached_folder(repository: Repository, why: str) -> Path:
 def _raise_if_final(repository: Repository, error: Exception) -> None:
     """Raise an error for the user if the hub refuses the request or the disk fails.
 
-    Return if the hub could not be reached or had an error of its own, because another attempt or the cache may help
-    then.
+    If the hub could not be reached or had an internal error, return, because another attempt or the cache may help.
     """
     hub = client()
     title = repository.title

@@ -101,7 +101,8 @@ def autocast(precision: TrainingPrecision, device: torch.device) -> torch.autoca
 
 
 def keep_freed_memory() -> bool:
-    """Make this process keep the memory that it frees. Return True if the C library supports that, as glibc does.
+    """Make this process keep the memory that it frees. Return True if the C library supports this setting, as glibc
+    does.
 
     Each training step frees the memory that the next step allocates. By default glibc returns that memory to the
     system, which fills it with zeros page by page at the next allocation. On a CPU this takes a considerable fraction

@@ -25,14 +25,14 @@ NOUNS: dict[Any, tuple[str, str]] = {
 
 
 def to_plain(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass and of the dataclasses inside it. Tuples become lists when they are written as
-    JSON.
+    """Return a dataclass as a dictionary, in which dataclasses inside it are dictionaries as well. Tuples become lists
+    when they are written as JSON.
     """
     return dataclasses.asdict(value)
 
 
 def from_plain(cls: type[T], values: Any) -> T:
-    """Return the dataclass from the values that `to_plain` returned. A missing field takes its default.
+    """Return the dataclass from the values that `to_plain` returned. A missing field has its default.
 
     Raise `ConfigError` with the first field that is unknown, missing or has a wrong value. Errors of the dataclass's
     own checks are raised unchanged.
@@ -63,7 +63,7 @@ def byte_count(text: str, field: str) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Return JSON values with tuples for lists, because the fields of frozen dataclasses are tuples."""
+    """Return JSON values with every list replaced by a tuple, because the fields of frozen dataclasses are tuples."""
     if isinstance(value, dict):
         return {name: _tuples(item) for name, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
@@ -94,7 +94,7 @@ def _int(value: Any) -> Any:
 
 
 def _float(value: Any) -> Any:
-    """Return whole numbers as floats, because other JSON writers may write 1.0 as 1."""
+    """Return a whole number as a float, because other JSON writers may write 1.0 as 1."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else _int(value)
 
 

@@ -97,8 +97,8 @@ class Regression(Task):
 class RegressionObjective(Objective):
     """Squared or Huber loss between the network's outputs and standardised numbers.
 
-    The loss of an image is the mean over its known numbers. The metric is the absolute error in the units of the data.
-    It is averaged like the loss.
+    The loss of an image is the mean over its known numbers. The metric is the absolute error in the units of the data,
+    averaged like the loss.
     """
 
     mean: Float[Tensor, " k"]

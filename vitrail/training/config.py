@@ -48,7 +48,7 @@ class RunConfig:
     batch_size: int = 128
     """Images per step."""
     accumulation: int = 1
-    """Number of parts that each batch is divided into to save memory. The result is the same."""
+    """Number of parts into which each batch is divided to save memory. The gradient is that of the whole batch."""
     precision: TrainingPrecision = "auto"
     """auto: bf16 with float32 master weights if the processor has bf16 matrix units, else float32. float8 computes the
     dense layers of blocks in 8 bits and everything else in bf16. It needs CUDA with compute capability 8.9 or more."""
@@ -80,7 +80,7 @@ class RunConfig:
     name: str = ""
     """Name of the run, saved in runs/NAME (or runs/NAME-2 if that exists). By default the name of the data."""
     folder: str | None = field(default=None, metadata=named("run"))
-    """The run's exact folder, instead of one chosen by --name. It must not exist."""
+    """Folder of the run, in place of runs/NAME. Without --overwrite, the folder must not exist."""
     overwrite: bool = False
     """Replace the folder that --run names if it exists."""
 
@@ -111,7 +111,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The whole config of a run. Raises `ConfigError` if its sections contradict each other."""
+    """The whole config of a run. Raises `ConfigError` if the sections contradict each other."""
 
     data: DataConfig = field(default_factory=DataConfig)
     task: Task = field(default_factory=Classification)
@@ -126,10 +126,9 @@ class TrainConfig:
         raise_problems(self._contradictions())
 
     def override(self, **values: Any) -> TrainConfig:
-        """Return a copy with some settings replaced. Settings go by their bare names: `override(width=96, seed=1)`.
-
-        A name can be that of a field of any section or of the network's config. `task` takes the name of another task.
-        Raises `ConfigError` with all problems; for an unknown name it suggests similar names.
+        """Return a copy with some settings replaced. Each setting is given by its bare name, such as `width` or `seed`.
+        A bare name belongs to a field of one of the sections, or to a field of the network's config. `task` is the name
+        of the new task. Raises `ConfigError` with all problems. The message for an unknown name suggests similar names.
         """
         base = self
         if (task := values.pop("task", self.task.name)) != self.task.name:

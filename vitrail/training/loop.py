@@ -33,9 +33,9 @@ def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
 def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]:
     """Take one optimiser step. Return the batch's loss, metrics and gradient norm, which stay on the device.
 
-    The batch is augmented as a whole, because its samples are mixed with each other. With accumulation it is then
-    processed in parts. Each part is weighted by its fraction of the samples that the loss is a mean over, so that the
-    gradients add up to the gradient of the whole batch.
+    The batch is augmented as a whole, because its samples are mixed with each other. With accumulation, the augmented
+    batch is then processed in parts. Each part is weighted by its fraction of the samples over which the loss is
+    averaged, so that the gradients add up to the gradient of the whole batch.
     """
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
@@ -65,7 +65,7 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
 
 @torch.no_grad()
 def _clip(module: nn.Module, largest: float) -> Tensor:
-    """Scale the gradients down to a norm of at most `largest` (0 for no limit). Return the norm that they had.
+    """Scale the gradients down to a norm of at most `largest` (0 for no limit). Return the norm before scaling.
 
     As in optax, no small number is added to the norm, and gradients below the limit do not change.
     """

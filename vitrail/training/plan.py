@@ -17,7 +17,7 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a run's steps, and the conditions that end it."""
+    """The settings of a run's steps, and the conditions that end the run."""
 
     steps: int
     schedule: Schedule

@@ -1,4 +1,4 @@
-"""The record of a run, `run.json`, in all formats that there have been. Resuming and reports read it."""
+"""The record of a run, `run.json`, in all formats so far. Resuming and reports read this file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vitrail.training.start import Origin
 __all__ = ["FORMAT", "Record", "read_record"]
 
 FORMAT = 2
-"""Version of the format. Format 1 has no "format" field, a flat config, and classification as its only task. Its model
-section lists every field that could be overridden, with null for fields that were not."""
+"""Version of the format. Format 1 has no "format" field, a flat config, and classification as its only task. The model
+section of format 1 lists every field that could be overridden. Fields that were not overridden are null."""
 
 
 class Record(NamedTuple):
@@ -79,16 +79,17 @@ def _part(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _field(path: Path, values: dict[str, Any], name: str) -> Any:
-    """Return the field that the last part of a dotted name names. Raises `RunError` if it is missing."""
+    """Return the value of the field whose name is the last part of the dotted `name`. Raises `RunError` if the field is
+    missing."""
     if (last := name.rpartition(".")[2]) not in values:
         raise RunError(f"{path} is damaged: the field {name!r} is missing")
     return values[last]
 
 
 def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a run with the values of settings that it does not record and whose defaults would differ.
+    """Add the settings that an older config lacks and whose defaults have changed since then, with their old defaults.
 
-    Held-out images were chosen by "threshold", and the mean of the weights began "capped".
+    In older runs, `cut_method` was "threshold", and `average_start` was "capped".
     """
     added: dict[str, dict[str, Any]] = {}
     data, optimizer = config.get("data"), config.get("optimizer")

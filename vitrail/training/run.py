@@ -58,7 +58,8 @@ class RunResult:
 
     folder: Path
     bundle: Bundle
-    """The model. `folder / "model"` holds it, or only its weights if the network is one of the user's own class."""
+    """The model, which is saved in `folder / "model"`. If the network is of the user's own class, only the weights are
+    saved."""
     metrics: dict[str, float]
     """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
     Other tasks have other metrics, such as `test_r2`."""
@@ -90,12 +91,12 @@ def train(
 ) -> RunResult:
     """Train a model as `config` describes, and save the run in a new folder.
 
-    `data` replaces the data set that the config names. It is split in the same way. `OpenedData` is the config's own
+    `data` replaces the data set that the config names, and is split in the same way. `OpenedData` is the config's own
     data set, opened earlier; `resume` does not need it.
 
     `network` replaces the network that the config describes. If this package does not know the network's class, the run
-    saves only its weights, and the returned bundle predicts with the object that was passed. `resume` needs `network`,
-    and any `data` that is not `OpenedData`, again.
+    saves only its weights, and the returned bundle predicts with the object that was passed. `resume` needs the same
+    `network` and `data` again, apart from `OpenedData`.
 
     `initial` is the model that `config.start.init` names, if the caller has already loaded it. Training does not change
     `initial`. `probes` are measured during the run. `measure_test=False` leaves the test split unmeasured, for runs
@@ -139,9 +140,9 @@ def resume(
 ) -> RunResult:
     """Continue a run that was stopped or killed, from its newest complete checkpoint.
 
-    In float32 on the CPU, the result equals bit by bit that of a run without a stop. `data` and `network` are the
-    objects that were passed to `train`, if any. A run that was killed before its first checkpoint starts again, so it
-    needs the model that it started from. Raises the same errors as `train`.
+    In float32 on the CPU, the result is bitwise equal to the result of a run that was not stopped. `data` and `network`
+    are the objects that were passed to `train`, if any. A run that was killed before its first checkpoint starts again,
+    so it needs the model that it started from. Raises the same errors as `train`.
     """
     started = time.perf_counter() if started is None else started
     record = read_record(folder)
@@ -269,7 +270,7 @@ class _Run:
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
 
     def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
-        """Write the model with the weights that the config keeps, after measuring it on the held-out splits."""
+        """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
         setup, folder, journal = self.setup, self.folder, self.journal
         if state.average is not None:
             state.average.swap()  # no swap back, because no step follows

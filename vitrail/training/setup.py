@@ -134,8 +134,8 @@ def prepare(
 def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[str, ...]]:
     """Return the network on its device, the setup with the network's origin, and notes for the user.
 
-    The weights are those of `model`. Without a `model` they are random; if the setup has an origin, a checkpoint
-    replaces them later.
+    The weights are those of `model`. Without a `model`, the weights are random. If the setup has an origin, a
+    checkpoint replaces the random weights later.
     """
     config, task, splits = setup.config, setup.config.task, setup.splits
     notes: tuple[str, ...] = ()

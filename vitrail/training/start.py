@@ -42,7 +42,7 @@ class StartConfig:
     lora_alpha: float | None = None
     """LoRA scaling: the update is multiplied by alpha / rank. By default alpha equals rank."""
     lora_on: tuple[Projection, ...] = ("query", "value")
-    """Weights of each block that are updated: query, key, value, out, up, down."""
+    """Weights of each block that get LoRA updates: query, key, value, out, up, down."""
     new_head: bool = False
     """With --init: start from a new head of zeros even if the model and the data have the same class names."""
 
@@ -68,8 +68,8 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class Origin:
-    """The model that a run started from, as `run.json` records it. A run can resume from a checkpoint with this
-    alone."""
+    """The model that a run started from, as `run.json` records it. A run that has a checkpoint can resume without the
+    model itself."""
 
     sha256: str
     """A hash of the model's weights, which does not depend on the file format."""
@@ -145,10 +145,10 @@ def network_from(
 ) -> tuple[AnyNetwork, bool, tuple[str, ...]]:
     """Return a network for the run, True if it keeps the model's head, and notes for the user.
 
-    The network has a copy of the model's weights. The head and the hidden layer before it are kept if the outputs have
-    the same names in the same order, unless `start.new_head` is true. Otherwise the network gets a new head of zeros
-    and no hidden layer (paper, section 3.2). Classes that have only numbers never match, because class "3" of one data
-    set is not class "3" of another.
+    The network has a copy of the model's weights. If `start.new_head` is False and the outputs have the same names in
+    the same order, the head and the hidden layer before it are kept. Otherwise the network gets a new head of zeros and
+    no hidden layer (paper, section 3.2). Classes that have only numbers never match, because class "3" of one data set
+    is not class "3" of another.
     """
     if "cut_uneven" in overrides:  # before the size changes to one that needs it
         settings: dict[str, Any] = {"cut_uneven": overrides["cut_uneven"]}

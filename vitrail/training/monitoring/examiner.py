@@ -34,8 +34,8 @@ class Probe:
     every: int
     """Number of steps between two evaluations. Another evaluation follows the last step."""
     evaluator: Evaluator
-    """Measures the model as it would be saved now, with averaged weights and merged adapters. It learns from the
-    training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
+    """Evaluator of the model as it would be saved now, with averaged weights and merged adapters. The evaluator learns
+    from the training split and measures on the validation split. The random state of PyTorch is restored afterwards."""
 
 
 def check_probes(probes: Sequence[Probe], splits: Splits) -> None:
@@ -64,8 +64,8 @@ class Examiner:
         best_in: Path | None,
         probes: Sequence[Probe] = (),
     ) -> None:
-        """`model` returns the model with its current weights. The best model is saved in the folder `best_in`, if there
-        is one.
+        """`model` returns the model with its current weights. If `best_in` is not None, the best model is saved in this
+        folder.
         """
         self.task = task
         self.state = state
@@ -80,7 +80,7 @@ class Examiner:
         self.probes = tuple(probes)
 
     def evaluate(self) -> None:
-        """Measure the weights on the validation split, if there is one. Save them if they are the best so far.
+        """Measure the weights on the validation split, if there is one. Save the weights if they are the best so far.
 
         If weights are averaged, the weights in training are measured as well. Raises `NonFiniteLoss`.
         """

@@ -16,7 +16,7 @@ __all__ = ["Example", "write_examples"]
 
 
 PUNCTUATION = re.compile(r"\W+")
-"""Characters of class names that file names replace by a hyphen. Letters of all alphabets are kept."""
+"""Characters of class names that are replaced by a hyphen in file names. Letters of all alphabets are kept."""
 
 LONGEST = 60
 """Maximum number of characters of the labels in a file name."""
@@ -42,7 +42,8 @@ class Example:
 
 
 def write_examples(bundle: Bundle, source: Source, folder: Path, count: int = 10) -> tuple[Example, ...]:
-    """Write about `count` images as PNG files with their labels in the name. Return them with the model's predictions.
+    """Write about `count` images as PNG files with their labels in the file names. Return the images with their labels
+    and the model's predictions.
 
     The images are spread evenly over `source`. Images without labels and broken images are skipped. A model without a
     head gets no examples. Raises `SaveError`.

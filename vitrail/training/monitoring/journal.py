@@ -30,9 +30,8 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a run. If a resumed run repeated steps, only the repeated ones are returned.
-
-    Incomplete lines, as a power failure leaves them, are skipped. A run without a journal has no events.
+    """Return the events of a run. If a resumed run repeated steps, only the events of the repetition are returned.
+    Incomplete lines, which a power failure can leave, are skipped. A run without a journal has no events.
     """
     if not path.exists():
         return []

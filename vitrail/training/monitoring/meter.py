@@ -1,4 +1,4 @@
-"""Losses and metrics of training steps. They stay on the device until they are read."""
+"""Losses and metrics of training steps, which stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Meter", "check_finite"]
 
 
 def check_finite(result: dict[str, float], metric: str, step: int) -> None:
-    """Raise `NonFiniteLoss` if this metric of an evaluation is not finite, because the last step broke the weights."""
+    """Raise `NonFiniteLoss` if this metric of the evaluation after `step` is not finite."""
     if not math.isfinite(value := result.get(metric, 0.0)):
         raise NonFiniteLoss(f"the evaluation's {metric.replace('_', ' ')} is {value} at step {step}")
 
@@ -34,7 +34,7 @@ class Meter:
         self._rows.append(torch.stack([value.detach().float() for value in values.values()]))
 
     def read(self) -> dict[str, float]:
-        """Return the means over the steps since the last call, and start again.
+        """Return the means over the steps since the last call.
 
         Raises `NonFiniteLoss` with the first step whose loss or metric is not finite.
         """

@@ -36,7 +36,8 @@ class Sinks:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Numbers of steps between reports, evaluations and checkpoints. Each of them also happens after the last step."""
+    """Numbers of steps between reports, evaluations and checkpoints. A report, an evaluation and a checkpoint also
+    follow the last step."""
 
     journal: int
     evaluate: int | None
@@ -54,7 +55,7 @@ class Clock:
     waiting: float = 0.0
     """Time spent waiting for data."""
     paused: float = 0.0
-    """Time since the last report that was spent in evaluation and in saving."""
+    """Time spent in evaluation and in saving since the last report."""
     images: int = 0
     mark: float = field(default_factory=time.perf_counter)
     marked_images: int = 0

@@ -17,17 +17,20 @@ SMALLEST_SIDE = 32
 """Length that the second longest axis of an array must have for the array to be factored."""
 
 EXPONENT = 0.8
-"""The decay rate of the mean squared gradient in step t, counted from 1, is 1 - t^-0.8, at most beta 2."""
+"""Exponent of the decay rate of the mean squared gradient. The rate in step t, counted from 1, is 1 - t^-0.8, but at
+most beta 2."""
 
 EPS = 1e-30
 
 
 class Adafactor(UpdateRule):
-    """Gradients divided by the root of their running mean square, of which large arrays keep two factors only.
+    """Divides gradients by the root of their running mean square. For large arrays, only two factors of the mean square
+    are stored.
 
-    The factors of an array are the means over each of its two longest axes, in the shape that the original code gives
-    the array (`Table`). The running mean of the updates, `momentum * m + (1 - momentum) * update`, is subtracted. Its
-    start is not corrected. Updates are not scaled by the size of the weights.
+    The two factors are the means of the mean square over each of the array's two longest axes. Every array has the
+    shape that it has in the original code (`Table`). A running mean of the updates is multiplied by the learning rate
+    and subtracted from the weights. In every step, the mean becomes `momentum * mean + (1 - momentum) * update`. The
+    mean starts at 0, without a bias correction. Updates are not scaled by the size of the weights.
     """
 
     def __init__(
@@ -39,8 +42,8 @@ class Adafactor(UpdateRule):
         update_clip: float = 0.0,
         **settings: Any,
     ) -> None:
-        """`tables` has the table of each weight, by its id. Above 0, `update_clip` is the largest root mean square of
-        the update of an array."""
+        """`tables` maps the id of each weight to its table. `update_clip` is the largest root mean square of the update
+        of an array, or 0 for no limit."""
         super().__init__(groups, **settings)
         self.tables = tables
         self.beta2 = beta2
@@ -55,7 +58,7 @@ class Adafactor(UpdateRule):
         return updates
 
     def _scaled(self, weight: Tensor, gradient: Tensor, step: Tensor) -> Tensor:
-        """Return the gradient over the root of its mean square, after an update of the mean square."""
+        """Update the mean square with the gradient. Return the gradient divided by the root of the mean square."""
         table, state = self.tables[id(weight)], self.state[weight]
         arrays = table.read(gradient)
         squares = arrays * arrays + EPS
@@ -88,7 +91,7 @@ def factored_axes(shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _averaged(state: dict[str, Tensor], name: str, values: Tensor, share: Tensor) -> Tensor:
-    """Return the running mean after this step, in which the new values have the weight `share`, and keep it."""
+    """Update the running mean `name` in `state`, and return it. The new values have the weight `share`."""
     mean = values * share if name not in state else state[name] * (1 - share) + values * share
     state[name] = mean.contiguous()
     return mean

@@ -15,7 +15,7 @@ PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(steps?|epochs?|images?|%)")
 
 
 class RunLength(NamedTuple):
-    """The length of a run, in which its parts are measured."""
+    """The length of a run, which `steps_of` needs to convert durations into steps."""
 
     steps: int
     """Number of optimizer steps."""

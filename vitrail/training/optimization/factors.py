@@ -31,7 +31,8 @@ def factor_problems(name: str, factors: Sequence[str], *, zero: bool) -> Iterato
 
 
 def factor_of(weight: str, factors: Sequence[str], otherwise: float) -> float:
-    """Return the factor of the first pattern that matches the whole name of a weight, or `otherwise`."""
+    """Return the factor of the first pattern that matches the whole name of a weight. If no pattern matches, return
+    `otherwise`."""
     for text in factors:
         pattern, _, number = text.rpartition("=")
         if re.fullmatch(pattern, weight):

@@ -1,4 +1,4 @@
-"""The settings of optimizer and schedule, and the optimizer: which weights it trains, how fast, and which decay."""
+"""The settings of the optimizer and the schedule, and the construction of the optimizer with its groups of weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ TO_AN_END = ("cosine", "linear", "polynomial")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its learning rate. Raises `ConfigError`, naming every field that does not fit."""
+    """The optimizer and its learning rate. Raises `ConfigError` if fields have invalid values. The message names all of
+    them."""
 
     kind: OptimizerName = field(default="adamw", metadata=named("optimizer"))
     """Adam (adamw), SGD with momentum, or Adafactor in the variant of big_vision."""
@@ -89,17 +90,17 @@ class OptimizerConfig:
     """Adafactor: largest root mean square of the update of a weight matrix. 0 for no limit."""
     learning_rate_factors: tuple[str, ...] = ()
     """Factors of the learning rate for weights by name: PATTERN=FACTOR, such as "head\\..*=10". The first regular
-    expression that matches the whole name counts. By default every factor is 1."""
+    expression that matches the whole name is used. By default every factor is 1."""
     weight_decay_factors: tuple[str, ...] = ()
     """Factors of the weight decay by name, as in --learning-rate-factors. Weights without a match do not decay. By
-    default weight matrices have 1."""
+    default weight matrices have the factor 1."""
     clip: float = 1.0
     """Largest norm of the gradient over all weights; larger gradients are scaled down. 0 for no limit."""
     layer_decay: float = 1.0
     """Ratio of each block's learning rate to that of the block above it; the head has the full rate (2106.08254)."""
     average: float = 0.0
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
-    kept. 0 for none."""
+    saved. 0 for no averaging."""
     average_start: AverageStart = "debiased"
     """Start of --average. debiased: the initial weights are not part of the mean, and the rate applies from the first
     step. initial: the mean starts at the initial weights. capped: the rate after t steps is at most
@@ -207,7 +208,7 @@ class OptimizerConfig:
 
 
 def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trained parameters in two lists: those that decay, and the rest.
+    """Return two lists of the trained parameters: the parameters that decay, and the rest.
 
     The weights of linear layers, convolutions and adapters decay. Norms, biases, tokens and positions do not.
     """
@@ -225,8 +226,8 @@ def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Return the optimizer that `config` describes.
 
-    AdamW and SGD are PyTorch's fused ones, with one kernel for all weights on CPU and CUDA, unless they cannot apply
-    the config's weight decay or momentum format.
+    AdamW and SGD are PyTorch's fused optimizers, which update all weights in one kernel on CPU and CUDA. If the fused
+    optimizers cannot apply the config's weight decay or momentum format, `OptaxAdam` and `OptaxMomentum` are used.
 
     Parameter groups have a "scale", by which the learning rate is multiplied. The scale of layer l of a network of
     depth d is `layer_decay ** (d + 1 - l)` (2106.08254), times the factor of `learning_rate_factors`.
@@ -274,12 +275,13 @@ def check_names(network: nn.Module, config: OptimizerConfig) -> None:
 
 
 def _names(module: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter by its id, without the attribute that an objective has its network in."""
+    """Return the name of each parameter by the parameter's id. The prefix `network.` of names in an objective is
+    removed."""
     return {id(parameter): name.removeprefix("network.") for name, parameter in module.named_parameters()}
 
 
 def _scales(module: nn.Module, layer_decay: float) -> dict[int, float]:
-    """Return the scale of each parameter of the network, by its id."""
+    """Return the scale of each parameter of the network, by the parameter's id."""
     network: HasLayers = next(part for part in module.modules() if isinstance(part, HasLayers))
     layers = network.layers()
     top = len(layers.blocks) + 1

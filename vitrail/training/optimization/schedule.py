@@ -36,17 +36,18 @@ class Schedule:
     power: float = 2.0
     """Exponent of the polynomial."""
     timescale: int = 10_000
-    """Steps after which an rsqrt schedule without shift is at 1 / sqrt(2) of the peak."""
+    """Number of steps after warm-up at which an rsqrt schedule without shift has fallen to 1 / sqrt(2) of the peak."""
     shift: int = 0
-    """Steps by which an rsqrt schedule is ahead. The highest rate is then below the peak."""
+    """Number that is added to the steps after warm-up in an rsqrt schedule. The highest rate is then below the peak."""
     boundaries: tuple[int, ...] = ()
     """Steps, counted from 0, at which a staircase schedule changes."""
     factors: tuple[float, ...] = ()
-    """Multiples of the peak from each boundary on."""
+    """Factors of the peak, one for each boundary."""
     cooldown_steps: int = 0
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0. After the run it is that of the run's end."""
+        """Return the learning rate of a step, counted from 0. For a step after the end of the run, return the rate at
+        the end."""
         rate = self._course(step)
         if step < self.warmup_steps:
             rate = rate * (step if self.warmup_from_zero else step + 1) / self.warmup_steps

@@ -24,19 +24,20 @@ class Table:
     """
 
     shape: tuple[int, ...]
-    """Shape in which the weight is viewed."""
+    """Shape of the view of the weight, before its axes are reordered."""
     order: tuple[int, ...]
-    """Order of the axes of that view, as `permute` takes it."""
+    """Argument of `permute` that brings the axes of the view into the order of the original code."""
     is_stack: bool = False
     """True if the first axis, after reordering, is the index of arrays that are separate in the original code."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return a view of a tensor of the weight's shape. Its first axis counts the arrays of the original."""
+        """Return a view of a tensor of the weight's shape. The first axis of the view is the index of the original's
+        arrays."""
         arrays = tensor.reshape(self.shape).permute(self.order)
         return arrays if self.is_stack else arrays[None]
 
     def write(self, arrays: Tensor) -> Tensor:
-        """Return a tensor in the weight's own axes from what `read` returned, with the shape `shape`."""
+        """Reverse the reordering of axes by `read`, and return a tensor of the shape `shape`."""
         inverse = sorted(range(len(self.order)), key=lambda axis: self.order[axis])
         return (arrays if self.is_stack else arrays[0]).permute(inverse)
 
@@ -44,7 +45,7 @@ class Table:
 def tables_of(module: nn.Module) -> dict[int, Table]:
     """Return the table of every parameter of a module, by the parameter's id.
 
-    Parameters of layers that the original code does not have are read as they are.
+    Parameters of layers that the original code does not have keep their shape and order of axes.
     """
     found = {id(one): Table(tuple(one.shape), tuple(range(one.ndim))) for one in module.parameters()}
     for layer in module.modules():
@@ -58,7 +59,7 @@ def tables_of(module: nn.Module) -> dict[int, Table]:
 
 
 def _of_layer(layer: nn.Module) -> Iterator[tuple[Tensor, Table]]:
-    """Yield the weights whose tables depend on the layer that holds their dense layer."""
+    """Yield the weights inside a layer whose tables depend on the class of the layer, with their tables."""
     if isinstance(layer, PatchEmbedding):
         weight = layer.projection.weight
         width, values = weight.shape
@@ -74,7 +75,8 @@ def _of_layer(layer: nn.Module) -> Iterator[tuple[Tensor, Table]]:
 
 
 def _attention(dense: nn.Linear, heads: int, parts: int, *, is_output: bool) -> Iterator[tuple[Tensor, Table]]:
-    """Yield the tables of a projection: (width, heads, channels) for each part, or (heads, channels, width)."""
+    """Yield the weight and the bias of a projection with their tables. The original's weights have the shape (heads,
+    channels, width) for the output projection, and (width, heads, channels) for each of the other projections."""
     rows, columns = dense.weight.shape
     if is_output:
         yield dense.weight, Table((rows, heads, columns // heads), (1, 2, 0))

@@ -1,6 +1,7 @@
-"""SGD and Adam with the choices of the papers' code: how weights decay, and the format of the momentum.
+"""SGD and Adam with the rules of weight decay and the momentum formats of the papers' code.
 
-PyTorch's fused optimizers compute the same, faster, if the weight decay is the usual one and the momentum is float32.
+With PyTorch's own rule of weight decay and a float32 momentum, PyTorch's fused optimizers compute the same updates
+faster.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ MomentumFormat = Literal["float32", "bfloat16"]
 
 
 class UpdateRule(Optimizer, ABC):
-    """An optimizer that subtracts `lr * (update + weight_decay * weight)` from each weight, with an update of its own.
+    """Base class of optimizers that subtract `lr * (update + weight_decay * weight)` from each weight.
 
-    With `coupled`, `weight_decay * weight` is added to the gradient instead, and passes through the update.
+    Subclasses compute the update from the gradient. With `coupled`, `weight_decay * weight` is instead added to the
+    gradient from which the update is computed.
 
     Groups have the entries `lr` and `weight_decay`. As in optax, the update is computed from the running mean in
-    float32, and then the mean is stored in the momentum's format. Its decay rate is a number of that format as well:
-    0.9 is 0.8984375 in bfloat16.
+    float32, and then the mean is stored in the momentum's format. The decay rate of the mean is rounded to the same
+    format: in bfloat16, 0.9 becomes 0.8984375.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class UpdateRule(Optimizer, ABC):
         self.coupled = coupled
         self.stored_as = torch.bfloat16 if momentum_format == "bfloat16" else torch.float32
         self.kept = torch.tensor(momentum, dtype=self.stored_as).item()
-        """The decay rate of the momentum, as a number of its format."""
+        """The decay rate of the momentum, rounded to the momentum's format."""
 
     @abstractmethod
     def updates(self, weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
@@ -65,19 +67,20 @@ class UpdateRule(Optimizer, ABC):
             torch._foreach_add_(weights, updates, alpha=-rate)
 
     def state_of(self, weights: list[Tensor], name: str) -> list[Tensor]:
-        """Return a tensor of the state of each weight in float32. It is zero before the first step."""
+        """Return the tensor `name` from the state of each weight, in float32. Before the first step, return zeros."""
         return [
             self.state[weight][name].float() if name in self.state[weight] else torch.zeros_like(weight)
             for weight in weights
         ]
 
     def keep_momentum(self, weights: list[Tensor], name: str, momentum: list[Tensor]) -> None:
-        """Store the momentum of each weight in its format."""
+        """Store the momentum of each weight in the momentum's format."""
         for weight, tensor in zip(weights, momentum, strict=True):
             self.state[weight][name] = tensor.to(self.stored_as)
 
     def next_steps(self, weights: list[Tensor]) -> list[Tensor]:
-        """Count the step of each weight, and return the numbers of the steps, from 1, on the weights' device."""
+        """Add 1 to the step count of each weight. Return the counts, which start at 1, as tensors on the weights'
+        device."""
         steps = [
             self.state[weight]["step"] + 1 if "step" in self.state[weight] else torch.ones((), device=weight.device)
             for weight in weights

@@ -15,8 +15,8 @@ AverageStart = Literal["debiased", "initial", "capped"]
 class Average:
     """The exponential moving average of a module's trainable parameters over the steps.
 
-    With a decay rate d, the weights after a step weigh d^n times as much n steps later. The starts differ in what they
-    do early in the run, when a plain average would consist mostly of the initial weights:
+    With a decay rate d, every step multiplies the contribution of earlier weights by d. The choices of `start` differ
+    early in the run, when a plain average would consist mostly of the initial weights:
 
     - "debiased": The initial weights have no weight, and the weights of all steps add up to 1. This is the bias
       correction of Adam (1412.6980, section 3).
@@ -32,10 +32,10 @@ class Average:
         self.start = start
         self.weights: list[Tensor] = list(named.values())
         self.mean = {name: parameter.detach().clone() for name, parameter in named.items()}
-        """The mean of each parameter, by its name."""
+        """The mean of each parameter, by the parameter's name."""
 
     def kept(self, step: int) -> float:
-        """Return the fraction of the mean that is kept in the update after this step, counted from 0."""
+        """Return the factor of the old mean in the update after this step. Steps are counted from 0."""
         if self.start == "initial":
             return self.decay
         if self.start == "capped":
@@ -57,6 +57,6 @@ class Average:
 
     @torch.no_grad()
     def restore(self, mean: dict[str, Tensor]) -> None:
-        """Set the mean to that of another average."""
+        """Copy the mean of another average into this one."""
         for name, tensor in self.mean.items():
             tensor.copy_(mean[name])

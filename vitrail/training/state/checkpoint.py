@@ -34,16 +34,17 @@ VALUES = "state.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run. The newest `retain` of them are kept."""
+    """The checkpoints of one run. Only the newest `retain` checkpoints are kept."""
 
     def __init__(self, folder: Path, *, retain: int = 2) -> None:
         self.folder = folder
         self.retain = retain
 
     def save(self, state: TrainState) -> Path:
-        """Write the state, then delete all but the newest `retain` checkpoints, and return the new one's folder.
+        """Write the state as a new checkpoint, and return its folder. Older checkpoints are deleted, so that `retain`
+        are left.
 
-        Raises `SaveError` and leaves the other checkpoints intact if it cannot be written.
+        If the new checkpoint cannot be written, raises `SaveError` and leaves the other checkpoints intact.
         """
         path = self.folder / f"step-{state.step}"
         for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
@@ -70,7 +71,8 @@ class Checkpoints:
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def restore(self, state: TrainState) -> list[str]:
-        """Load the newest complete checkpoint into `state`. Return a sentence about each newer one that is damaged.
+        """Load the newest complete checkpoint into `state`. Return a sentence about each newer checkpoint that is
+        damaged.
 
         Raises `RunError` if there is no complete checkpoint.
         """

@@ -14,8 +14,8 @@ __all__ = ["random_state", "restore_random_state", "state_text"]
 def random_state() -> dict[str, Any]:
     """Return the states of the generators of the CPU and of every CUDA device.
 
-    The result has the same names on every machine. "cuda" is an empty list if this process has not used CUDA, because
-    no random number was then drawn there.
+    The result has the same keys on every machine. "cuda" is an empty list if this process has not used CUDA, because no
+    random number was then drawn there.
     """
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return {"cpu": state_text(torch.get_rng_state()), "cuda": [state_text(state) for state in devices]}
@@ -24,7 +24,8 @@ def random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Restore what `random_state` returned, also on a machine with more, fewer or no CUDA devices.
 
-    The states of devices that are not there are ignored. Devices that have no state in `state` keep theirs.
+    The states of devices that this machine does not have are ignored. Devices without a state in `state` keep their
+    current state.
     """
     torch.set_rng_state(_tensor(state["cpu"]))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

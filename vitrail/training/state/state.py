@@ -23,9 +23,9 @@ class Best:
     """The best result on the validation split so far."""
 
     score: float | None = None
-    """The metric that chooses the best weights; None before the first evaluation."""
+    """Value of the metric that chooses the best weights, or None before the first evaluation."""
     step: int = -1
-    """The step after which the score was measured; -1 before the first evaluation."""
+    """Step after which the score was measured, or -1 before the first evaluation."""
     waited: int = 0
     """Number of evaluations since the best score."""
 
@@ -86,7 +86,7 @@ class TrainState:
             self.average.restore(tensors["average"])
 
     def values(self) -> dict[str, Any]:
-        """Return the rest of the state as plain JSON values, the states of the random-number generators among them."""
+        """Return the rest of the state as plain JSON values, including the states of the random-number generators."""
         return {
             "step": self.step,
             "batches": self.batches.state(),
