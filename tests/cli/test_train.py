@@ -118,7 +118,10 @@ def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["dmo"], "recipe 'dmo' does not exist; nearest: demo"),
+        (["dmo"], "recipe 'dmo' does not exist; nearest: demo; data is named with --data"),
+        (["photos"], "recipe 'photos' does not exist; vitrail recipes lists all; data is named with --data"),
+        (["{folder}/none"], "none' does not exist; to train on data, name it with --data: vitrail train --data "),
+        (["photos", "--data", "bundled"], "recipe 'photos' does not exist; vitrail recipes lists all "),
         (["--lerning-rate", "1"], "--lerning-rate: vitrail train has no such option; nearest: --learning-rate"),
         (["--lr", "1"], "nearest: --learning-rate"),
         (["--data", "{folder}/none"], "none' does not exist"),
@@ -242,3 +245,17 @@ def test_help_shows_the_settings_of_the_task(capsys: pytest.CaptureFixture[str])
     assert run("--task", "regression", "--help") == 0
     shown = capsys.readouterr().out
     assert "--loss squared|huber" in shown and "Default: regression." in shown
+
+
+def test_a_folder_in_the_place_of_the_recipe_is_answered_with_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my photos").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words in (["my photos"], ["my photos", "--epochs", "3"], ["my photos", "--help"]):
+        assert run(*words) == 2
+        errors = capsys.readouterr().err
+        assert (
+            "recipe 'my photos' does not exist; to train on data, name it with --data: "
+            "vitrail train --data 'my photos'\n" in errors
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,8 +44,18 @@ def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
     for_data = "demo" if data is None else {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")
     name = given.get("recipe") or for_data
     if name not in RECIPES:
-        raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, RECIPES)}")
+        raise ConfigError(f"recipe {name!r} does not exist; {_instead_of(name, 'data' in given)}")
     return RECIPES[name]()
+
+
+def _instead_of(name: str, has_data: bool) -> str:
+    """Return the advice for an unknown recipe: the nearest recipes, or --data if the name can be that of data."""
+    is_data = Path(name).expanduser().exists() or ":" in name or "/" in name
+    if is_data and not has_data:
+        return f"to train on data, name it with --data: vitrail train --data {shlex.quote(name)}"
+    close = nearest(name, RECIPES)
+    advice = close if close.startswith("nearest: ") else "vitrail recipes lists all"
+    return advice if has_data else f"{advice}; data is named with --data"
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, str]:

@@ -8,6 +8,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 __all__ = ["images_bar"]
 
 
+SPEED_SECONDS = 300.0
+"""Seconds over which the speed is averaged for the remaining time. Batches can take many seconds."""
+
+
 def images_bar(console: Console, *, transient: bool = False) -> Progress:
     """Return a progress bar with the number of images and the remaining time. It is shown only on terminals."""
     return Progress(
@@ -19,5 +23,6 @@ def images_bar(console: Console, *, transient: bool = False) -> Progress:
         console=console,
         disable=not console.is_terminal,
         expand=True,
+        speed_estimate_period=SPEED_SECONDS,
         transient=transient,
     )

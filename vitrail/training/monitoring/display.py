@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from vitrail.tasks import Task
 
@@ -25,7 +26,8 @@ class Display:
         """Show a message that needs the user's attention."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Receive the means since the last call: the loss, the objective's metrics and images_per_second."""
+        """Receive the means since the last call: the loss and the objective's metrics. images_per_second is the mean
+        over about the last minute."""
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         """Receive the metrics of an evaluation on the validation split."""
@@ -51,6 +53,7 @@ class ConsoleDisplay(Display):
     def begin(self, step: int, steps: int, task: Task) -> None:
         self.steps, self.task = steps, task
         self._begun = time.perf_counter(), step
+        self._is_started = False
         if not self.console.is_terminal:
             return
         self._progress = Progress(
@@ -58,13 +61,12 @@ class ConsoleDisplay(Display):
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             TextColumn("{task.fields[metrics]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[left]}"),
             console=self.console,
             refresh_per_second=4,
             expand=True,
         )
-        self._task = self._progress.add_task("", total=steps, completed=step, metrics="")
+        self._task = self._progress.add_task("", total=steps, completed=step, metrics="", left="")
         self._progress.start()
 
     def say(self, text: str) -> None:
@@ -77,13 +79,23 @@ class ConsoleDisplay(Display):
         texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
         shown = "  ".join([*texts, f"{metrics['images_per_second']:,.0f} images/s"])
         now = time.perf_counter()
+        left = self._seconds_left(step, now)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, metrics=shown)
+            text = f"{timedelta(seconds=round(left))} left"
+            self._progress.update(self._task, completed=step, metrics=shown, left=text)
         elif now - self._last_line >= self.LINE_SECONDS or step == self.steps:
             self._last_line = now
-            begun, first = self._begun
-            left = (now - begun) / max(step - first, 1) * (self.steps - step)
             self.say(f"step {step:,}/{self.steps:,}  {shown}  {left:,.0f} s left")
+
+    def _seconds_left(self, step: int, now: float) -> float:
+        """Return the time left, from the mean time of all steps so far, evaluations and checkpoints included.
+
+        The time before the first report is excluded as soon as there is a second one, because it contains the start-up.
+        """
+        begun, first = self._begun
+        if not self._is_started:
+            self._is_started, self._begun = True, (now, step)
+        return (now - begun) / max(step - first, 1) * (self.steps - step)
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         star = "  (best so far)" if best else ""

@@ -17,6 +17,7 @@ from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Examiner
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import Meter
+from vitrail.training.monitoring.speed import SmoothedRate
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.plan import Plan
 from vitrail.training.state.checkpoint import Checkpoints
@@ -94,6 +95,7 @@ class Monitor:
         self.stop = stop
         self.clock = Clock(started)
         self.meter = Meter()
+        self.speed = SmoothedRate()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -141,17 +143,22 @@ class Monitor:
             )
 
     def report(self) -> None:
-        """Send the metrics since the last report to the journal and the display. Raises `NonFiniteLoss`."""
+        """Send the metrics since the last report to the journal and the display. Raises `NonFiniteLoss`.
+
+        The journal receives the images per second since the last report, and the display receives a smoothed rate.
+        """
         if not (metrics := self.meter.read()):
             return
         clock, now = self.clock, time.perf_counter()
         seconds = now - clock.mark - clock.paused
         metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
-        metrics["images_per_second"] = (clock.images - clock.marked_images) / seconds
+        images = clock.images - clock.marked_images
+        metrics["images_per_second"] = images / seconds
+        smoothed = self.speed.add(images, seconds)
         clock.training += seconds
         clock.mark, clock.paused, clock.marked_images = now, 0.0, clock.images
         self.sinks.journal.write("step", step=self.state.step, **metrics)
-        self.sinks.display.step(self.state.step, metrics)
+        self.sinks.display.step(self.state.step, metrics | {"images_per_second": smoothed})
 
     def summary(self, device: torch.device) -> dict[str, float]:
         """Return the run's length, speed and memory: steps, seconds, fractions and bytes."""

@@ -1,0 +1,60 @@
+"""Tests of the smoothed rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.monitoring.speed import SmoothedRate
+from vitrail.training.run import train
+
+
+def test_the_start_up_is_dropped_when_more_is_known() -> None:
+    rate = SmoothedRate()
+    assert rate.add(10, 20.0) == 0.5
+    assert rate.add(300, 3.0) == 100
+    assert rate.add(300, 3.0) == pytest.approx(100)
+
+
+def test_short_reports_change_the_rate_little() -> None:
+    rate = SmoothedRate()
+    for _ in range(10):
+        rate.add(1000, 10.0)
+    assert rate.add(9, 0.01) == pytest.approx(100, rel=0.02)  # 900 per second for a hundredth of a second
+    assert rate.add(1, 0.04) == pytest.approx(100, rel=0.02)  # 25 per second
+
+
+def test_a_lasting_change_is_shown_after_minutes() -> None:
+    rate = SmoothedRate()
+    rate.add(1, 1.0)
+    for _ in range(300):
+        rate.add(600, 6.0)
+    for _ in range(10):
+        shown = rate.add(300, 6.0)
+    # A geometric sum: after a minute, exp(-1) of the weight is on what was before.
+    assert shown == pytest.approx(50 + 50 * math.exp(-1))
+
+
+def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report(
+    small: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    class Shown(Display):
+        def __init__(self) -> None:
+            self.rates: list[tuple[int, float]] = []
+
+        def step(self, step: int, metrics: dict[str, float]) -> None:
+            self.rates.append((step, metrics["images_per_second"]))
+
+    display, rate, last = Shown(), SmoothedRate(), 0
+    train(small(tmp_path / "run"), display=display)
+    events = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "step"]
+    assert len(events) == len(display.rates) > 3
+    for event, (step, shown) in zip(events, display.rates, strict=True):
+        images, last = 20 * (step - last), step
+        assert shown == pytest.approx(rate.add(images, images / event["images_per_second"]))
