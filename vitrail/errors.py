@@ -11,6 +11,7 @@
         ├── RunError             a run folder or its checkpoints
         ├── BundleError          a model on disk
         └── DestinationError     an output path that is already taken
+    Interrupted                  exit code 75: a `KeyboardInterrupt` after which the same call continues
 
 A message states the value, the rule and the choices: `pool='avg' is not one of 'cls', 'gap'`.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DestinationError",
+    "Interrupted",
     "NonFiniteLoss",
     "RunError",
     "SaveError",
@@ -61,6 +63,20 @@ class Stopped(VitrailError):
     def __init__(self, message: str, run: Path) -> None:
         super().__init__(message)
         self.run = run
+
+
+class Interrupted(KeyboardInterrupt):
+    """A computation was interrupted, and its finished part is kept. The same call continues it.
+
+    It is a `KeyboardInterrupt`, so that `except Exception` does not hold back an interrupt.
+    """
+
+    exit_code = 75
+
+    def __init__(self, message: str, options: tuple[str, ...] = ()) -> None:
+        """`options` are command-line options that the repeated command needs in addition."""
+        super().__init__(message)
+        self.options = options
 
 
 class UserError(VitrailError, ValueError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,6 +152,35 @@ def test_wrong_words(embed: Embed, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out").exists()
     assert main(["embed", "no model", "--data", "no data", "--out", "out", "--batch-size", "-1"]) == 2
     assert "--batch-size: -1 is less than 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_command_continues_if_it_is_repeated(
+    embed: Embed, tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: Preprocess, images: torch.Tensor) -> torch.Tensor:
+        nonlocal batches
+        batches += 1
+        if batches == 7:  # after 33 images of the training split in six batches
+            signal.raise_signal(number)
+        return normalise(self, images)
+
+    batches, normalise = 0, Preprocess.normalise
+    before = signal.getsignal(number)
+    monkeypatch.setattr(Preprocess, "normalise", stop)
+    code, _, errors = embed("--batch-size", "6", "--json")
+    assert code == 75 and f"stopped: features of 0 of 3 images are kept in {tmp_path}/cache/features\n" in errors
+    hint = errors.split("Continue with: vitrail embed ")[1]
+    assert hint.endswith("--batch-size 6 --json --overwrite\n")
+    assert main(["embed", *shlex.split(hint)]) == 0
+    assert len(load_features(tmp_path / "out" / "test")) == 3
+    batches = 2
+    code, _, errors = embed("--batch-size", "6", "--overwrite", "--cache", str(tmp_path / "other"))
+    assert code == 75 and "stopped: features of 24 of 33 images are kept" in errors
+    assert errors.endswith(f"--batch-size 6 --overwrite --cache {tmp_path}/other\n")
+    batches = 6
+    assert embed("--batch-size", "6", "--overwrite", "--no-cache")[0] == 130
+    assert signal.getsignal(number) is before
 
 
 def test_a_cache_that_cannot_be_written_is_skipped_with_a_note(embed: Embed, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -180,6 +181,22 @@ def test_classes_and_confusion_are_shown_if_asked_for(evaluate: Evaluate, tmp_pa
     assert [(one["name"], one["images"]) for one in row["per_class"]] == [("blue", 3), ("green", 3), ("red", 3)]
     code, _, errors = evaluate(model, colours, "--by", "knn", "--per-class")
     assert code == 2 and "--per-class and --confusion show metrics of the model's own head; add accuracy" in errors
+
+
+def test_a_stopped_evaluation_names_the_command_that_continues_it(
+    evaluate: Evaluate, tmp_path: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: Preprocess, images: torch.Tensor) -> torch.Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("SIGTERM was ignored")
+
+    model = make_model(tmp_path / "model", ())
+    with monkeypatch.context() as patch:
+        patch.setattr(Preprocess, "normalise", stop)
+        code, _, errors = evaluate(model, colours, "--by", "knn", "--json")
+    assert code == 75 and "stopped: features of 0 of 27 images are kept in" in errors
+    assert errors.endswith(f"Continue with: vitrail evaluate {model} --data {colours} --by knn --json\n")
+    assert evaluate(model, colours, "--by", "knn", "--json")[0] == 0
 
 
 def test_another_image_size_gives_other_features(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:

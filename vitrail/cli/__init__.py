@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from vitrail import __version__
-from vitrail.errors import UserError, VitrailError, nearest
+from vitrail.errors import Interrupted, UserError, VitrailError, nearest
 
 __all__ = ["VERBS", "main"]
 
@@ -89,6 +90,10 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
         message = command.message(error, given) if isinstance(error, UserError) else str(error)
         print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
+    except Interrupted as stop:
+        again = shlex.join([*verb.split(), *arguments, *stop.options])
+        print(f"vitrail: {stop}\nContinue with: vitrail {again}", file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
         print("vitrail: interrupted", file=sys.stderr)
         return 130

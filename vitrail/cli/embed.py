@@ -14,11 +14,12 @@ from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.bars import images_bar
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, Interrupted
 from vitrail.evaluation.features.extract import FeatureSet, default_cache, extract
 from vitrail.evaluation.features.files import check_features_folder, parquet_library, save_features, save_parquet
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, keep_freed_memory
+from vitrail.training.monitoring.stop import interrupted_by_sigterm
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -95,9 +96,14 @@ def main(call: Call) -> int:
     bundle = adapted(load(options.model, device=options.device), image_size=options.image_size)
     for note in (*bundle.notes, *notes):
         console.print(note, style="yellow", markup=False)
-    summary = {}
+    summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
-        features = _extract(bundle, split, source, options, console)
+        try:
+            with interrupted_by_sigterm():
+                features = _extract(bundle, split, source, options, console)
+        except Interrupted as stop:
+            replace = ["--overwrite"] if summary and not options.overwrite else []  # for the splits that are written
+            raise Interrupted(str(stop), tuple(replace)) from None
         if options.format == "parquet":
             save_parquet(features, targets[split])
         else:

@@ -130,10 +130,12 @@ def main(call: Call) -> int:
     options = Evaluate(**call.options)
     _check(options, call.options)
     from vitrail.machine import keep_freed_memory
+    from vitrail.training.monitoring.stop import interrupted_by_sigterm
 
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     keep_freed_memory()
-    return _suite(options, console) if options.suite else _one(options, call.options, console)
+    with interrupted_by_sigterm():
+        return _suite(options, console) if options.suite else _one(options, call.options, console)
 
 
 def _check(options: Evaluate, given: Mapping[str, Any]) -> None:

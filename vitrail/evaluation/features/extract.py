@@ -15,7 +15,7 @@ from torch import nn
 from vitrail.data.pipeline import Ranks, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
-from vitrail.errors import ConfigError, DataError, SaveError, UndecodableImage
+from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage
 from vitrail.evaluation.features.cache import (
     Entry,
     Identity,
@@ -104,7 +104,8 @@ def extract(
     cache, each process computes all features.
 
     `on_progress` is called with the number of finished samples. `on_note` is called with messages for the user about
-    the state of the cache. Raise `ConfigError` for invalid settings, and the `DataError`s of the source.
+    the state of the cache. Raise `ConfigError` for invalid settings, and the `DataError`s of the source. Raise
+    `Interrupted` for a `KeyboardInterrupt` if the finished features are stored.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
@@ -231,7 +232,14 @@ def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) ->
         def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
             partial.write(int(rows[0]), values, valid)
 
-        job.run(np.concatenate(rows), before, keep)
+        try:
+            job.run(np.concatenate(rows), before, keep)
+        except KeyboardInterrupt:
+            partial.record()
+            kept = np.count_nonzero(partial.done())
+            raise Interrupted(
+                f"stopped: features of {kept:,} of {len(done):,} images are kept in {entry.cache}"
+            ) from None
 
 
 def _gathered(source: Source, kept: Kept) -> FeatureSet:

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["StopRequest"]
+__all__ = ["StopRequest", "interrupted_by_sigterm"]
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` on SIGTERM inside the `with` block, as Python does on SIGINT.
+
+    Python handles signals in its main thread only. In other threads nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequest:
