@@ -102,7 +102,7 @@ class RunError(UserError):
 
 
 class BundleError(UserError):
-    """A model on disk lacks a file, was altered, or does not fit its use."""
+    """A model on disk lacks a file, was altered, or cannot be used as requested."""
 
 
 class DestinationError(UserError):

@@ -30,7 +30,7 @@ __all__ = [
 def cache_folder(name: str) -> Path:
     """Return a cache folder for files that can be made or downloaded again. The folder may not exist yet.
 
-    It lies in `$VITRAIL_DATA` if that is set, else in ~/.cache/vitrail.
+    The parent of the folder is `$VITRAIL_DATA` if this variable is set, else ~/.cache/vitrail.
     """
     return Path(os.environ.get("VITRAIL_DATA") or Path.home() / ".cache" / "vitrail").expanduser() / name
 

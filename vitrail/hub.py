@@ -62,7 +62,8 @@ def parse(kind: Literal["model", "dataset"], given: str, text: str) -> Repositor
 
 @functools.cache
 def client() -> ModuleType:
-    """Return huggingface_hub. It is imported at the first use, so that files on disk load without it."""
+    """Return the module huggingface_hub. The module is imported at the first use, so that models on disk load without
+    it."""
     for part in ("constants", "errors"):
         importlib.import_module(f"huggingface_hub.{part}")
     return importlib.import_module("huggingface_hub")

@@ -70,7 +70,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _field_names(cls: Any) -> list[str]:
-    """Return the names of the fields of a dataclass and of those inside it."""
+    """Return the names of the fields of a dataclass and of the dataclasses inside it."""
     hints = get_type_hints(cls)
     names = []
     for field in dataclasses.fields(cls):

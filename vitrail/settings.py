@@ -1,7 +1,7 @@
 """Settings: dataclasses for the sections of a config, and range checks for their fields.
 
 The command line and `TrainConfig.override` name a field without its section. This bare name is unique over all
-sections. It is the field's own name unless `named` sets a different bare name.
+sections. By default, the bare name is the field's own name. `named` sets a different bare name.
 """
 
 from __future__ import annotations

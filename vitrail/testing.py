@@ -268,9 +268,9 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
 def check_source(source: Any, *, decodes: bool = True) -> None:
     """Check that a source fulfils the contract of `vitrail.data.source.Source`.
 
-    A source gives random access, and returns the same samples in every thread and process. With `decodes`, every image
-    must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError` with
-    the broken rule.
+    A source provides random access, and returns the same samples in every thread and process. With `decodes`, every
+    image must be decodable. Each sample is read several times, so the source should be small. Raises `AssertionError`
+    with the broken rule.
     """
     assert isinstance(source, Source), f"{type(source).__name__} lacks a method or the classes of a Source"
     count, classes = len(source), source.classes

@@ -30,7 +30,7 @@ class ModelConfig:
 
     variant: str | None = None
     """Network and patch size, for example ViT-S/16, R50+ViT-B/16 (hybrid) or BiT-R50x1. `vitrail models` lists all. By
-    default ViT-Pico/7. With --init, the network is that of the model to start from."""
+    default ViT-Pico/7. With --init, the run uses the network of the initial model."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values that replace fields of the variant's config, such as {"width": 96, "class_token": True}."""
 

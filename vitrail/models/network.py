@@ -34,12 +34,12 @@ class Features:
     cls: Float[Tensor, "b width"] | None
     """The class token, or None if the network has none."""
     registers: Float[Tensor, "b r width"]
-    """Register tokens. Their number r is 0 if the network has none."""
+    """Register tokens. The number r is 0 if the network has no registers."""
     patches: Float[Tensor, "b n width"]
     """Patch tokens, or the cells of a ResNet's feature map, in row-major order of the grid. If only some patches are
-    kept (`ViTConfig.patch_dropout` in training, or `encode`), only their tokens are here."""
+    kept (`ViTConfig.patch_dropout` in training, or `encode`), this field contains only the tokens of these patches."""
     grid: tuple[int, int]
-    """Numbers of rows and columns of patches. Rows times columns is n, unless only some patches were kept."""
+    """Numbers of rows and columns of patches. If all patches are kept, the product of the two numbers is n."""
 
 
 class Layers(NamedTuple):

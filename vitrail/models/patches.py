@@ -21,8 +21,8 @@ class PatchEmbedding(nn.Module):
     """Cuts an image into patches and projects each to a token: `x_p E` of equation 1.
 
     The projection is a matrix product over flattened patches. A convolution whose stride equals its kernel size
-    computes the same. Its kernel, reshaped to (width, channels * patch height * patch width), is the weight of this
-    projection.
+    computes the same. The kernel of that convolution, reshaped to (width, channels * patch height * patch width), is
+    the weight of this projection.
     """
 
     def __init__(self, patch_size: tuple[int, int], channels: int, width: int, *, bias: bool = True) -> None:

@@ -38,7 +38,8 @@ class VisionTransformer(nn.Module):
     """An image classifier made of patches, tokens and attention.
 
     `network(images)` returns logits, `features(images)` returns tokens, and `embed(images)` returns the pooled vector.
-    Images may have any size that the patch size divides. If it is not the config's size, learned positions are resized.
+    Images may have any size that the patch size divides. If the image size differs from the config's, learned positions
+    are resized.
     """
 
     def __init__(self, config: ViTConfig) -> None:

@@ -85,7 +85,8 @@ class ViTConfig:
     activation: Activation = "gelu"
     """Activation of the MLP: exact GELU, the tanh approximation of the original code, or a gated SiLU."""
     layer_scale: float = 0.0
-    """Initial value of LayerScale's factors, one per channel of each branch (2103.17239). 0 turns LayerScale off."""
+    """Initial value of LayerScale's factors (2103.17239). Each channel of each branch has a factor. 0 turns LayerScale
+    off."""
     qk_norm: bool = False
     """True to apply a layer norm to the queries and keys of each head (2302.05442)."""
     qkv_bias: bool = True
@@ -206,7 +207,7 @@ class ViTConfig:
         return max(1, round(patches * (1 - self.patch_dropout)))
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the image size nearest to this one that the patch size divides."""
+        """Of the image sizes that the patch size divides, return the one that is nearest to (height, width)."""
         stride = self.root.stride if self.root else 1
         down, across = (stride * patch for patch in self.patch_size)
         return max(1, round(height / down)) * down, max(1, round(width / across)) * across

@@ -142,7 +142,8 @@ class RegressionObjective(Objective):
     def saved_network(self) -> Any:
         """Return a network whose outputs are in the units of the data.
 
-        It shares all weights except the head's. A network without a dense layer named `head` is wrapped in `Rescaled`.
+        The returned network shares all weights except the head's. A network without a dense layer named `head` is
+        wrapped in `Rescaled`.
         """
         if not isinstance(getattr(self.network, "head", None), nn.Linear):
             return Rescaled(self.network, self.mean, self.deviation)

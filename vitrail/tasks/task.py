@@ -29,8 +29,8 @@ __all__ = ["LossOutput", "Objective", "Task", "TaskMetric", "drawn_samples", "me
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The loss and the metrics of a batch, as means over the samples that `Objective.counted` marks. They stay on the
-    device."""
+    """The loss and the metrics of a batch, as means over the samples that `Objective.counted` marks. The values stay on
+    the device."""
 
     loss: Float[Tensor, ""]
     metrics: dict[str, Float[Tensor, ""]]

@@ -70,7 +70,7 @@ class RunConfig:
     change."""
     probe: str = ""
     """Evaluators of the model's features to run on the validation split during training, separated by commas: linear,
-    fewshot, knn. Their metrics go to the journal."""
+    fewshot, knn. The metrics go to the journal."""
     probe_every: int | None = None
     """Steps between two runs of --probe, by default as many as between two evaluations."""
     checkpoints: int = 10
@@ -150,7 +150,8 @@ class TrainConfig:
         return dataclasses.replace(base, **sections)
 
     def settings(self) -> dict[str, str]:
-        """Return a dictionary from the bare name of each setting that `override` takes to the name of its section."""
+        """Return a dictionary that maps the bare name of each setting of `override` to the name of the setting's
+        section."""
         found: dict[str, str] = {}
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)

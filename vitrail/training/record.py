@@ -30,7 +30,7 @@ class Record(NamedTuple):
     images: int
     """Number of training images."""
     origin: Origin | None
-    """The model that the run started from, if any."""
+    """The model that the run started from, or None."""
     objects: tuple[str, ...] = ()
     """Names of the Python objects that the run was started with: "data", "network", both or none."""
 

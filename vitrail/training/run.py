@@ -94,9 +94,9 @@ def train(
     `data` replaces the data set that the config names, and is split in the same way. `OpenedData` is the config's own
     data set, opened earlier; `resume` does not need it.
 
-    `network` replaces the network that the config describes. If this package does not know the network's class, the run
-    saves only its weights, and the returned bundle predicts with the object that was passed. `resume` needs the same
-    `network` and `data` again, apart from `OpenedData`.
+    `network` replaces the network that the config describes. If the network's class is not one of this package, the run
+    saves only the network's weights, and the returned bundle predicts with the network that was passed. `resume` needs
+    the same `network` and `data` again, apart from `OpenedData`.
 
     `initial` is the model that `config.start.init` names, if the caller has already loaded it. Training does not change
     `initial`. `probes` are measured during the run. `measure_test=False` leaves the test split unmeasured, for runs
@@ -141,8 +141,8 @@ def resume(
     """Continue a run that was stopped or killed, from its newest complete checkpoint.
 
     In float32 on the CPU, the result is bitwise equal to the result of a run that was not stopped. `data` and `network`
-    are the objects that were passed to `train`, if any. A run that was killed before its first checkpoint starts again,
-    so it needs the model that it started from. Raises the same errors as `train`.
+    are the objects that were passed to `train`, or None. A run that was killed before its first checkpoint starts
+    again, so it needs the model that it started from. Raises the same errors as `train`.
     """
     started = time.perf_counter() if started is None else started
     record = read_record(folder)

@@ -1,6 +1,6 @@
 """Preparation of a run from its config: the open data, the network, the training state and the plan.
 
-All of this happens before any file is written, so a run whose settings cannot work leaves nothing behind.
+All of this happens before any file is written, so a run whose settings cannot work leaves no files behind.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Setup:
     """A hash of the keys and targets of all splits."""
     steps: int
     origin: Origin | None
-    """The model that the weights come from, if any."""
+    """The model that the weights come from, or None."""
     probes: tuple[Probe, ...]
     objects: OwnObjects
 
@@ -200,7 +200,7 @@ def make_plan(setup: Setup) -> Plan:
 
 
 def make_bundle(setup: Setup, objective: Objective) -> Bundle:
-    """Return the model as it would be saved now. `objective` holds the network in training."""
+    """Return the model as it would be saved now. `objective` contains the network in training."""
     config, splits = setup.config, setup.splits
     provenance: dict[str, Any] = {
         "data": config.data.spec,

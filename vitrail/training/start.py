@@ -93,8 +93,8 @@ class Origin:
 
 
 def open_initial(start: StartConfig) -> Bundle | None:
-    """Return the model that a run starts from, on the CPU, if there is one. Raises `BundleError` if it cannot be
-    loaded.
+    """Load the model that a run starts from, and return it on the CPU. Return None if the run starts without a model.
+    Raises `BundleError` if the model cannot be loaded.
     """
     return None if start.init is None else load(start.init, device="cpu")
 

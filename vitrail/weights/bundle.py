@@ -57,7 +57,7 @@ class Bundle:
     provenance: dict[str, Any] = field(default_factory=dict)
     """Origin of the weights: data, recipe, seed and versions, as plain JSON values."""
     notes: tuple[str, ...] = ()
-    """Notes from loading: assumptions, replaced layers, resized positions. They are not saved."""
+    """Notes from loading about assumptions, replaced layers and resized positions. The notes are not saved."""
 
     def __post_init__(self) -> None:
         config = self.network.config

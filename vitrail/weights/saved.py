@@ -56,7 +56,7 @@ class SavedModel:
     metrics: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """Notes from reading the file. They are not saved."""
+    """Notes from reading the file, which are not saved."""
 
 
 def is_bundle(path: Path) -> bool:
@@ -168,7 +168,8 @@ def _saved_model(description: dict[str, Any], path: Path) -> SavedModel:
 
 
 def _read_weights(folder: Path, recorded: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of `model.safetensors`. Raise `BundleError` unless its size and hash are the recorded ones."""
+    """Return the tensors of `model.safetensors`. Raise `BundleError` if the size or the hash of the file differs from
+    `model.json`."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise BundleError(f"{folder} is incomplete: {WEIGHTS} is missing")

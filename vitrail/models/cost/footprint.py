@@ -34,7 +34,7 @@ class Footprint(NamedTuple):
 def activation_bytes(
     config: Any, image_size: tuple[int, int] | None = None, precision: FootprintPrecision = "float32"
 ) -> int:
-    """Return the bytes that the forward pass of one image keeps for the backward pass on a CPU, without the loss.
+    """Return the bytes per image that the forward pass keeps for the backward pass on a CPU. The loss is not counted.
 
     Every term counts a tensor that the backward pass reads: the input of a norm, both factors of a product, the input
     of GELU, or the output of softmax. In float32 the fused attention kernel keeps no n x n matrix. In bf16 the residual
@@ -50,9 +50,9 @@ def tensor_bytes(
     """Return the peak number of bytes of all tensors in a training step with AdamW on a CPU.
 
     The weights, AdamW's two moments and the images are in memory during the whole step. The peak is at the beginning or
-    at the end of the backward pass. At the beginning, memory also holds activations, converted weights and the
-    gradients inside the last block that computes all tokens. At the end, it also holds all weight gradients and the
-    remaining activations of the first block or of a hybrid's root.
+    at the end of the backward pass. At the beginning, activations, converted weights and the gradients inside the last
+    block that computes all tokens are in memory as well. At the end, all weight gradients and the remaining activations
+    of the first block or of a hybrid's root are in memory as well.
     """
     size = image_size or config.image_size
     footprint: Footprint = config.footprint(size, precision)

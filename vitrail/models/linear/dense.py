@@ -1,4 +1,4 @@
-"""The dense layer of all networks. Its kernel can be exchanged, and an adapter can change its weight."""
+"""The dense layer of all networks. The kernel of the layer can be exchanged, and an adapter can change the weight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Linear(nn.Linear):
     product: Product
     """The kernel that computes the layer."""
     adapter: nn.Module | None
-    """A module that maps the weight to the weight that the kernel uses (`lora.py`), or None."""
+    """A module that computes the kernel's weight from the layer's own weight (`lora.py`), or None."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias=bias)

@@ -1,6 +1,6 @@
 """Kernels for matrix products in bfloat16 on a CPU.
 
-They return the results of PyTorch's kernels with fewer passes over memory. In float32, on GPUs and inside
+The kernels return the same results as PyTorch's kernels, with fewer passes over memory. In float32, on GPUs and inside
 torch.compile, PyTorch's own kernels are used. `docs/performance.md` lists the measured speeds.
 """
 

@@ -17,7 +17,7 @@ class Display:
     """Receives the events of a run. This class shows nothing; subclasses override the events that they show."""
 
     def begin(self, step: int, steps: int, task: Task) -> None:
-        """Called when the training loop starts after `step` of `steps`."""
+        """Called when the training loop starts. The run has `steps` steps, of which `step` are already done."""
 
     def say(self, text: str) -> None:
         """Show a message to the user."""

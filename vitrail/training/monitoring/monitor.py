@@ -73,7 +73,8 @@ class Clock:
 
 
 class Monitor:
-    """Receives every step of the loop, and runs what is due. It waits for the device only when something is due."""
+    """Receives every step of the loop, and runs the reports, evaluations and checkpoints that are due. It waits for the
+    device only when one of these is due."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Stopping on request. The first Ctrl-C or SIGTERM saves the state, the second one ends the process."""
+"""Stopping on request. After the first Ctrl-C or SIGTERM, the run saves its state and stops. A second signal ends the
+process at once."""
 
 from __future__ import annotations
 

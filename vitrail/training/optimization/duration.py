@@ -26,7 +26,7 @@ class RunLength(NamedTuple):
 
 
 def steps_of(duration: Duration, run: RunLength) -> int:
-    """Return a checked duration in steps, rounded half to even.
+    """Return a valid duration in steps, rounded half to even.
 
     A number is a fraction of the run. A text is a length with a unit, and gives at least one step unless its number is
     0, as in big_vision.

@@ -97,7 +97,7 @@ class OptimizerConfig:
     clip: float = 1.0
     """Largest norm of the gradient over all weights; larger gradients are scaled down. 0 for no limit."""
     layer_decay: float = 1.0
-    """Ratio of each block's learning rate to that of the block above it; the head has the full rate (2106.08254)."""
+    """Ratio of each block's learning rate to the rate of the block above. The head has the full rate (2106.08254)."""
     average: float = 0.0
     """Decay rate of a running mean of the weights, such as 0.999 (Polyak averaging). The mean is then evaluated and
     saved. 0 for no averaging."""

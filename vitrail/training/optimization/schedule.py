@@ -20,8 +20,8 @@ class Schedule:
     - "staircase": the peak times one of `factors`. The factor of a boundary applies from the step at the boundary.
     - "constant": the peak.
 
-    During warm-up the rate is multiplied by a factor that rises linearly to 1, and during the cool-down at the end of
-    the run by a factor that falls linearly to 0.
+    During warm-up, the rate is multiplied by a factor that rises linearly to 1. During the cool-down at the end of the
+    run, the rate is multiplied by a factor that falls linearly to 0.
     """
 
     kind: ScheduleName
@@ -29,8 +29,8 @@ class Schedule:
     steps: int
     warmup_steps: int
     warmup_from_zero: bool = False
-    """If True, step n of the warm-up, counted from 0, has n / `warmup_steps` of the rate, as in the original code. Its
-    first step then leaves the weights unchanged. If False, the step has (n + 1) / `warmup_steps` of the rate."""
+    """If True, step n of the warm-up, counted from 0, has n / `warmup_steps` of the rate, as in the original code. The
+    first step then leaves the weights unchanged. If False, step n has (n + 1) / `warmup_steps` of the rate."""
     end: float = 0.0
     """Learning rate at the end of a cosine, linear or polynomial schedule."""
     power: float = 2.0

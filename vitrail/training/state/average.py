@@ -18,8 +18,8 @@ class Average:
     With a decay rate d, every step multiplies the contribution of earlier weights by d. The choices of `start` differ
     early in the run, when a plain average would consist mostly of the initial weights:
 
-    - "debiased": The initial weights have no weight, and the weights of all steps add up to 1. This is the bias
-      correction of Adam (1412.6980, section 3).
+    - "debiased": The initial weights are not part of the mean, and the factors of the weights of all steps add up to 1.
+      This is the bias correction of Adam (1412.6980, section 3).
     - "initial": The average starts at the initial weights, without a correction.
     - "capped": The average starts at the initial weights, and the decay after step t, counted from 0, is at most
       (1 + t) / (10 + t). The average then spans about a tenth of the steps so far until the decay is reached, after

@@ -127,7 +127,7 @@ def _random_state_among_tensors(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _plain_errors(path: Path) -> Iterator[None]:
-    """Raise the errors of torch.distributed.checkpoint as errors of files, and hide its warnings about one process."""
+    """Raise the errors of torch.distributed.checkpoint as `OSError` or `SaveError`, and hide two of its warnings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")

@@ -38,7 +38,7 @@ class Best:
 
 @dataclass
 class TrainState:
-    """Everything that changes during a run. Two runs with equal states continue equally."""
+    """Everything that changes during a run. Two runs with the same plan and equal states continue identically."""
 
     objective: Objective
     """The network with its loss, and the modules that the task trains beside it."""

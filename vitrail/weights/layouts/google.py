@@ -1,9 +1,9 @@
 """Files of the original code: the npz of vision_transformer and of big_vision.
 
-Both hold flax parameters, whose names are paths with slashes. Dense kernels have the shape (in, out), convolutions (h,
-w, in, out), and attention kernels have an axis for the heads. big_vision adds the class token after the positions, may
-pool by attention, and may stack all blocks along a first axis ("scanned"). Older files number the modules of a block
-from 0 to 3.
+Both files contain flax parameters, whose names are paths with slashes. The kernels of dense layers have the shape (in,
+out), and the kernels of convolutions have the shape (h, w, in, out). The kernels of attention have an axis for the
+heads. big_vision adds the class token after the positions, may pool by attention, and may stack all blocks along a
+first axis ("scanned"). Older files number the modules of a block from 0 to 3.
 """
 
 from __future__ import annotations

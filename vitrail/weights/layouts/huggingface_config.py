@@ -150,8 +150,8 @@ def _image_size(
 ) -> tuple[int, int]:
     """Return the image size that the position embedding was made for.
 
-    This is the size in `config.json`. If `config.json` has no size, it is the hinted size, or else the square with this
-    number of patches.
+    If `config.json` contains a size, that size is used. Otherwise, the hinted size is used if it has the right number
+    of patches, and a square if not.
     """
     places = _shape(tensors, POSITIONS, 3)[1] - 1
     size = settings.image_size()

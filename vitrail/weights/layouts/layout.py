@@ -1,7 +1,7 @@
 """The contract of a layout, and the functions that all layouts share.
 
 A layout is described by pairs of tensor names: the name of one of our tensors, and the names of the library's tensors
-with the same numbers. The same pairs serve reading and writing. The module of each library offers a `Layout`.
+with the same values. The same pairs serve reading and writing. The module of each library offers a `Layout`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pair:
-    """The name of one of our tensors, and the names of the library's tensors with the same numbers."""
+    """The name of one of our tensors, and the names of the library's tensors with the same values."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -77,7 +77,7 @@ value, and may replace them with `overwrite`."""
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """Facts about a model that its file does not contain. The caller gives them."""
+    """Facts about a model that the file does not contain, so the caller has to state them."""
 
     heads: int | None = None
     image_size: tuple[int, int] | None = None
@@ -125,7 +125,8 @@ class Layout(Protocol):
         """Return True if the tensor names and the config belong to this layout."""
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
-        """Return the description of a file. Raise `BundleError` with the name of a missing hint if one is needed."""
+        """Return the description of a file. If a needed hint is missing, raise `BundleError` with the name of the
+        hint."""
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
         """Write a file or folder that the library can read. Return the options that it does not store."""
@@ -184,7 +185,8 @@ def moved_positions(
 ) -> tuple[dict[str, Tensor], ViTConfig]:
     """Return equivalent weights and config in which learned positions cover other tokens (`covered`).
 
-    A token that loses its position gets the position added to its own vector. A token that gains a position gets zeros.
+    If a token loses its position, the position is added to the token's learned vector. If a token gains a position, the
+    position is zero.
     """
     state, moved = dict(state), replace(config, positions_cover=covered)
     have, want = config.covered, moved.covered

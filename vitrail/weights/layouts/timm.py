@@ -350,7 +350,7 @@ def _carried(config: AnyConfig) -> Table:
 
 
 def _bare_loss_of_config(config: AnyConfig) -> Iterator[str]:
-    """Yield the settings that the folder's `config.json` stores and a file with tensors alone does not."""
+    """Yield the settings that a folder's `config.json` stores, but that a file with tensors alone does not store."""
     if config.architecture == "BiT":
         return
     yield f"heads={config.heads}"

@@ -40,9 +40,9 @@ IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
 END_TO_END = (384, 512, 518)
-"""Image sizes of the SWAG models that were fine-tuned end to end (2201.08371). Their images are scaled to this size
-with bicubic interpolation. Other SWAG models have the size 224 and a linear head. They use the same scaling, but
-nothing in their files distinguishes them from other models."""
+"""Image sizes of the SWAG models that were fine-tuned end to end (2201.08371). These models need images that are scaled
+to the model's size with bicubic interpolation. SWAG models with a linear head and images of 224 pixels need the same
+scaling, but nothing in their files distinguishes them from other models."""
 
 
 class Torchvision:
