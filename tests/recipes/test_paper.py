@@ -80,6 +80,7 @@ def test_the_plain_s16_in_every_detail() -> None:
     assert (images.resize, images.crop_share, images.interpolation) == ("crop", 0.875, "area")
     schedule = config.optimizer.schedule_of(RunLength(112_590, 1024, 1_268_355))
     assert schedule(10_000) == pytest.approx(1e-3) and schedule(112_590) == pytest.approx(0)
+    assert config.optimizer.momentum_format == "bfloat16"
     assert config.optimizer.weight_decay * config.optimizer.learning_rate == pytest.approx(1e-4)
 
 

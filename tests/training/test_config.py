@@ -67,15 +67,23 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
         "schedule='staircase' needs stair_at, the points at which it changes, such as stair_at=(0.33, 0.67)",
     ),
     (
-        {"stair_at": (0.5, "9")},
+        {"schedule": "staircase", "stair_at": (0.5, "9")},
         "stair_at='9' is not a length; write for example 0.1 (a fraction of the run), "
         "'500 steps', '5 epochs', '64000 images' or '2.5%'",
     ),
     (
-        {"stair_at": (0.5,), "stair_factors": (0.1, 0.2)},
+        {"schedule": "staircase", "stair_at": (0.5,), "stair_factors": (0.1, 0.2)},
         "stair_factors=(0.1, 0.2) are 2 factors for 1 points of stair_at; give one factor for each point",
     ),
-    ({"stair_at": (0.5,), "stair_factors": (-0.1,)}, "stair_factors=(-0.1,) has a number below 0"),
+    (
+        {"schedule": "staircase", "stair_at": (0.5,), "stair_factors": (-0.1,)},
+        "stair_factors=(-0.1,) has a number below 0",
+    ),
+    (
+        {"stair_at": (0.5,)},
+        "stair_at=(0.5,) and stair_factors=() are for the schedule staircase, and the schedule is cosine; leave them "
+        "out",
+    ),
     ({"beta1": 1.0}, "beta1=1.0 is not in [0, 1)"),
     ({"beta2": -0.1}, "beta2=-0.1 is not in [0, 1)"),
     ({"momentum": 1.5}, "momentum=1.5 is not in [0, 1)"),

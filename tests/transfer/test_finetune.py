@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import vitrail
+from tests.conftest import make_colour_folder
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, DataError, RunError
 from vitrail.evaluation.predictions.regression import RegressionReport
@@ -171,6 +172,62 @@ def test_settings_of_a_protocol_that_do_not_fit(
     base = TrainConfig().override(data=str(colours), init=str(model), device="cpu")
     with pytest.raises(ConfigError, match=message):
         plan(tiny_bundle, base.data.open_whole(), base, **settings)
+
+
+def test_the_official_validation_split_never_chooses_a_rate_and_measures(
+    tiny_bundle: Bundle, model: Path, colours: Path, tmp_path: Path
+) -> None:
+    """If there is no test split, or if no image of the test split has a label."""
+    shutil.copytree(colours / "train", tmp_path / "data" / "train")
+    shutil.copytree(colours / "test", tmp_path / "data" / "val")
+    images = sorted(path.relative_to(tmp_path) for path in (tmp_path / "data").rglob("*.png"))
+    rows = [f"{one},{one.parent.name},{one.parts[1]}" for one in images]
+    blank = [f"{one},,test" for one in images[:5]]
+    (tmp_path / "data.csv").write_text("\n".join(["path,label,split", *rows, *blank]), encoding="utf-8")
+    for spec in ("data", "data.csv"):
+        base = TrainConfig().override(data=str(tmp_path / spec), init=str(model), device="cpu")
+        data = base.data.open_whole()
+        for protocol in ("rule", "paper"):
+            chosen = plan(tiny_bundle, data, base, protocol, rates=(0.02, 0.1))
+            trial = chosen.config.data.cut(data)
+            assert chosen.config.data.validation == "train" and chosen.config.run.keep == "last"
+            assert trial.test is not None and len(trial.test) == 12 and len(trial.train) < 30
+
+
+@pytest.mark.parametrize("explicit", [{"preset": "augreg-light2"}, {"crop_from": (32, 48)}, {"crop_area": (0.5, 1.0)}])
+@pytest.mark.parametrize(("protocol", "row"), [("rule", None), ("paper", None), ("paper", "vtab")])
+def test_crops_of_the_user_replace_those_of_a_protocol(
+    tiny_bundle: Bundle, model: Path, colours: Path, explicit: dict[str, Any], protocol: Any, row: Any
+) -> None:
+    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu", image_size=(28, 42))
+    explicit = {"image_size": (28, 42), **explicit}
+    augment = plan(tiny_bundle, base.data.open_whole(), base, protocol, explicit, row=row).config.augment
+    assert augment.crop_from == explicit.get("crop_from")
+    assert augment.settings.crop_area == (None if augment.crop_from else explicit.get("crop_area", (0.05, 1.0)))
+
+
+def test_reasons_do_not_state_what_the_user_replaced(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu")
+    data = base.data.open_whole()
+    explicit = {"weight_decay": 0.1, "optimizer": "adamw"}
+    chosen = plan(tiny_bundle, data, base, "paper", explicit, rates=(1e-4, 3e-4))
+    assert not [reason for reason in chosen.reasons if "weight decay" in reason or "SGD" in reason]
+    chosen = plan(tiny_bundle, data, base, "rule", rates=(0.01, 0.1))
+    assert len([reason for reason in chosen.reasons if "learning rate" in reason]) == 1
+
+
+def test_scaling_that_the_user_chose_is_used_in_training_too(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    base = TrainConfig().override(data=str(colours), init=str(model), device="cpu")
+    config = plan(tiny_bundle, base.data.open_whole(), base, "paper", {"interpolation": "bicubic"}).config
+    assert config.augment.training_preprocess(config.images) == config.images
+    assert config.images.interpolation == "bicubic"
+
+
+def test_four_images_are_enough_if_none_is_held_out(tiny_bundle: Bundle, model: Path, tmp_path: Path) -> None:
+    make_colour_folder(tmp_path / "few", images=1)
+    base = TrainConfig().override(data=str(tmp_path / "few"), init=str(model), device="cpu")
+    chosen = plan(tiny_bundle, base.data.open_whole(), base, "paper", {"learning_rate": 0.01})
+    assert chosen.config.data.validation_share == 0
 
 
 def test_numbers_are_learned_and_reported(

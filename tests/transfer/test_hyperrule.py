@@ -109,6 +109,16 @@ def test_the_rate_is_in_proportion_to_the_batch_size() -> None:
     assert optimizer.for_batch_size(64).learning_rate == pytest.approx(0.003 / 8)
 
 
+def test_a_rate_of_the_user_is_not_scaled() -> None:
+    optimizer = planned(batch_size=64, learning_rate=0.01).config.optimizer
+    assert optimizer.for_batch_size(64).learning_rate == 0.01
+
+
+def test_a_schedule_of_the_user_has_no_stairs() -> None:
+    found = planned(schedule="cosine")
+    assert found.config.optimizer.stair_at == () and not [one for one in found.reasons if "divided by ten" in one]
+
+
 def test_the_rule_is_for_resnets() -> None:
     with pytest.raises(ConfigError, match="protocol='bit' is the rule of Big Transfer for BiT ResNets"):
         plan_by_hyperrule(

@@ -174,6 +174,18 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_
         assert splits == {"validation"}
 
 
+def test_overwrite_replaces_trials_with_other_settings(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
+    tried(tiny_bundle, base, (0.01,), tmp_path / "rates")
+    changed = base.override(steps=2)
+    with pytest.raises(RunError, match="contains a run with other settings; choose another --name"):
+        tried(tiny_bundle, changed, (0.01,), tmp_path / "rates")
+    tried(tiny_bundle, changed.override(overwrite=True, run=str(tmp_path / "run")), (0.01,), tmp_path / "rates")
+    record = json.loads((tmp_path / "rates" / "0.01" / "run.json").read_text())
+    assert record["config"]["run"]["steps"] == 2
+    again = tried(tiny_bundle, changed, (0.01,), tmp_path / "rates")
+    assert again[0].folder == tmp_path / "rates" / "0.01"
+
+
 def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
     base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:

@@ -38,11 +38,13 @@ def augreg(
     `data` is i1k or i21k. The grid has seven presets `augmentation` (augreg-none to augreg-strong2), the rates
     `regularisation` of both dropout and stochastic depth (`REGULARISATION`), and `WEIGHT_DECAYS`. On ImageNet-21k the
     grid has runs of 30 and of 300 epochs. The loss is the sigmoid loss, with the initial biases of big_vision's
-    configs.
+    configs, which store Adam's momentum in bfloat16. Networks for ImageNet have a hidden layer before the head, as in
+    big_vision's config.
     """
     overrides = {
         "activation": "gelu-tanh", "dropout": regularisation, "stochastic_depth": regularisation,
         "head_bias": {"i1k": -6.9, "i21k": -10.0}[data],
+        "head_hidden": variant_config(variant).embed_width if data == "i1k" else 0,
     }  # fmt: skip
     return TrainConfig(
         data=DataConfig(spec=DATA[data], validation="train", validation_share=0.01),
@@ -51,10 +53,11 @@ def augreg(
         images=Preprocess(image_size=(224, 224)).with_geometry("big_vision-crop"),
         augment=Augment(preset=augmentation, flip=True),
         optimizer=OptimizerConfig(
-            learning_rate=1e-3, warmup="10000 steps", warmup_from_zero=True, weight_decay=weight_decay, clip=1.0
+            learning_rate=1e-3, warmup="10000 steps", warmup_from_zero=True, weight_decay=weight_decay, clip=1.0,
+            momentum_format="bfloat16",
         ),
         run=RunConfig(epochs=float(epochs), batch_size=4096, keep="last"),
-    )
+    )  # fmt: skip
 
 
 def plain_vit_s16(epochs: int = 90) -> TrainConfig:
@@ -77,6 +80,7 @@ def plain_vit_s16(epochs: int = 90) -> TrainConfig:
         augment=Augment(preset="augreg-light2", flip=True),
         optimizer=OptimizerConfig(
             learning_rate=1e-3, warmup="10000 steps", warmup_from_zero=True, weight_decay=0.1, clip=1.0,
+            momentum_format="bfloat16",
         ),
         run=RunConfig(epochs=float(epochs), batch_size=1024, keep="last"),
     )  # fmt: skip

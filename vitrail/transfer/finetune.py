@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
@@ -37,7 +37,7 @@ from vitrail.transfer.protocol import (
     with_all_images,
 )
 from vitrail.transfer.report import AnyReport, write_report
-from vitrail.transfer.rules import NO_SETTINGS, Explicit, Plan, facts_of, plan_by_rule
+from vitrail.transfer.rules import NO_SETTINGS, DataFacts, Explicit, Plan, facts_of, plan_by_rule
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["FinetuneResult", "Protocol", "choose_best_rate", "evaluate_run", "finetune", "plan"]
@@ -89,11 +89,12 @@ def plan(
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
     data = replace(data, mixed=())
-    facts = facts_of(config.data.cut(data))
     if protocol == "rule":
-        chosen = plan_by_rule(config, network, preprocess, facts, device=device, memory=memory, explicit=explicit)
-        return chosen if rates is None else _with_rates(chosen, rates)
-    facts = facts._replace(images=len(with_all_images(config).data.cut(data).train))
+        facts = facts_of(config.data.cut(data))
+        named = explicit if rates is None else {**explicit, "learning_rate": rates[0]}
+        chosen = plan_by_rule(config, network, preprocess, facts, device=device, memory=memory, explicit=named)
+        return chosen if rates is None else _with_rates(chosen, rates, facts, explicit)
+    facts = facts_of(with_all_images(config).data.cut(data))
     if protocol == "bit":
         if rates is not None:
             raise ConfigError(f"learning_rates={rates}: BiT's rule has one learning rate; set learning_rate instead")
@@ -112,14 +113,20 @@ def _check_rates(rates: tuple[float, ...] | None, explicit: Explicit) -> None:
         )
 
 
-def _with_rates(chosen: Plan, rates: tuple[float, ...]) -> Plan:
-    """Return a plan with other learning rates. The final run uses the best of them on held-out images."""
-    config = chosen.config.override(learning_rate=rates[0])
-    shown = ", ".join(f"{rate:g}" for rate in rates)
+def _with_rates(chosen: Plan, rates: tuple[float, ...], facts: DataFacts, explicit: Explicit) -> Plan:
+    """Return a plan that tries several learning rates. The final run uses the best of them on held-out images.
+
+    If the data has no test split, its own validation split measures the finished model and does not choose.
+    """
     if len(rates) == 1:
-        return replace(chosen, config=config, reasons=(*chosen.reasons, f"learning rate {shown}, as chosen"))
+        return chosen
+    shown = ", ".join(f"{rate:g}" for rate in rates)
     reason = f"the best learning rate of {shown} on held-out images; the model then learns from all training images"
-    return Plan(config, (*chosen.reasons, reason), rates)
+    settings: dict[str, Any] = {"evaluations": 10, "keep": "last"}
+    if not facts.has_test:
+        settings["validation"] = "train"
+    settings = {name: value for name, value in settings.items() if name not in explicit}
+    return Plan(chosen.config.override(**settings), (*chosen.reasons, reason), rates)
 
 
 def finetune(

@@ -26,6 +26,7 @@ from vitrail.transfer.rules import (
     choose_all_images,
     choose_geometry,
     choose_task,
+    crops_are_chosen,
 )
 
 __all__ = ["SCHEDULES", "StepSchedule", "plan_by_hyperrule", "schedule_for"]
@@ -91,7 +92,7 @@ def plan_by_hyperrule(
     why = f"{'smaller' if small else 'not smaller'} than {SMALL_SIDE} x {SMALL_SIDE}"
     choices.add(f"image size {side} x {side}: the images are {why}", image_size=size)
     height, width = (round(each * scaled / side) for each in size)
-    if "crop_area" not in explicit:
+    if not crops_are_chosen(explicit):
         choices.add(
             f"training images are scaled to {height} x {width}, and random boxes of the image size are cut out",
             crop_from=(height, width),
@@ -110,13 +111,20 @@ def plan_by_hyperrule(
         step / row.steps if is_own_length else f"{step + 1} steps" for step in row.decays
     )
     choose_accumulation(choices, network, size, batch, memory)
-    choices.add(
-        f"SGD with momentum 0.9; the learning rate {LEARNING_RATE:g} for a batch size of {BATCH_SIZE} is divided by "
-        f"ten after {', '.join(f'{step / row.steps:.0%}' for step in row.decays)} of the steps",
-        optimizer="sgd", momentum=0.9, weight_decay=0.0, clip=0.0, learning_rate=LEARNING_RATE,
-        base_batch_size=BATCH_SIZE, schedule="staircase", stair_at=decays,
-        warmup=row.warmup / row.steps if is_own_length else f"{row.warmup} steps", warmup_from_zero=True,
-    )  # fmt: skip
+    choices.add("SGD with momentum 0.9", optimizer="sgd", momentum=0.9)
+    choices.add(weight_decay=0.0, clip=0.0)
+    if "learning_rate" not in explicit:
+        choices.add(
+            f"learning rate {LEARNING_RATE:g} for a batch size of {BATCH_SIZE}, in proportion for other sizes",
+            learning_rate=LEARNING_RATE, base_batch_size=BATCH_SIZE,
+        )  # fmt: skip
+    if "schedule" not in explicit:
+        shown = ", ".join(f"{step / row.steps:.0%}" for step in row.decays)
+        choices.add(
+            f"the learning rate is divided by ten after {shown} of the steps", schedule="staircase", stair_at=decays
+        )
+    warmup: Duration = row.warmup / row.steps if is_own_length else f"{row.warmup} steps"
+    choices.add(warmup=warmup, warmup_from_zero=True)
     if row.mixup:
         choices.add(f"mixup {row.mixup:g}, with one weight per batch", mixup=row.mixup, mixup_per="batch")
     choose_task(choices, base.task.name, facts, label_smoothing=0.0)

@@ -34,6 +34,7 @@ from vitrail.transfer.rules import (
     choose_all_images,
     choose_geometry,
     choose_task,
+    crops_are_chosen,
     exact_size,
 )
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -136,7 +137,8 @@ def plan_by_paper(
     optimizer but no learning rate.
     """
     check_images(base.data.spec, facts)
-    check_rate(base.override(**explicit).optimizer, explicit, "sgd")
+    if rates is None:
+        check_rate(base.override(**explicit).optimizer, explicit, "sgd")
     found, choices = row_for(facts.images) if row is None else TABLE_4[row], Choices(explicit)
     why = f"the data has {facts.images:,} training images" if row is None else "as chosen"
     choices.reasons.append(f"the paper's settings for {found.data}: {why}")
@@ -153,7 +155,8 @@ def plan_by_paper(
     else:
         choices.add(f"{found.steps:,} steps of {batch} images", steps=found.steps)
     choose_accumulation(choices, network, size, batch, memory)
-    choices.add("SGD with momentum 0.9, without weight decay", optimizer="sgd", momentum=0.9, weight_decay=0.0)
+    choices.add("SGD with momentum 0.9", optimizer="sgd", momentum=0.9)
+    choices.add("no weight decay", weight_decay=0.0)
     choices.add(warmup=found.warmup / found.steps, warmup_from_zero=True, clip=1.0)
     choices.add("a new head of zeros", new_head=True)
     _choose_crops(choices, found, size)
@@ -181,11 +184,12 @@ def plan_by_paper(
 
 def _choose_crops(choices: Choices, row: Row, size: tuple[int, int]) -> None:
     """Choose the random crops of a row for images of this height and width, unless the user chose crops."""
-    choices.add(crop_rule="tensorflow")  # has no effect unless there is a crop area
-    if {"crop_area", "crop_from"} & choices.explicit.keys():
+    if not {"interpolation", "antialias", "resampler"} & choices.explicit.keys():
+        choices.add(crop_rule="tensorflow")  # it scales boxes without antialiasing, and acts only if there are crops
+    if crops_are_chosen(choices.explicit):
         return
     if row.crop_from is None:
-        reason = f"random crops of at least {CROP_AREA[0]:.0%} of the area, as the original code draws them"
+        reason = f"random crops of at least {CROP_AREA[0]:.0%} of the area"
         choices.add(reason, crop_area=CROP_AREA)
         return
     height, width = (round(side * row.crop_from / LONGEST_SIDE) for side in size)
@@ -229,7 +233,9 @@ def choose_rate(
     for rate in rates:
         place = folder / f"{rate:g}"
         trial = config.override(learning_rate=rate, keep="last", run=str(place), overwrite=False)
-        metrics, _ = complete_run(trial, data, initial, display=display, measure_test=False)
+        metrics, _ = complete_run(
+            trial, data, initial, display=display, measure_test=False, replaces=config.run.overwrite
+        )
         if name not in metrics:  # no held-out image has a label and can be decoded
             raise ConfigError(no_images)
         trials.append(Trial(rate, metrics[name], metric, place))
@@ -245,17 +251,22 @@ def complete_run(
     *,
     display: Display | None = None,
     measure_test: bool = True,
+    replaces: bool = False,
 ) -> tuple[dict[str, float], RunResult | None]:
     """Return the metrics of the run in the folder that `config` names, and the result of the run.
 
     The run starts if it does not exist, and continues if it was stopped. The result of a run that was finished before
-    is None, because nothing is computed again. Raise `RunError` if the existing run has other settings, data or
-    weights, and all errors of `train`.
+    is None, because nothing is computed again. If the existing run has other settings, data or weights, it is replaced
+    if `replaces` is true; otherwise `RunError` is raised. The errors of `train` are raised as well.
     """
     assert config.run.folder is not None
     place = Path(config.run.folder)
     if not (place / "run.json").is_file():
         run = train(config, data=data, initial=initial, display=display, measure_test=measure_test)
+    elif replaces and _difference(config, place, data, initial):
+        run = train(
+            config.override(overwrite=True), data=data, initial=initial, display=display, measure_test=measure_test
+        )
     else:
         metrics = _finished_metrics(config, place, data, initial)
         if metrics is not None:
@@ -269,22 +280,30 @@ def _finished_metrics(config: TrainConfig, place: Path, data: OpenedData, initia
 
     Raise `RunError` if the run has other settings, data or weights.
     """
-    record = read_record(place)
-    # The accumulation depends on the free memory and does not change the result.
-    same = config.override(precision=record.config.run.precision, accumulation=record.config.run.accumulation)
-    other = "" if record.config == same else "settings"
-    splits = config.data.cut(data)
-    if not other and record.fingerprint != fingerprint(splits.train, splits.validation, splits.test):
-        other = "data"
-    if not other and (record.origin is None or record.origin.sha256 != weights_sha256(initial.network)):
-        other = "weights"
-    if other:
+    if other := _difference(config, place, data, initial):
         raise RunError(f"{place} contains a run with other {other}; choose another --name, or delete that folder")
     for event in read_journal(place / "journal.jsonl"):
         if event["event"] == "finished":
             metrics: dict[str, float] = event["metrics"]
             return metrics
     return None
+
+
+def _difference(config: TrainConfig, place: Path, data: OpenedData, initial: Bundle) -> str:
+    """Return "settings", "data" or "weights", if an existing run has others than these; otherwise an empty text."""
+    record, run = read_record(place), config.run
+    recorded = record.config.run
+    # The accumulation depends on the free memory and does not change the result. Nor does permission to overwrite.
+    same = config.override(
+        precision=recorded.precision, accumulation=recorded.accumulation, overwrite=recorded.overwrite or run.overwrite
+    )
+    if record.config.override(overwrite=same.run.overwrite) != same:
+        return "settings"
+    splits = config.data.cut(data)
+    if record.fingerprint != fingerprint(splits.train, splits.validation, splits.test):
+        return "data"
+    has_weights = record.origin is not None and record.origin.sha256 == weights_sha256(initial.network)
+    return "" if has_weights else "weights"
 
 
 def trials_folder(folder: Path) -> Path:
@@ -302,6 +321,11 @@ def check_final_run(config: TrainConfig, splits: Splits) -> None:
 
     `splits` is the data of the final run.
     """
+    if config.run.keep == "best":
+        raise ConfigError(
+            "keep='best' cannot be used when learning rates are tried, because the final run trains on all images and "
+            "has no evaluations; leave keep out, or give one learning rate"
+        )
     if config.run.patience is not None:
         raise ConfigError(
             f"patience={config.run.patience} cannot be used when learning rates are tried, because the final run "

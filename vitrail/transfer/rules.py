@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitrail.data.augmentation.augment import Augment
+from vitrail.data.augmentation.augment import PRESETS, Augment
 from vitrail.data.pixels.decode import image_size_of
 from vitrail.data.pixels.preprocess import GEOMETRIES, Preprocess
 from vitrail.data.source import Source, TargetKind, target_kind
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.truth import truth_of
 from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.classification import Classification
@@ -41,6 +42,7 @@ __all__ = [
     "choose_all_images",
     "choose_geometry",
     "choose_task",
+    "crops_are_chosen",
     "exact_size",
     "facts_of",
     "plan_by_rule",
@@ -112,11 +114,11 @@ class Choices:
         self.reasons: list[str] = []
 
     def add(self, reason: str = "", **settings: Any) -> None:
-        """Choose settings by their field names, such as `batch_size`. The reason is dropped if the user chose all of
-        these settings."""
+        """Choose settings by their field names, such as `batch_size`. The reason is dropped if the user chose one of
+        these settings, because the reason could name a value that is not used."""
         chosen = {name: value for name, value in settings.items() if name not in self.explicit}
         self.settings |= chosen
-        if chosen and reason:
+        if chosen.keys() == settings.keys() and reason:
             self.reasons.append(reason)
 
     def plan(self, base: TrainConfig, rates: tuple[float, ...] = ()) -> Plan:
@@ -129,7 +131,12 @@ def facts_of(splits: Splits) -> DataFacts:
     train = splits.train
     areas = list(_areas(train))
     side = math.floor(math.sqrt(float(np.median(areas)))) if areas else None
-    return DataFacts(len(train), side, target_kind(train), bool(splits.validation), bool(splits.test))
+    return DataFacts(len(train), side, target_kind(train), _has_targets(splits.validation), _has_targets(splits.test))
+
+
+def _has_targets(source: Source | None) -> bool:
+    """Return True if a held-out split has at least one image with a known target, so that it can measure a model."""
+    return source is not None and bool(truth_of(source).known.any())
 
 
 def _areas(source: Source) -> Iterator[int]:
@@ -229,6 +236,12 @@ def choose_geometry(choices: Choices) -> None:
         choices.add("images scaled bilinearly without antialiasing, as in the original code", **scaling)
 
 
+def crops_are_chosen(explicit: Explicit) -> bool:
+    """Return True if the user chose random crops, by a preset or by an option."""
+    preset = PRESETS[explicit.get("preset", "none")]
+    return bool({"crop_area", "crop_from"} & explicit.keys()) or preset.crop_area is not None
+
+
 def choose_accumulation(choices: Choices, network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> None:
     """Choose the number of parts of a batch so that a training step fits into the memory."""
     parts = accumulation_parts(network, size, batch, memory)
@@ -317,6 +330,7 @@ def _choose_augmentation(choices: Choices, facts: DataFacts) -> None:
     if "preset" in choices.explicit:
         return
     hint = ": set --crop-area 1 1 if the numbers depend on position or size" if facts.targets == "numbers" else ""
-    choices.add(f"random crops of at least {CROP_AREA[0]:.0%} of the area{hint}", crop_area=CROP_AREA)
+    if "crop_from" not in choices.explicit:
+        choices.add(f"random crops of at least {CROP_AREA[0]:.0%} of the area{hint}", crop_area=CROP_AREA)
     mixup = MIXUP if facts.images >= FEW and facts.targets == "class" else None
     choices.add(f"mixup {mixup}: there are at least {FEW:,} training images" if mixup else "", mixup=mixup)

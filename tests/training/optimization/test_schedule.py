@@ -158,8 +158,8 @@ RUN = RunLength(steps=300, batch_size=20, images=1000)
      "warm-up or a longer run"),
     ({"warmup": 0.6, "cooldown": "2.5 epochs"}, "warmup=0.6 and cooldown='2.5 epochs' are 180 and 125 steps, together "
      "more than the 300 steps of the run; shorten one of them"),
-    ({"schedule": "staircase", "stair_at": (0.5, "150 steps")}, "stair_at=(0.5, '150 steps') does not increase: its "
-     "points are the steps (150, 150)"),
+    ({"schedule": "staircase", "stair_at": (0.5, "149 steps")}, "stair_at=(0.5, '149 steps') does not increase: its "
+     "points are the steps (150, 149)"),
     ({"schedule": "staircase", "stair_at": (0.5, "300 steps")}, "stair_at=(0.5, '300 steps'): step 300 is not within "
      "the 300 steps of the run; choose earlier points or a longer run"),
     ({"schedule": "rsqrt", "rsqrt_timescale": 0.0}, "rsqrt_timescale=0.0 is less than one step; choose a longer time "
@@ -204,3 +204,9 @@ def test_rises_to_the_peak_then_never_rises(arguments: dict[str, Any]) -> None:
     assert all(first < second for first, second in pairwise(rising))
     assert all(first * (1 + 1e-12) >= second for first, second in pairwise(falling))
     assert falling[0] == pytest.approx(schedule.peak)
+
+
+def test_stairs_of_a_short_run_may_fall_together() -> None:
+    config = OptimizerConfig(schedule="staircase", stair_at=(0.4, 0.6, 0.8), warmup=0.0, learning_rate=1.0)
+    assert [config.schedule_of(RunLength(3, 20, 1000))(step) for step in range(3)] == pytest.approx([1, 0.1, 0.001])
+    assert config.schedule_of(RunLength(1, 20, 1000))(0) == pytest.approx(0.1)

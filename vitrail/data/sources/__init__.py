@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from vitrail.data.overlap import shared_images
 from vitrail.data.selection import CutMethod, take, take_per_class
-from vitrail.data.source import Mixture, Source, TargetKind, Widened, target_kind
+from vitrail.data.source import Mixture, Source, Target, TargetKind, Widened, target_kind
 from vitrail.data.sources import fashion_mnist
 from vitrail.data.sources.files import FileSource, refuse_shared
 from vitrail.data.sources.folder import FolderSource, class_folders, has_images
@@ -128,6 +129,8 @@ def open_whole(
     if len(set(numbers)) < len(numbers):
         raise ConfigError(f"numbers={numbers} names a column twice")
     splits = replace(_open(_amount_of(spec)[0], classes, numbers, unlabelled), title=f"data {spec!r}")
+    if not unlabelled:
+        splits = _without_unlabelled(splits)
     if classes is not None and splits.target_kind == "numbers":
         raise DataError(
             f"data {spec!r} has numbers ({', '.join(splits.classes)}) and no classes; the model has classes: "
@@ -248,6 +251,26 @@ def _open_classes(location: str, path: Path, classes: tuple[str, ...] | None, un
     if find_idx(path, "train"):
         return _idx(path, classes)
     return _folders(path, classes, unlabelled)
+
+
+def _without_unlabelled(splits: Splits) -> Splits:
+    """Return the splits without held-out splits that have no known target, because these cannot measure a model."""
+    if splits.target_kind == "none":
+        return splits
+    for name in ("validation", "test"):
+        source = getattr(splits, name)
+        if source is not None and not any(_is_known(source.target(index)) for index in range(len(source))):
+            note = f"the {name} split is skipped, because none of its images has a label"
+            splits = replace(splits, notes=(*splits.notes, note))
+            splits = replace(splits, validation=None) if name == "validation" else replace(splits, test=None)
+    return splits
+
+
+def _is_known(target: Target) -> bool:
+    """Return True for a label, for labels, and for numbers of which at least one is known."""
+    if isinstance(target, tuple) and target:
+        return not all(math.isnan(value) for value in target)
+    return target is not None
 
 
 def _amount_of(spec: str) -> tuple[str, str]:

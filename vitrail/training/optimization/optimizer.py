@@ -139,6 +139,11 @@ class OptimizerConfig:
             yield f"end_learning_rate={self.end_learning_rate} is above learning_rate={self.learning_rate}"
         if self.schedule == "staircase" and not self.stair_at:
             yield "schedule='staircase' needs stair_at, the points at which it changes, such as stair_at=(0.33, 0.67)"
+        if (self.stair_at or self.stair_factors) and self.schedule != "staircase":
+            yield (
+                f"stair_at={self.stair_at} and stair_factors={self.stair_factors} are for the schedule staircase, and "
+                f"the schedule is {self.schedule}; leave them out"
+            )
         if self.stair_factors and len(self.stair_factors) != len(self.stair_at):
             yield (
                 f"stair_factors={self.stair_factors} are {len(self.stair_factors)} factors for "
@@ -196,9 +201,9 @@ class OptimizerConfig:
                 f"{made.cooldown_steps:,} steps, together more than the {run} of the run; shorten one of them"
             )
         if self.schedule == "staircase":
-            if list(made.boundaries) != sorted(set(made.boundaries)):
+            if list(made.boundaries) != sorted(made.boundaries):
                 yield f"stair_at={self.stair_at} does not increase: its points are the steps {made.boundaries}"
-            elif made.boundaries[-1] >= made.steps:
+            elif isinstance(self.stair_at[-1], str) and made.boundaries[-1] >= made.steps:
                 yield (
                     f"stair_at={self.stair_at}: step {made.boundaries[-1]:,} is not within the {run} of the run; "
                     "choose earlier points or a longer run"
