@@ -146,7 +146,7 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["infer", "ViT-Pico/7", "--batch-size", "0"], "--batch-size: 0 is less than 1"),
         (["infer", "ViT-Pico/7", "--threads", "0"], "--threads: 0 is less than 1"),
         (["train", "ViT-Pico"], "unknown variant 'ViT-Pico'"),
-        (["train", "ViT-Pico/7", "--image-size", "30", "28"], "the nearest that is: (28, 28)"),
+        (["train", "ViT-Pico/7", "--image-size", "30", "28"], "the nearest multiple is (28, 28)"),
         (["train", "ViT-Pico/7", "--width", "97"], "--width: 97"),
         (["train", "ViT-Pico/7", "--patch-dropout", "1"], "--patch-dropout: 1.0 is not in [0, 1)"),
         (["train", "BiT-R50x1", "--heads", "2"], "unknown field 'heads' of BiT-R50x1"),

@@ -70,7 +70,10 @@ def test_the_page_goes_where_it_is_told(colour_folder: Path, here: Path, capsys:
     assert "folder is a folder; choose another path for the file to write" in capsys.readouterr().err
     (here / "thesis.html").write_text("<html>mine")
     assert main(["data", "check", str(colour_folder), "--page", "thesis.html"]) == 2
-    assert "thesis.html exists already and is not an earlier page; choose another --page" in capsys.readouterr().err
+    assert (
+        "thesis.html exists already and is not an earlier page of data check; choose another --page"
+        in capsys.readouterr().err
+    )
     assert (here / "thesis.html").read_text() == "<html>mine"
 
 
@@ -158,7 +161,10 @@ def test_images_without_labels_are_checked(tmp_path: Path, here: Path, capsys: p
     ("words", "message"),
     [
         (["--validation", "train[3"], "--validation: 'train[3' is not auto, train or a slice of the training images"),
-        (["--validation", "train[99:]"], "--validation: 'train[99:]' reaches beyond the 36 images with 99: data "),
+        (
+            ["--validation", "train[99:]"],
+            "'train[99:]' has the bound 99, which is beyond the 36 images: data ",
+        ),
         (["--validation-share", "0.01"], "--validation-share: 0.01 of 36 training images leaves the validation split"),
         (["--validation-share", "1"], "--validation-share: 1.0 is not in [0, 1)"),
     ],

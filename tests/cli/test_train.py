@@ -77,7 +77,7 @@ SIZES = ("--width", "--depth", "--heads", "--mlp-width")
         (["--init", "{model}", "--lora-rank", "2", "--lora-on", "fc1"], "query"),
         (["--init={model}/nowhere"], "does not exist"),
         (["--train-blocks", "0"], "--train-blocks: 0 leaves weights untrained, so it needs a model to start from"),
-        (["--init", "{model}", "--channels", "3"], "which takes 1; choose --channels 1, and the images are converted"),
+        (["--init", "{model}", "--channels", "3"], "; choose --channels 1, which also converts the images"),
     ],
 )  # fmt: skip
 def test_mistakes_in_starting_from_a_model_are_named(
@@ -130,7 +130,7 @@ def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, 
         (["--data", "{folder}/single"], "has only one class, 'only'"),
         (["--data", "{folder}/hollow"], "has no images"),
         (["--data", "{folder}/file.txt"], "has an unknown file format"),
-        (["--image-size", "28", "30"], "patch_size=(4, 4) of a feature map at 1/2; the nearest that is: (32, 32)"),
+        (["--image-size", "28", "30"], "patch_size=(4, 4) of a feature map at 1/2; the nearest multiple is (32, 32)"),
         (["--heads", "5"], "--width: 16 is not divisible by --heads 5"),
         (["--variant", "ViT-Q/7"], "size 'Q' does not exist; nearest"),
         (["--variant", "vit-s-16"], "have the form ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1; nearest: ViT-S/16"),

@@ -276,8 +276,8 @@ def test_slices_are_those_of_tensorflow_datasets(text: str, count: int, bounds: 
     ("text", "message"),
     [
         ("train[1:2", "is not a slice such as"), ("val[1:]", "is not a slice such as"),
-        ("train[1.5:]", "is not a slice such as"), ("train[:11]", "reaches beyond the 10 images with 11"),
-        ("train[-11:]", "reaches beyond the 10 images with -11"), ("train[101%:]", "reaches beyond the 10 images"),
+        ("train[1.5:]", "is not a slice such as"), ("train[:11]", "has the bound 11, which is beyond the 10 images"),
+        ("train[-11:]", "has the bound -11, which is"), ("train[101%:]", "has the bound 101%, which is"),
         ("train[3:3]", "holds out none of 10 images"), ("train[5:2]", "holds out none of 10 images"),
         ("train[10:]", "holds out none of 10 images"),
     ],

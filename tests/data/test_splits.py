@@ -117,8 +117,8 @@ def test_a_source_that_draws_its_samples_keeps_them_all(official: Splits) -> Non
             r"validation_share=0\.02 of 20 training images leaves the validation split of here empty: that is less "
             r"than half an image; choose at least 0\.025, or choose 0 to hold out none",
         ),
-        (0.1, "train[:21]", r"validation='train\[:21\]' reaches beyond the 20 images with 21: here has 20 training"),
-        (0.1, "train[-21:]", r"reaches beyond the 20 images with -21: here has 20 training images; choose positions"),
+        (0.1, "train[:21]", r"validation='train\[:21\]' has the bound 21, which is beyond the 20 images: here has 20"),
+        (0.1, "train[-21:]", r"which is beyond the 20 images: here has 20 training images; choose positions"),
         (0.1, "train[5:5]", r"validation='train\[5:5\]' holds out none of 20 images: here has 20 training images"),
         (0.1, "train[:]", r"holds out all 20 training images of here; leave some to learn from, such as with train"),
     ],

@@ -86,7 +86,7 @@ def test_a_block_out_of_range_is_refused(small: Small, randomised: Randomised, l
         randomised(small()),
         rf"^layers=\(1, {layer}\): block {layer} does not exist; choose from 0 to 2, ",
     )
-    message += r"or from -3 to -1 backward$"
+    message += r"or from -3 to -1, counted from the end$"
     for call in (network.features, network.attention_weights, Predictor(network).features):
         with pytest.raises(ConfigError, match=message):
             call(images_of(), layers=(1, layer))

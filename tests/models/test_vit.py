@@ -518,9 +518,12 @@ def test_pixels_that_fill_no_patch_are_ignored_if_asked() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((2, 3, 12, 11), "image_size=(12, 11) is not a multiple of patch_size=(4, 5); the nearest that is: (12, 10)"),
-        ((2, 3, 10, 12), "image_size=(10, 12) is not a multiple of patch_size=(4, 5); the nearest that is: (8, 10)"),
-        ((2, 3, 0, 10), "image_size=(0, 10) is not a multiple of patch_size=(4, 5); the nearest that is: (4, 10)"),
+        (
+            (2, 3, 12, 11),
+            "image_size=(12, 11) is not a multiple of patch_size=(4, 5); the nearest multiple is (12, 10)",
+        ),
+        ((2, 3, 10, 12), "image_size=(10, 12) is not a multiple of patch_size=(4, 5); the nearest multiple is (8, 10)"),
+        ((2, 3, 0, 10), "image_size=(0, 10) is not a multiple of patch_size=(4, 5); the nearest multiple is (4, 10)"),
         ((2, 1, 12, 10), "images of shape (2, 1, 12, 10) do not fit a network for channels=3"),
         ((0, 4, 12, 10), "images of shape (0, 4, 12, 10) do not fit a network for channels=3"),
     ],
@@ -1062,21 +1065,21 @@ def unchecked() -> Iterator[None]:
         (
             {"root": RootConfig(depths=(1, 1)), "patch_size": (2, 3), "image_size": (40, 48)},
             "image_size=(40, 48) is not a multiple of patch_size=(2, 3) of a feature map at 1/8; "
-            "the nearest that is: (32, 48)",
+            "the nearest multiple is (32, 48)",
         ),
         ({"image_size": (0, 10)}, "image_size=(0, 10) and patch_size=(4, 5) must be at least 1"),
         ({"patch_size": (4, 0)}, "image_size=(12, 10) and patch_size=(4, 0) must be at least 1"),
         (
             {"image_size": (13, 10)},
-            "image_size=(13, 10) is not a multiple of patch_size=(4, 5); the nearest that is: (12, 10)",
+            "image_size=(13, 10) is not a multiple of patch_size=(4, 5); the nearest multiple is (12, 10)",
         ),
         (
             {"image_size": (15, 13)},
-            "image_size=(15, 13) is not a multiple of patch_size=(4, 5); the nearest that is: (16, 15)",
+            "image_size=(15, 13) is not a multiple of patch_size=(4, 5); the nearest multiple is (16, 15)",
         ),
         (
             {"image_size": (1, 2)},
-            "image_size=(1, 2) is not a multiple of patch_size=(4, 5); the nearest that is: (4, 5)",
+            "image_size=(1, 2) is not a multiple of patch_size=(4, 5); the nearest multiple is (4, 5)",
         ),
     ],
 )  # fmt: skip
@@ -1096,7 +1099,7 @@ def test_all_fields_that_do_not_fit_are_named_at_once(small: Small) -> None:
         "dropout=2.0 is not in [0, 1)",
         "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap'",
         "width=100 is not divisible by heads=3",
-        "image_size=(13, 10) is not a multiple of patch_size=(4, 5); the nearest that is: (12, 10)",
+        "image_size=(13, 10) is not a multiple of patch_size=(4, 5); the nearest multiple is (12, 10)",
     ]
 
 
@@ -1114,7 +1117,7 @@ def test_configs_of_random_shapes(image: tuple[int, int], patch: tuple[int, int]
         return
     with pytest.raises(ConfigError) as caught:
         ViTConfig(image_size=image, patch_size=patch, width=width, heads=heads)
-    nearest = re.search(r"the nearest that is: \((\d+), (\d+)\)", str(caught.value))
+    nearest = re.search(r"the nearest multiple is \((\d+), (\d+)\)", str(caught.value))
     if nearest:
         for side, size, step in zip(map(int, nearest.groups()), image, patch, strict=True):
             assert side >= step and side % step == 0

@@ -54,12 +54,12 @@ def test_the_metric_that_chooses_follows_the_labels_unless_it_is_given(
 def test_a_metric_that_the_task_or_the_data_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^select='acuracy' is not a metric of the task classification; nearest:"):
         Classification(select="acuracy")
-    with pytest.raises(ConfigError, match="select='mean_average_precision' needs images of several classes"):
+    with pytest.raises(ConfigError, match="select='mean_average_precision' needs images with several labels"):
         Classification(select="mean_average_precision").check_data(ONE)
 
 
 def test_data_that_the_task_cannot_learn_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has images of several classes, which loss='softmax' cannot learn"):
+    with pytest.raises(ConfigError, match="has images with several labels, which loss='softmax' cannot learn"):
         Classification().check_data(SEVERAL)
     with pytest.raises(DataError, match="the data has no labels; classification needs a label for each image"):
         Classification().check_data(Splits(Targets(None, None, classes=()), None, None))

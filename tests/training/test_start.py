@@ -165,13 +165,13 @@ def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_mod
 
 
 MISTAKES = [
-    ({"channels": 1}, "channels=1 does not fit model '{model}', which takes 3; choose channels=3, and the images "
-     "are converted"),
-    ({"image_size": (20, 28)}, "image_size=(20, 28) is not a multiple of patch_size=(7, 7); the nearest that is: "
+    ({"channels": 1}, "channels=1 does not fit model '{model}', which takes 3; choose channels=3, which also "
+     "converts the images"),
+    ({"image_size": (20, 28)}, "image_size=(20, 28) is not a multiple of patch_size=(7, 7); the nearest multiple is "
      "(21, 28)"),
     ({"train_blocks": 4}, "train_blocks=4 is more than the 3 blocks of the model"),
-    ({"patience": 2, "evaluations": 0, "keep": "last"}, "patience=2 needs a validation split and evaluations, and "
-     "this run has none: validation_share=0.2 and evaluations=0. Change one of these, or leave patience out"),
+    ({"patience": 2, "evaluations": 0, "keep": "last"}, "patience=2 needs a validation split and evaluations, but "
+     "this run does not have both: validation_share=0.2 and evaluations=0. Change one of these, or leave patience out"),
 ]  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def test_a_resnet_takes_any_size(random_bundle: Make) -> None:
 
 
 def test_a_size_that_patches_do_not_divide(vit: Callable[..., Bundle]) -> None:
-    message = r"image_size=\(13, 12\) is not a multiple of patch_size=\(4, 4\); the nearest that is: \(12, 12\)"
+    message = r"image_size=\(13, 12\) is not a multiple of patch_size=\(4, 4\); the nearest multiple is \(12, 12\)"
     with pytest.raises(BundleError, match=message):
         adapted(vit(), image_size=(13, 12))
 

@@ -129,7 +129,7 @@ def _check_page(path: Path) -> None:
     """Raise `DestinationError` if the page would replace a file that is not an earlier page."""
     check_new_file(path, overwrite=True)
     if path.exists() and not is_our_page(path):
-        raise DestinationError(f"{path} exists already and is not an earlier page; choose another --page")
+        raise DestinationError(f"{path} exists already and is not an earlier page of data check; choose another --page")
 
 
 @contextmanager

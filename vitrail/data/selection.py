@@ -207,7 +207,7 @@ def _position(text: str, count: int) -> int:
     is_fraction = text.endswith("%")
     position = round(float(number) / 100 * count) if is_fraction else int(number)
     if float(number) > (100 if is_fraction else count):
-        raise ValueError(f"reaches beyond the {count:,} images with {text}")
+        raise ValueError(f"has the bound {text}, which is beyond the {count:,} images")
     return count - position if text.startswith("-") else position
 
 

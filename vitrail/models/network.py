@@ -201,7 +201,7 @@ def block_numbers(layers: Sequence[int], count: int) -> list[int]:
         if not -count <= layer < count:
             raise ConfigError(
                 f"layers={tuple(layers)}: block {layer} does not exist; choose from 0 to {count - 1}, or from {-count} "
-                f"to -1 backward"
+                f"to -1, counted from the end"
             )
     return [layer % count for layer in layers]
 

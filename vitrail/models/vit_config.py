@@ -189,7 +189,7 @@ class ViTConfig:
             of_map = f" of a feature map at 1/{stride}" if self.root else ""
             raise ConfigError(
                 f"image_size={(height, width)} is not a multiple of patch_size={self.patch_size}{of_map}; "
-                f"the nearest that is: {self.nearest_size(height, width)}"
+                f"the nearest multiple is {self.nearest_size(height, width)}"
             )
         return cells[0] // self.patch_size[0], cells[1] // self.patch_size[1]
 

@@ -73,13 +73,13 @@ class Classification(Task):
         several = splits.target_kind == "classes"
         if several and self.loss != "sigmoid":
             raise ConfigError(
-                f"{splits.title} has images of several classes, which loss={self.loss!r} cannot learn; choose "
+                f"{splits.title} has images with several labels, which loss={self.loss!r} cannot learn; choose "
                 "loss='sigmoid'"
             )
         if self.select == "mean_average_precision" and not several:
             raise ConfigError(
-                f"select={self.select!r} needs images of several classes, and those of {splits.title} have one class "
-                "each; choose accuracy or cross_entropy"
+                f"select={self.select!r} needs images with several labels, but the images of {splits.title} have "
+                "one label each; choose accuracy or cross_entropy"
             )
 
     def main_metric(self, splits: Splits) -> str:

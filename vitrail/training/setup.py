@@ -268,7 +268,7 @@ def _check_choosing(config: TrainConfig, splits: Splits) -> None:
     if splits.validation is not None and run.evaluations:
         return
     reason = (
-        "needs a validation split and evaluations, and this run has none: "
+        "needs a validation split and evaluations, but this run does not have both: "
         f"validation_share={config.data.validation_share} and evaluations={run.evaluations}."
     )
     if run.keep == "best":

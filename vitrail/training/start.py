@@ -125,7 +125,7 @@ def fitted(
     if images.channels != model.channels:
         raise ConfigError(
             f"channels={images.channels} does not fit model {init!r}, which takes {model.channels}; choose "
-            f"channels={model.channels}, and the images are converted"
+            f"channels={model.channels}, which also converts the images"
         )
     known = {item.name for item in fields(model)}
     for name, value in overrides.items():

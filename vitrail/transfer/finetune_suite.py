@@ -116,8 +116,8 @@ class _SuiteRun:
         """Return the metrics of the model after fine-tuning. Work that an earlier call finished is not repeated."""
         if "accuracy" in task.evaluators:
             raise DataError(
-                "the task measures the head that a model already has, so there is nothing to fine-tune; measure the "
-                "run of another task with vitrail evaluate"
+                "the evaluator accuracy measures a model's existing head, so there is nothing to fine-tune; fine-tune "
+                "on another task, and measure that run with vitrail evaluate"
             )
         images = open_task(task, self.folder, self.display.note)
         data = OpenedData(task.name, Splits(images.train, None, images.held_out, title=f"task {task.name}"))

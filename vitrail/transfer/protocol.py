@@ -334,7 +334,7 @@ def check_final_run(config: TrainConfig, splits: Splits) -> None:
     if config.run.probe and not splits.validation:
         raise ConfigError(
             f"probe={config.run.probe!r} cannot be used when learning rates are tried, because the final run trains on "
-            "all images and has none to measure; leave probe out, or give one learning rate"
+            "all images and has no held-out images to measure; leave probe out, or give one learning rate"
         )
 
 

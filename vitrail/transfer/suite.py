@@ -276,7 +276,7 @@ def open_task(task: SuiteTask, folder: Path | None, note: Callable[[str], None])
     if folder is not None and (own := folder / task.name).exists():
         data = str(own)
     if not data:
-        raise DataError(task.where or "the suite has no data for this task; add data or where to the task")
+        raise DataError(task.where or "the suite has no data for this task; add the field data or where to the task")
     spec = f"{data}{task.train}"
     opened = open_whole(spec, numbers=task.numbers)
     has_split = opened.whole.held_out is not None

@@ -288,15 +288,15 @@ def test_normalise_leaves_the_pixels_and_reaches_from_minus_1_to_1() -> None:
         ({"pad_value": (0, 0)}, "pad_value=(0, 0) needs 1 number, or one for each of 3 channels"),
         (
             {"interpolation": "area", "antialias": False},
-            "interpolation='area' averages, which antialias=False rules out",
+            "interpolation='area' averages pixels, which antialias=False forbids",
         ),
         (
             {"scaled_decode": True, "antialias": False},
-            "scaled_decode=True averages, which interpolation='nearest' and antialias=False rule out",
+            "scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid",
         ),
         (
             {"scaled_decode": True, "interpolation": "nearest"},
-            "scaled_decode=True averages, which interpolation='nearest' and antialias=False rule out",
+            "scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid",
         ),
         ({"mean": ()}, "mean=() needs 1 number, or one for each of 3 channels"),
         ({"mean": (0.5, 0.5)}, "mean=(0.5, 0.5) needs 1 number, or one for each of 3 channels"),

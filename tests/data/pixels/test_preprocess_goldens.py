@@ -152,5 +152,7 @@ def test_normalising_leaves_its_input() -> None:
 
 @pytest.mark.parametrize("resampler", ["tensorflow", "tensorflow-uint8"])
 def test_scaled_decoding_is_refused(resampler: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^scaled_decode=True changes pixels, which resampler='{resampler}' rules"):
+    with pytest.raises(
+        ConfigError, match=f"^scaled_decode=True changes pixels, so it excludes resampler='{resampler}'"
+    ):
         Preprocess(image_size=(4, 5), scaled_decode=True, resampler=resampler)

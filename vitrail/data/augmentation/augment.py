@@ -213,8 +213,8 @@ class Augment:
         if self.crop_from is not None:
             if any(big < small for big, small in zip(self.crop_from, preprocess.image_size, strict=True)):
                 raise ConfigError(
-                    f"crop_from={self.crop_from} is smaller than image_size={preprocess.image_size}, which is cut out "
-                    "of it; choose larger sides"
+                    f"crop_from={self.crop_from} is smaller than image_size={preprocess.image_size}, but boxes of "
+                    "this size are cut out of the scaled images; choose a larger crop_from"
                 )
             return replace(preprocess, image_size=self.crop_from, resize="squash", crop_share=1.0)
         if self.settings.crop_area is None or self.settings.crop_rule == "torchvision":

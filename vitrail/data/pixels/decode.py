@@ -153,7 +153,7 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
             picture, orientation = image, _orientation(image)
         width, height = picture.size
         if min(width, height) < 1:
-            raise UndecodableImage(f"claims {width} x {height} pixels, which is none")
+            raise UndecodableImage(f"has no pixels: its header states a size of {width} x {height}")
         stored = _tags(picture).get(WIDTH, width), _tags(picture).get(HEIGHT, height)
         if orientation in TURNED and picture.size == stored:  # newer versions of Pillow give the upright size of a TIFF
             width, height = height, width

@@ -128,11 +128,15 @@ class Preprocess:
         if not all(0 < value < math.inf for value in self.std) or not all(map(math.isfinite, self.mean)):
             problems.append(f"mean={self.mean} and std={self.std} must be finite, and std above 0")
         if not self.antialias and self.interpolation == "area":
-            problems.append("interpolation='area' averages, which antialias=False rules out")
+            problems.append("interpolation='area' averages pixels, which antialias=False forbids")
         if self.scaled_decode and (not self.antialias or self.interpolation == "nearest"):
-            problems.append("scaled_decode=True averages, which interpolation='nearest' and antialias=False rule out")
+            problems.append(
+                "scaled_decode=True averages pixels, which interpolation='nearest' and antialias=False forbid"
+            )
         if self.scaled_decode and self.resampler != "pillow":
-            problems.append(f"scaled_decode=True changes pixels, which resampler={self.resampler!r} rules out")
+            problems.append(
+                f"scaled_decode=True changes pixels, so it excludes resampler={self.resampler!r}; choose one"
+            )
         return problems
 
     def with_geometry(self, geometry: Geometry) -> Preprocess:

@@ -103,7 +103,7 @@ def check_finite(values: Float[Tensor, "m d"], rows: Int64[np.ndarray, " m"]) ->
     finite = values.isfinite().all(dim=1)
     if not finite.all():
         row = rows[int(finite.int().argmin())]
-        raise DataError(f"the features of row {row} are not all finite, because the model or the image is broken")
+        raise DataError(f"the features of row {row} are not all finite; check the model and the image")
 
 
 def class_ranks(labels: Int64[np.ndarray, " n"], seed: int) -> Int64[np.ndarray, " n"]:

@@ -191,7 +191,7 @@ def _cut(truth: Truth, held_out: float, seed: int) -> tuple[Int64[np.ndarray, " 
     is_kept = class_ranks(labels, seed) < counts_kept[labels]
     if not is_kept.any():
         raise DataError(
-            "no class has two training images, so none can be held out to choose a penalty; give a single penalty"
+            "no class has two training images, so no image can be held out to choose a penalty; give a single penalty"
         )
     return np.flatnonzero(~is_kept), np.flatnonzero(is_kept)
 

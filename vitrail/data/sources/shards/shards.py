@@ -276,7 +276,7 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
                 highest, numbered = one, f"{shard.path}: the label {one} of {_example(shard, code)!r}"
     if names and numbered:
         raise DataError(
-            f"{numbered} is a number, but other labels are names, such as {min(names)!r}; use one of the two"
+            f"{numbered} is a number, but other labels are names, such as {min(names)!r}; use either numbers or names"
         )
     if highest >= MOST_CLASSES:
         raise DataError(f"{numbered} is not a class number; class numbers are below {MOST_CLASSES:,}")

@@ -255,7 +255,7 @@ def _number(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"it is {value!r}, among numbers")
+        raise ValueError(f"{value!r} is not a finite number")
     return float(value)
 
 

@@ -44,7 +44,7 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
         if len(header) < BLOCK:
             raise DataError(
                 f"{shard} is truncated: it ends at byte {size:,}, after {last}, without the zeros that end a tar; "
-                "copy or make it again"
+                "copy or create the shard again"
             )
         if header.count(0) == BLOCK:
             return
@@ -54,7 +54,8 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
         if kind in (b"L", b"x", b"X"):
             if stated > min(LONGEST_NAME, size - data):
                 raise DataError(
-                    f"{shard} is damaged at byte {position:,}: a name claims {stated:,} bytes; copy or make it again"
+                    f"{shard} is damaged at byte {position:,}: the stated length of a name is {stated:,} bytes, which "
+                    "is too long; copy or create the shard again"
                 )
             extra = read(data, stated)
             if kind == b"L":
@@ -69,7 +70,7 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
             elif data + count > size:
                 raise DataError(
                     f"{shard} is truncated: it ends at byte {size:,}, inside {path!r}, which extends to "
-                    f"{data + count:,}; copy or make it again"
+                    f"{data + count:,}; copy or create the shard again"
                 )
             else:
                 yield Member(path.removeprefix("./"), data, count)
@@ -81,7 +82,7 @@ def members(shard: str, read: Read, size: int) -> Iterator[Member]:
 def _refuse_other(shard: str, start: bytes) -> None:
     """Raise `DataError` if a file does not begin like a tar. The message names the actual format if it is known."""
     if not start:
-        raise DataError(f"{shard} is empty (0 bytes); copy or make it again")
+        raise DataError(f"{shard} is empty (0 bytes); copy or create the shard again")
     if len(start) == BLOCK and (start.count(0) == BLOCK or _checks(start)):
         return
     for mark, method in COMPRESSED.items():
@@ -109,7 +110,8 @@ def _size(shard: str, header: bytes, position: int) -> int:
         size = -1
     if size < 0 or not _checks(header):
         raise DataError(
-            f"{shard} is damaged at byte {position:,}, where the header of a file is expected; copy or make it again"
+            f"{shard} is damaged at byte {position:,}, where the header of a file is expected; copy or create the "
+            "shard again"
         )
     return size
 
@@ -142,7 +144,8 @@ def _pax(shard: str, data: bytes, position: int, name: str | None) -> tuple[str 
         key, equals, value = data[len(digits) + 1 : count - 1].partition(b"=")
         if not equals or count > len(data):
             raise DataError(
-                f"{shard} is damaged at byte {position:,}: its pax header cannot be read; copy or make it again"
+                f"{shard} is damaged at byte {position:,}: its pax header cannot be read; copy or create the shard "
+                "again"
             )
         if key.startswith(b"GNU.sparse"):
             raise DataError(f"{shard} has a sparse file, which cannot be read; pack it again without tar's --sparse")
