@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -17,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.errors import SaveError
-from vitrail.files import replacing_folder, saving, sha256, write_json
+from vitrail.errors import DestinationError, SaveError
+from vitrail.files import check_new_file, check_new_folder, check_parent, replacing_folder, saving, sha256, write_json
 
 OURS = ("a", "b", "old", "new", "both", "inner", "half")
 
@@ -236,3 +237,25 @@ def test_hashes(tmp_path: Path) -> None:
     assert sha256(tmp_path / "large") == hashlib.sha256(data).hexdigest()
     (tmp_path / "large").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert sha256(tmp_path / "large") != hashlib.sha256(data).hexdigest()
+
+
+def test_a_path_where_nothing_can_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in ("file", "link"):
+        for name in ("out", "deep/out"):
+            path = tmp_path / place / name
+            message = f"{path} cannot be made, because {tmp_path / place} is not a folder; choose another path"
+            for check in (
+                lambda path: check_parent(path),
+                lambda path: check_new_file(path, overwrite=True),
+                lambda path: check_new_folder(path, (), overwrite=True),
+            ):
+                with pytest.raises(DestinationError, match=re.escape(message)):
+                    check(path)
+    check_parent(tmp_path / "deep" / "out")
+    monkeypatch.chdir(tmp_path)
+    check_parent(Path("out"))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # permissions do not bind root
+    with pytest.raises(DestinationError, match=f"because {re.escape(str(tmp_path))} is not writable"):
+        check_parent(tmp_path / "deep" / "out")

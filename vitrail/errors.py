@@ -106,7 +106,7 @@ class BundleError(UserError):
 
 
 class DestinationError(UserError):
-    """An output path exists already and may not be replaced."""
+    """An output path exists already and may not be replaced, or it cannot be made."""
 
 
 def nearest(value: str, choices: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "cache_folder",
     "check_new_file",
     "check_new_folder",
+    "check_parent",
     "partial_path",
     "recover_folder",
     "replacing_folder",
@@ -56,6 +57,7 @@ def check_new_folder(
     belongs to the user and is never replaced.
     """
     if not path.exists():
+        check_parent(path)
         return
     if not path.is_dir():
         raise DestinationError(f"{path} is a file; choose another path for the folder to write")
@@ -79,6 +81,17 @@ def check_new_file(path: Path, *, overwrite: bool) -> None:
         raise DestinationError(f"{path} is a folder; choose another path for the file to write")
     if path.exists() and not overwrite:
         raise DestinationError(f"{path} exists already; choose another file, or replace it with --overwrite")
+    check_parent(path)
+
+
+def check_parent(path: Path) -> None:
+    """Raise `DestinationError` if nothing can be made at `path`, because the nearest of its parent folders that exists
+    is a file or is not writable."""
+    parent = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    if not parent.is_dir():
+        raise DestinationError(f"{path} cannot be made, because {parent} is not a folder; choose another path")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise DestinationError(f"{path} cannot be made, because {parent} is not writable; choose another path")
 
 
 @contextmanager

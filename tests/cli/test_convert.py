@@ -130,8 +130,8 @@ def test_a_place_that_cannot_be_written(
     to: str, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    assert code_of([str(ours), str(tmp_path / "file" / f"out{FIELDS[to]}"), "--to", to]) == 1
-    assert "could not save the" in capsys.readouterr().err
+    assert code_of([str(ours), str(tmp_path / "file" / f"out{FIELDS[to]}"), "--to", to]) == 2
+    assert "file is not a folder; choose another path" in capsys.readouterr().err
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "ours"]
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -85,3 +85,11 @@ def test_ctrl_c_stops_with_code_75_and_says_how_to_go_on(folder: Callable[[int],
     assert main(words) == 0
     assert kept and all((out / name).stat().st_mtime_ns == changed for name, changed in kept.items())
     assert len(open_shards(str(out), None).train) == 600
+
+
+def test_a_destination_that_cannot_be_made_is_wrong_input(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["data", "pack", str(colour_folder), str(tmp_path / "file" / "shards")]) == 2
+    assert f"because {tmp_path}/file is not a folder; choose another path" in capsys.readouterr().err

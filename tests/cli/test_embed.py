@@ -142,10 +142,13 @@ def test_what_is_there_is_kept(embed: Embed, tmp_path: Path) -> None:
 
 
 def test_wrong_words(embed: Embed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a file").touch()
     for words, message in (
         (("--split", "validation"), "has no validation split; choose one that it has: train, test"),
         (("--no-cache", "--cache", "x"), "--cache and --no-cache exclude each other"),
         (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
+        (("--out", f"{tmp_path}/a file/out"), f"because {tmp_path}/a file is not a folder; choose another path"),
+        (("--out", f"{tmp_path}/a file/out", "--format", "parquet"), f"because {tmp_path}/a file is not a folder"),
     ):
         code, _, errors = embed(*words)
         assert code == 2 and message in errors

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vitrail.training.run as run_module
-from vitrail.errors import NonFiniteLoss, SaveError
+from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
 from vitrail.training.monitoring.display import Display
@@ -91,7 +91,9 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
 
 def test_a_place_where_nothing_can_be_written_is_an_error(tiny: Small, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SaveError, match=r"^could not save the run to .*file/run: Not a directory"):
+    with pytest.raises(
+        DestinationError, match=r"file/run cannot be made, because .*/file is not a folder; choose another path$"
+    ):
         train(tiny(run=str(tmp_path / "file" / "run")))
 
 

@@ -651,9 +651,9 @@ def test_a_full_disk_leaves_the_old_model(
     assert load_bundle(old[0], device="cpu").provenance["notes"] == "x" * notes
 
 
-def test_a_place_that_cannot_be_written_is_a_save_error(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(SaveError, match=r"could not save the model to .*; an earlier version there is intact"):
+    with pytest.raises(DestinationError, match=r"model cannot be made, because .*/file is not a folder"):
         bundle.save(tmp_path / "file" / "model")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 

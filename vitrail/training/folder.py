@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from vitrail.errors import RunError
-from vitrail.files import saving
+from vitrail.files import check_parent, saving
 from vitrail.training.config import TrainConfig
 
 __all__ = ["check_place", "new_folder", "place_of"]
@@ -33,8 +33,10 @@ def new_folder(config: TrainConfig) -> Path:
 
 
 def check_place(folder: Path, config: TrainConfig) -> None:
-    """Raise `RunError` if the folder exists and the run may not replace it."""
+    """Raise `RunError` if the folder exists and the run may not replace it, and `DestinationError` if it cannot be
+    made."""
     if not folder.exists():
+        check_parent(folder)
         return
     if not config.run.overwrite:
         raise RunError(

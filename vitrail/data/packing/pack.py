@@ -28,7 +28,7 @@ from vitrail.data.pixels.decode import FORMATS, SUFFIXES, to_pil
 from vitrail.data.source import Source, Target, fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, Stopped, UndecodableImage
-from vitrail.files import saving, write_json
+from vitrail.files import check_parent, saving, write_json
 
 __all__ = ["JPEG_QUALITY", "pack", "packed_before"]
 
@@ -113,7 +113,7 @@ def packed_before(manifest: Manifest) -> int:
 def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, ...]]:
     """Make the folder, and return the complete shards in it, up to the first incomplete one.
 
-    Raises `ConfigError` if the folder holds other files.
+    Raises `ConfigError` if the folder holds other files, and `DestinationError` if it cannot be made.
     """
     shards: dict[str, tuple[ShardRecord, ...]] = dict(state.shards)
     for name in (FILE, UNFINISHED):
@@ -130,6 +130,8 @@ def _begin(destination: Path, state: Manifest) -> dict[str, tuple[ShardRecord, .
             shards[split] = _whole(destination, before.shards.get(split, ()))
         break
     else:
+        if not destination.exists():
+            check_parent(destination)
         if destination.exists() and not destination.is_dir():
             raise ConfigError(f"{destination} is a file; shards are written to a folder, so choose another path")
         if destination.exists() and any(not entry.name.endswith(".partial") for entry in destination.iterdir()):
