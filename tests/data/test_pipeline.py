@@ -398,11 +398,11 @@ def test_processes_have_no_say_in_the_order(colour_folder: Path) -> None:
     state = batches.state()
     batches.close()
     assert not multiprocessing.active_children()
-    other = start(Readers(2, 1))
+    other = start(Readers(2))
     other.restore(state)
     assert_same(list(islice(other, 5)), expected[3:])
     other.close()
-    measured = list(evaluation_batches(source, preprocess, batch_size=7, readers=Readers(1, 2)))
+    measured = list(evaluation_batches(source, preprocess, batch_size=7, readers=Readers(1, 1)))
     assert_same(measured, list(evaluation_batches(source, preprocess, batch_size=7, readers=Readers(0))))
     assert not multiprocessing.active_children()
 

@@ -66,9 +66,15 @@ def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> N
     {"optimizer": "sgd", "keep": "last", "loss": "sigmoid"},
     {"optimizer": "adafactor", "momentum_format": "bfloat16", "width": 32, "heads": 1, "mlp_width": 48, "average": 0.9},
     {"momentum_format": "bfloat16", "weight_decay_rule": "independent", "schedule": "rsqrt", "cooldown": "5 steps"},
-    {"optimizer": "sgd", "weight_decay_rule": "decoupled", "momentum_format": "bfloat16", "layer_decay": 0.7},
+    pytest.param(
+        {"optimizer": "sgd", "weight_decay_rule": "decoupled", "momentum_format": "bfloat16", "layer_decay": 0.7},
+        marks=pytest.mark.slow,
+    ),
     {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
-    {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
+    pytest.param(
+        {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
+        marks=pytest.mark.slow,
+    ),
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit_of_other_configs(
     fields: dict[str, Any], small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path
