@@ -10,7 +10,7 @@
         │   └── UndecodableImage one image
         ├── RunError             a run folder or its checkpoints
         ├── BundleError          a model on disk
-        └── DestinationError     an output path that is already taken
+        └── DestinationError     an output path that is already taken or cannot be made
     Interrupted                  exit code 75: a `KeyboardInterrupt` after which the same call continues
 
 A message states the value, the rule and the choices: `pool='avg' is not one of 'cls', 'gap'`.

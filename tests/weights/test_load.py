@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import vitrail
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.errors import BundleError, ConfigError, SaveError
+from vitrail.errors import BundleError, ConfigError, DestinationError
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import ViTConfig
@@ -675,11 +675,11 @@ def test_files_beside_the_weights_are_read_with_them(write_file: Write, tmp_path
     assert open_checkpoint(tmp_path / "model.safetensors").config == {}
 
 
-def test_what_cannot_be_written_is_a_save_error(bundle: Bundle, place_of: Place, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_refused(bundle: Bundle, place_of: Place, tmp_path: Path) -> None:
     path = bundle.save(tmp_path / "ours")
     (tmp_path / "file").write_text("mine")
     for to in ("google", "timm", "vitrail"):
-        with pytest.raises(SaveError, match=r"an earlier version there is intact"):
+        with pytest.raises(DestinationError, match=r"file is not a folder; choose another path"):
             convert(path, tmp_path / "file" / place_of("google" if to == "google" else "timm", Path()).name, to)
     assert (tmp_path / "file").read_text() == "mine"
 
