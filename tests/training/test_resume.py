@@ -141,7 +141,7 @@ def test_data_that_changed_is_refused(
         resume(run)
     added.unlink()
     moved = (colour_folder / "red" / "00.png").rename(colour_folder / "blue" / "zz.png")
-    with pytest.raises(RunError, match=r"has changed since the run began.* names of images or classes have changed"):
+    with pytest.raises(RunError, match=r"has changed since the run began.* names or labels of images have changed"):
         resume(run)
     assert sorted((path.relative_to(run), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
     moved.rename(colour_folder / "red" / "00.png")

@@ -155,8 +155,8 @@ def resume(
     if record.fingerprint != setup.fingerprint:
         raise RunError(
             f"the data of run {folder} has changed since the run began: it had {record.images:,} training "
-            f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names of images or "
-            "classes have changed. To resume the run, restore its data"
+            f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names or "
+            "labels of images have changed, or another split has. To resume the run, restore its data"
         )
     check_probes((*setup.probes, *probes), setup.splits)
     recover_folder(folder / "model")
