@@ -66,8 +66,8 @@ def test_one_that_is_broken_says_how(
         ("torchvision", {"variant": "ViT-Pico/7x14", **PLAIN}, "supports only square patches, not 7 x 14"),
         ("torchvision", {"channels": 1, **PLAIN}, "supports only 3 channels, not 1"),
         ("timm", {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24)}, "cannot build this hybrid"),
-        ("transformers", {"registers": 4}, "without registers=4"),
-        ("vit-pytorch", {"pool": "gap"}, "without pool='gap'"),
+        ("transformers", {"registers": 4}, "does not have registers=4"),
+        ("vit-pytorch", {"pool": "gap"}, "does not have pool='gap'"),
     ],
 )
 def test_what_a_peer_cannot_build_is_named(

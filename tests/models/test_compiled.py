@@ -226,7 +226,8 @@ def test_auto_is_on_where_a_gpu_and_a_compiler_are(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("compile", "device", "variant", "message"),
     [
-        ("graphs", CPU, "ViT-S/16", "compile='graphs' needs CUDA, but this device is 'cpu'; choices: 'auto', 'on'"),
+        ("graphs", CPU, "ViT-S/16", "compile='graphs' needs CUDA, but this device is 'cpu'; choices: 'auto', 'on', "
+         "'off'"),
         ("on", CPU, "BiT-R50x1", "compile='on' compiles a transformer's blocks, but a ResNet has none. Choose 'off'"),
         ("on", CPU, "ViT-S/16", "compile='on' needs a C++ compiler (g++, clang++ or $CXX), which is not installed "
          "here; choices: 'auto', 'off'"),

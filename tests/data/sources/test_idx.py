@@ -128,7 +128,7 @@ def test_arrays_that_do_not_pair_up_are_refused(
 
 def test_a_label_beyond_the_classes_is_named(tmp_path: Path, write_idx: Write) -> None:
     paths = write_idx(tmp_path / "i", np.zeros((3, 2, 2))), write_idx(tmp_path / "l", np.array([0, 2, 1]))
-    with pytest.raises(DataError, match=r"l has the label 2; the 2 classes are numbered from 0"):
+    with pytest.raises(DataError, match=r"l has the label 2, but the 2 classes are numbered from 0"):
         IdxSource(*paths, ("cat", "dog"))
 
 
