@@ -32,9 +32,9 @@ class DataConfig:
     subset_seed: int = 0
     """Random seed that selects the images for --per-class and for an amount such as [:1000]."""
     validation: str = "auto"
-    """Images that select the weights. auto: the data's validation split, or a part of the training images if it has
-    none. train: always a part of the training images; the data's own validation split is then the test split. A slice
-    such as train[-10000:] or train[99%:] holds out the training images at these positions."""
+    """Images that select the weights. auto: the data's validation split, or a part of the training images if there is
+    no such split. train: always a part of the training images; the data's own validation split is then the test split.
+    A slice such as train[-10000:] or train[99%:] holds out the training images at these positions."""
     validation_share: float = 0.1
     """Fraction of the training images held out if there is no validation split; 0 for none."""
     cut_method: CutMethod = "stratified"

@@ -18,9 +18,9 @@ MOST_READ = 1000
 def shared_images(train: Source, held_out: Source) -> list[int]:
     """Return the indices of held-out images that the training data also contains.
 
-    Two samples are the same image if they are read from the same place, whatever their names are. Copies are found if
-    they have the same file name and the same bytes. If more than 1,000 pairs have the same file name, 1,000 evenly
-    spaced pairs are compared.
+    Two samples are the same image if both come from the same place, such as a file or a part of a file, even under
+    different names. Two images are also the same if they have the same file name and the same bytes or pixels. If more
+    than 1,000 pairs have the same file name, only 1,000 evenly spaced pairs are compared.
     """
     if not len(train) or not len(held_out):
         return []
@@ -43,7 +43,7 @@ def shared_images(train: Source, held_out: Source) -> list[int]:
 
 
 def _with_same_name(train: Source, held_out: Source) -> Iterator[tuple[int, int]]:
-    """Yield the indices of a training image and of a held-out image whose file names are equal, without folders."""
+    """Yield pairs of indices: a training image and a held-out image with the same file name. Folders are ignored."""
     names: dict[str, list[int]] = {}
     for index in range(len(held_out)):
         names.setdefault(held_out.key(index).rpartition("/")[2], []).append(index)

@@ -54,10 +54,11 @@ class Readers:
     """Worker threads and processes that read and decode. They do not influence which samples a batch holds."""
 
     threads: int | None = None
-    """Threads per process. By default one per core, at most 16. If it is 0, samples are read when a batch is
+    """Threads per process. By default one per core, at most 16. With 0 threads, samples are read when a batch is
     requested."""
     processes: int = 0
-    """Worker processes for reading and decoding. If it is 0, the threads of this process read the batches."""
+    """Worker processes for reading and decoding. By default there are none, and the threads of this process read the
+    batches."""
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,21 @@ class Batch:
     """
 
     images: Shaped[Tensor, "b c h w"]
-    """Levels from 0 to 255, until they are normalised: uint8 for training, float32 for evaluation if the resampler of
-    the preprocessing keeps fractions of levels."""
+    """Levels from 0 to 255, or normalised values after normalisation. Levels are uint8. In evaluation, levels are
+    float32 if the resampler of the preprocessing keeps fractions of levels."""
     labels: Int64[Tensor, " b"]
-    """Class indices. The value is -1 for an image without a label, and if the target is in `targets` instead."""
+    """Class indices. The index is -1 for an image that has no label, or whose target is in `targets`."""
     valid: Bool[Tensor, " b"]
     samples: Int64[Tensor, " b"]
-    """Index of each image in its source. `samples`, `epochs` and `views` stay on the CPU, because the random numbers
-    that they key are computed there."""
+    """Index of each image in its source. `samples`, `epochs` and `views` stay on the CPU, because random numbers are
+    computed from them on the CPU."""
     epochs: Int64[Tensor, " b"]
     """Epoch of each image, from 0. A batch can hold the last images of one epoch and the first images of the next."""
     views: Int64[Tensor, " b"] = field(default=None)  # type: ignore[assignment]
     """View number of each image, from 0. By default every image is view 0."""
     targets: Float[Tensor, "b k"] | None = None
-    """Amount of each class, or the numbers of a regression target. An unknown number is NaN. It is None if every image
-    has at most one class and no images are mixed; `labels` then hold the targets."""
+    """Amount of each class, or the numbers of a regression target. An unknown number is NaN. If every image has at most
+    one class and no images are mixed, `targets` is None and `labels` contains the targets."""
     target_kind: TargetKind = "class"
     skipped: tuple[Skipped, ...] = ()
 
@@ -125,8 +126,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Return the batch with the images, labels and other tensors for the loss on the device.
 
-        `samples`, `epochs` and `views` stay on the CPU, because the random numbers that they key are computed there. No
-        code therefore waits for the device.
+        `samples`, `epochs` and `views` stay on the CPU, so computing random numbers from them does not wait for the
+        device.
         """
         moved = {}
         for name in ON_DEVICE:
@@ -156,7 +157,7 @@ ON_DEVICE = ("images", "labels", "valid", "targets")
 
 @dataclass(frozen=True)
 class _Loader:
-    """Makes the rows of one sample. The epoch follows from the position in the run."""
+    """Makes the rows of one sample. The epoch is computed from the position in the run."""
 
     source: Source
     preprocess: Preprocess
@@ -169,7 +170,7 @@ class _Loader:
     of `source`."""
     views: int = 1
     whole_levels: bool = False
-    """Return uint8 pixels, which augmentation needs."""
+    """True to round the pixels to uint8, which augmentation needs."""
 
     def __call__(self, position: int, index: int) -> dict[str, Any]:
         epoch = position // (self.length or len(self.source))
@@ -187,8 +188,8 @@ class _Loader:
         }  # fmt: skip
 
     def _pixels(self, image: bytes | np.ndarray, epoch: int, place: int) -> list[np.ndarray]:
-        """Return the pixels of each view. The image is decoded once for all views, except if the size of the box
-        changes the decoding."""
+        """Return the pixels of each view. The image is decoded once for all views. With `scaled_decode`, it is decoded
+        for each view, because the box determines the scale."""
         if self.crop is None:
             return [self.preprocess.pixels(image, whole_levels=self.whole_levels)] * self.views
         if self.views > 1 and not self.preprocess.scaled_decode:
@@ -198,7 +199,8 @@ class _Loader:
         return [self.preprocess.pixels(image, box, whole_levels=self.whole_levels) for box in boxes]
 
     def _values(self, target: Target) -> np.ndarray | None:
-        """Return the numbers of a target or the amount of each class. Return None if the class index is enough."""
+        """Return the numbers of a target or the amount of each class. Return None if each sample has at most one
+        class."""
         if self.kind == "numbers":
             return np.array([math.nan] * len(self.source.classes) if target is None else target, np.float32)
         if self.kind != "classes":
@@ -209,7 +211,7 @@ class _Loader:
 
 
 def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Stack samples as arrays. Arrays pass between processes through shared memory; tensors would not."""
+    """Stack samples as arrays. Arrays pass between processes through shared memory, but tensors would not."""
     views = len(parts[0]["images"])
     columns = {
         name: np.array([part[name] for part in parts], dtype).repeat(views, 0)
@@ -244,8 +246,8 @@ class TrainingBatches(Iterator[Batch]):
     The sample at a position of the run is a pure function of (seed, epoch, position). Readers and batch size do not
     influence it. Each of `ranks.world` processes gets an equal part of every batch, so that together they see the same
     samples at each step as one process would. `state` and `restore` resume from any batch, even with a different number
-    of readers or ranks. A batch has `batch_size` samples with `views` rows each. The views of a sample differ in their
-    box and their augmentation. Raise `ConfigError` if the batch size is not divisible by the number of ranks.
+    of readers or ranks. A batch has `batch_size` samples with `views` rows each. The views of a sample have different
+    boxes and different augmentation. Raise `ConfigError` if the batch size is not divisible by the number of ranks.
     """
 
     def __init__(

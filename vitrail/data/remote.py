@@ -35,7 +35,7 @@ PACKAGES = {
     "sftp": "paramiko",
     "ssh": "paramiko",
 }
-"""Packages that fsspec needs for a protocol."""
+"""The package that fsspec needs for each protocol."""
 
 TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "Last-Modified", "mtime", "created")
 """Fields that can hold the version of a file, most reliable first."""
@@ -58,7 +58,7 @@ def describe(url: str) -> tuple[int, str]:
 
 
 def read(url: str, start: int, stop: int) -> bytes:
-    """Return the bytes from `start` to `stop`. Raises the same errors as `describe`."""
+    """Return the bytes from `start` up to but excluding `stop`. Raises the same errors as `describe`."""
 
     def part(system: Any, path: str) -> bytes:
         data: bytes = system.cat_file(path, start=start, end=stop)

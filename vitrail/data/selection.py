@@ -1,7 +1,7 @@
 """Selections of some samples of a source, by a hash of their keys or by position: held-out samples and subsets.
 
 A selection by hash is the same on every machine and in any order of the samples. A larger selection contains every
-smaller one, and samples that are added to a source move few of the others.
+smaller selection. If samples are added to a source, the selection changes for few of the other samples.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from vitrail.data.source import Source, Subset, Target, class_indices, target_ki
 __all__ = ["SLICE", "CutMethod", "cut", "cut_slice", "slice_bounds", "take", "take_per_class"]
 
 CutMethod = Literal["stratified", "threshold"]
-"""Method of selecting samples by hash. stratified: the number of samples is exact, and each label has its fraction of
-them. threshold: the method of earlier versions. Samples are held out if their hash is below the fraction, but at
-least one of each class is held out. Each different set of labels counts as a class of its own."""
+"""Method of selecting samples by hash. stratified: the number of samples is exact, and nearly the same fraction of each
+label's samples is selected. threshold: the method of earlier versions. Samples are held out if their hash is below the
+fraction. At least one sample of each class with several samples is held out. Each different set of labels counts as a
+separate class."""
 
 SLICE = re.compile(r"train\[(?P<start>-?\d+(?:(?:\.\d+)?%)?)?:(?P<stop>-?\d+(?:(?:\.\d+)?%)?)?\]")
 """A slice of the training images by position, such as train[-10000:] or train[99%:]."""
@@ -55,10 +56,11 @@ def cut_slice(source: Source, start: int, stop: int) -> tuple[Subset, Subset]:
 
 
 def slice_bounds(text: str, count: int) -> tuple[int, int]:
-    """Return the first position of a slice of `count` samples, and the position after its last.
+    """Return the start and the stop of the slice `text` of `count` samples, as positions from 0 to `count`. The sample
+    at `stop` is not part of the slice.
 
-    Numbers count from the start, and negative numbers from the end. Percentages are rounded to whole samples. Raise
-    `ValueError` with the broken rule if `text` is not a slice, or if it is empty or out of range.
+    Numbers in `text` count from the first sample. Negative numbers count from the end. Percentages are rounded to whole
+    samples. Raise `ValueError` with the broken rule if `text` is not a slice, or if the slice is empty or out of range.
     """
     match = SLICE.fullmatch(text)
     if match is None:
@@ -71,10 +73,10 @@ def slice_bounds(text: str, count: int) -> tuple[int, int]:
 
 
 def take(source: Source, count: int, *, seed: int = 0, method: CutMethod = "stratified") -> Subset:
-    """Return `count` samples with the label fractions of `source`, chosen by a hash of seed and key.
+    """Return `count` samples, chosen by a hash of seed and key. The label fractions are about the same as in `source`.
 
-    A larger count adds samples to those of a smaller count. A label that would get less than half a sample can get
-    none.
+    A larger count returns the samples of a smaller count and more. If a label's fraction of `count` is less than half a
+    sample, none of its samples may be selected.
     """
     return Subset(source, sorted(_ordered(source, _salt(seed), method)[:count].tolist()))
 
@@ -92,7 +94,8 @@ def take_per_class(source: Source, count: int, *, seed: int = 0, method: CutMeth
 
 
 def _below(source: Source, share: float) -> list[int]:
-    """Return the samples whose hash is below `share`, but at least one and not all of each class."""
+    """Return the samples whose hash is below `share`. If a class has several samples, at least one and not all of them
+    are returned. The only sample of a class is not returned."""
     places, groups = _places(source, b""), _groups(source)
     wanted = np.bincount(groups, places < share)
     most = np.bincount(groups) - 1  # the only image of a class is needed for training
@@ -100,7 +103,8 @@ def _below(source: Source, share: float) -> list[int]:
 
 
 def _first(source: Source, count: int) -> list[int]:
-    """Return the first `count` samples of the stratified order, without the last sample of any label."""
+    """Return the first `count` samples of the stratified order. A sample is skipped if it is the only sample left of
+    one of its labels."""
     labels = _labels(source)
     left = Counter(itertools.chain.from_iterable(labels))
     held_out: list[int] = []
@@ -114,7 +118,8 @@ def _first(source: Source, count: int) -> list[int]:
 
 
 def _ordered(source: Source, salt: bytes, method: CutMethod) -> Int64[np.ndarray, " n"]:
-    """Return all samples in an order of which every beginning has about the same fraction of each label."""
+    """Return all samples in an order in which any first n samples have about the same label fractions as all
+    samples."""
     places = _places(source, salt)
     if method == "stratified" and target_kind(source) == "classes":
         return _ordered_by_labels(_labels(source), places)
@@ -126,8 +131,8 @@ def _ordered_by_labels(labels: list[tuple[int, ...]], places: Float64[np.ndarray
 
     A label is spread evenly over the order if the positions of its samples, sorted, are evenly spaced. The position of
     a sample is at first its hash. Each sweep moves every sample to the mean of the evenly spaced positions for its
-    labels. Rare labels have more weight in this mean, because fewer samples can compensate for a deviation. All samples
-    together count as one more label.
+    labels. Rare labels have more weight in this mean, because a rare label has fewer samples that can compensate for a
+    deviation. All samples together count as one more label.
     """
     order = np.argsort(places, kind="stable")  # sums do not depend on the order of the samples in the source
     sizes = np.array([len(labels[index]) for index in order.tolist()], np.int64)
@@ -143,7 +148,8 @@ def _ordered_by_labels(labels: list[tuple[int, ...]], places: Float64[np.ndarray
 
 
 def _evenly_spaced(positions: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    """Return evenly spaced positions in (0, 1) for each group, in the order of the present positions."""
+    """Return evenly spaced positions in (0, 1) for the samples of each group. The order of the samples in each group
+    does not change."""
     return (_ranks(positions, groups) + 0.5) / np.bincount(groups)[groups]
 
 
@@ -159,8 +165,8 @@ def _ranks(positions: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"]
 def _by_rounds(labels: list[tuple[int, ...]], places: Float64[np.ndarray, " n"], count: int) -> set[int]:
     """Return samples so that each label has at least `count` of them, or all that it has.
 
-    In each of `count` rounds, rare labels first, every label that has too few gets its next sample by hash. A larger
-    count therefore begins with the rounds of a smaller one.
+    In each of `count` rounds, every label with too few samples gets its next sample in the order of the hashes, rare
+    labels first. The first rounds do not depend on `count`, so a larger count only adds samples.
     """
     members: dict[int, list[int]] = {}
     for index in np.argsort(places, kind="stable").tolist():
@@ -182,8 +188,8 @@ def _by_rounds(labels: list[tuple[int, ...]], places: Float64[np.ndarray, " n"],
 
 
 def _labels(source: Source) -> list[tuple[int, ...]]:
-    """Return the labels of each sample. A sample without a label has the label -1, as have all if the targets are
-    numbers."""
+    """Return the labels of each sample. A sample without a label has the label -1. If the targets are numbers, all
+    samples have the label -1."""
     if target_kind(source) == "numbers":
         return [NO_LABEL] * len(source)
     alone: dict[Target, tuple[int, ...]] = {}
@@ -192,8 +198,8 @@ def _labels(source: Source) -> list[tuple[int, ...]]:
 
 
 def _groups(source: Source) -> Int64[np.ndarray, " n"]:
-    """Return a number for the target of each sample. Equal targets have equal numbers, and all numbers of a regression
-    target are equal."""
+    """Return the group number of each sample. Samples with equal targets are in the same group. If the targets are
+    numbers for regression, all samples are in one group."""
     if target_kind(source) == "numbers":
         return np.zeros(len(source), np.int64)
     numbers: dict[Target, int] = {}
@@ -202,7 +208,8 @@ def _groups(source: Source) -> Int64[np.ndarray, " n"]:
 
 
 def _position(text: str, count: int) -> int:
-    """Return the position that a bound of a slice names. Raise `ValueError` if it is out of range."""
+    """Return the position that `text`, a bound of a slice, stands for. Raise `ValueError` if the position is out of
+    range."""
     number = text.removesuffix("%").removeprefix("-")
     is_fraction = text.endswith("%")
     position = round(float(number) / 100 * count) if is_fraction else int(number)
@@ -216,7 +223,7 @@ def _salt(seed: int) -> bytes:
 
 
 def _places(source: Source, salt: bytes) -> Float64[np.ndarray, " n"]:
-    """Return a hash of each sample's key in [0, 1)."""
+    """Return a hash of each sample's key, as a number in [0, 1)."""
     keys = map(source.key, range(len(source)))
     hashes = (hashlib.blake2b(salt + os.fsencode(key), digest_size=8).digest() for key in keys)
     return np.fromiter((int.from_bytes(each, "big") / 2**64 for each in hashes), np.float64, len(source))

@@ -54,8 +54,8 @@ class Sample:
 class Source(Protocol):
     """Random access to samples. `key` and `target` read no image, so splitting and counting are cheap.
 
-    A source may also have an attribute `target_kind`. The function `target_kind` then returns it without searching the
-    targets.
+    A source may also have an attribute `target_kind`. The function `target_kind` then returns this attribute and does
+    not read the targets.
     """
 
     @property
@@ -101,7 +101,7 @@ class Subset:
 
 
 class Widened:
-    """A source with additional classes or numbers. The classes or numbers of the wrapped source come first."""
+    """A source with additional classes or numbers. The classes or numbers of the original source come first."""
 
     def __init__(self, source: Source, classes: tuple[str, ...]) -> None:
         assert classes[: len(source.classes)] == tuple(source.classes), "labels would change their meaning"
@@ -137,7 +137,7 @@ class Mixture:
     """Several sources, one after the other, from which training draws with the given weights.
 
     The classes of the first source keep their indices, and new class names of the other sources follow. Numbers are
-    matched by name in the same way. The key of a sample begins with the number of its source. All sources need the same
+    matched by name in the same way. The key of a sample begins with the index of its source. All sources need the same
     kind of targets as the first source. If the first source has no targets, the targets of the other sources are
     dropped.
     """
@@ -155,7 +155,8 @@ class Mixture:
 
     @property
     def parts(self) -> tuple[tuple[int, int, float], ...]:
-        """The first index and length of each source, and the fraction of all drawn samples that come from it."""
+        """One tuple per source: the index of its first sample, its number of samples, and its fraction of the samples
+        that training draws."""
         return tuple(
             (int(first), len(source), weight)
             for first, source, weight in zip(self._firsts, self.sources, self.weights, strict=False)
@@ -234,8 +235,9 @@ def origin_of(source: Source, index: int) -> str | None:
     """Return a text that identifies the place that the image of a sample is read from, if the source knows it.
 
     The text begins with a word for the kind of place and a blank. Two samples with the same text have the same image.
-    Files are an exception: their text is the inode, and two disks can have the same inodes. The image is not decoded. A
-    source whose stamp does not distinguish its samples has a method `origin(index)`.
+    Image files are an exception: their text is the inode, and files on two disks can have the same inode. The image is
+    not decoded. By default the text is made from the stamp. If the stamps of a source do not identify its samples, the
+    source has a method `origin(index)`.
     """
     own = getattr(source, "origin", None)
     if own is not None:
@@ -265,8 +267,8 @@ def fingerprint(*sources: Source | None) -> str:
 
 
 def _moved(target: Target, places: Sequence[int], width: int, kind: TargetKind) -> Target:
-    """Return a target with new indices: class or number i gets the index `places[i]`. `width` is the new count of
-    numbers."""
+    """Return a target with new indices: class or number i gets the index `places[i]`. `width` is the new length of a
+    target of numbers."""
     if target is None:
         return None
     if kind == "numbers":

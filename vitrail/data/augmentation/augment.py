@@ -1,8 +1,8 @@
 """Random changes to a training batch, made all at once on the training device.
 
-Every random number is a pure function of (seed, epoch, sample, view, draw). Batch size, workers, accumulation and
-resuming therefore change nothing: in a given epoch of a given run, a view of a sample is changed the same way. Only the
-partner in mixup and CutMix depends on the batch.
+Every random number is a pure function of (seed, epoch, sample, view, draw). In a given epoch of a run, a view of a
+sample is therefore always changed in the same way. Batch size, workers, accumulation and resuming make no difference.
+Mixup and CutMix are exceptions: they mix samples of the same batch, so they depend on the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Preset = Literal[
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a preset. See the fields of the same name in `Augment`."""
+    """Settings of a preset. Each field is described by the field of the same name in `Augment`."""
 
     randaugment_layers: int = 0
     randaugment_magnitude: float = 10.0
@@ -75,8 +75,8 @@ PRESETS: dict[Preset, Settings] = {
     "augreg-strong2": _original(2, 20.0, 0.8),
 }
 """Settings by preset name. The amounts come from AugReg (2106.10270, section 3.3) and, for `bp`, from "Better plain ViT
-baselines" for ViT-S/16 (2205.01580). The presets `augreg-...` also crop, and compute everything as the original code
-does; `augreg-light2` is the whole augmentation of that ViT-S/16."""
+baselines" for ViT-S/16 (2205.01580). The presets `augreg-...` also crop, and change images exactly as the original code
+does. Apart from mirroring, `augreg-light2` is the complete augmentation of the ViT-S/16 in 2205.01580."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class Augment:
     crop_area: tuple[float, float] | None = None
     """Smallest and largest fraction of the image's area that a random crop keeps; 1 1 keeps the whole image."""
     crop_rule: CropRule | None = None
-    """Rule that draws the box of a random crop: torchvision (the default), or tensorflow as in the papers' code, which
-    makes smaller boxes and scales them bilinearly without antialiasing."""
+    """Rule that draws the box of a random crop: torchvision (the default) or tensorflow, the rule of the papers' code.
+    tensorflow draws smaller boxes, which are scaled bilinearly without antialiasing."""
     crop_from: tuple[int, int] | None = None
     """Height and width in pixels to which whole training images are scaled, before a random box of the network's image
     size is cut out of each (BiT, 1912.11370). By default no such box is cut."""
@@ -110,7 +110,8 @@ class Augment:
     """Code that RandAugment's operations follow. pillow (the default): shifts and boxes are proportional to the image.
     big-vision: exactly as in big_vision, with shifts and boxes of a fixed number of pixels."""
     erase: float = 0.0
-    """Probability that a box of 10 to 40 % of each side turns grey (random erasing, 1708.04896)."""
+    """Probability that a random box of the image turns grey (random erasing, 1708.04896). Its sides are 10 to 40 % of
+    the image's sides."""
     mixup: float | None = None
     """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
     mixup_per: MixupPer | None = None
@@ -153,8 +154,8 @@ class Augment:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """The settings that apply: the fields of this object, with the preset's values for those that are None.
-        `crop_area` is None if no crop is made."""
+        """The fields of this object, with the preset's value for each field that is None. `crop_area` is None if no
+        crop is made."""
         given = {item.name: getattr(self, item.name) for item in fields(Settings)}
         chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
         return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
@@ -162,11 +163,11 @@ class Augment:
     def __call__(self, batch: Batch, *, seed: int, classes: int = 0, size: tuple[int, int] | None = None) -> Batch:
         """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
 
-        `size` is the height and width of the network's images, to which `crop_from` cuts them.
+        `size` is the height and width of the network's images. If `crop_from` is set, boxes of this size are cut out.
 
-        `batch.epochs`, `batch.samples` and `batch.views` are on the CPU and key the random numbers. The images are
-        uint8, on any device. If the batch has labels but no targets, `classes` sets the number of columns of the new
-        targets.
+        `batch.epochs`, `batch.samples` and `batch.views` are on the CPU and determine the random numbers. The images
+        are uint8, on any device. If the batch has labels but no targets, `classes` sets the number of columns of the
+        new targets.
         """
         chosen, images = self.settings, batch.images
 
@@ -204,11 +205,13 @@ class Augment:
         return functools.partial(CROPS[chosen.crop_rule], seed, area=chosen.crop_area)
 
     def training_preprocess(self, preprocess: Preprocess) -> Preprocess:
-        """Return the preprocessing of training images, which differs from that of other images in two cases.
+        """Return the preprocessing of training images, which differs from the preprocessing of other images in two
+        cases.
 
-        With `crop_from`, whole images are scaled to that size. If `crop_rule` is "tensorflow", boxes are scaled by
-        bilinear interpolation without antialiasing, as vision_transformer and big_vision do. Raise `ConfigError` if
-        `preprocess.scaled_decode` forbids that, or if `crop_from` is smaller than the network's images.
+        If `crop_from` is set, whole images are scaled to the size `crop_from`. If `crop_rule` is "tensorflow", boxes
+        are scaled by bilinear interpolation without antialiasing, as vision_transformer and big_vision do. Raise
+        `ConfigError` if `preprocess.scaled_decode` is on, which does not work with "tensorflow", or if `crop_from` is
+        smaller than the network's images.
         """
         if self.crop_from is not None:
             if any(big < small for big, small in zip(self.crop_from, preprocess.image_size, strict=True)):
@@ -229,9 +232,9 @@ class Augment:
     def placements(
         self, batch: Batch, placements: Sequence[Placement], *, seed: int, size: tuple[int, int] | None = None
     ) -> list[Placement]:
-        """Return the placements of the images after cutting to `size`, mirroring and shifting, from those before.
+        """Return the placements of the images after cutting to `size`, mirroring and shifting.
 
-        Geometric operations of RandAugment are not included.
+        `placements` are the placements before these changes. Geometric operations of RandAugment are not included.
         """
         key = (batch.epochs.numpy(), batch.samples.numpy(), batch.views.numpy())
         if self.crop_from is not None and size is not None:
@@ -249,7 +252,8 @@ class Augment:
         return moved
 
     def _corners(self, draws: Float32[np.ndarray, "b 2"], size: tuple[int, int]) -> Int64[np.ndarray, "b 2"]:
-        """Return the top and the left of the box that is cut out of each image, from all positions alike."""
+        """Return the top and the left of the box that is cut out of each image. All positions have the same
+        probability."""
         assert self.crop_from is not None
         return (draws * (np.subtract(self.crop_from, size) + 1)).astype(np.int64)
 
@@ -269,7 +273,8 @@ class Augment:
         return picked.permute(0, 3, 1, 2)
 
     def _erase(self, images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 5"]) -> UInt8[Tensor, "b c h w"]:
-        """Turn random boxes grey. The centre of a box lies anywhere in the image, so a box at the border is smaller."""
+        """Turn random boxes grey. The centre of a box can be anywhere in the image. A box is cut off at the border of
+        the image."""
         chance, centre_y, centre_x, size_y, size_x = draws.T[:, :, None]  # each b 1
         height, width = images.shape[2:]
         y = (np.arange(height, dtype=np.float32) + np.float32(0.5)) / np.float32(height)  # in fractions of the side

@@ -60,8 +60,8 @@ def _autocontrast(images: Images) -> Images:
 
 
 def _color(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the saturation: factor 0 gives the grey image, and 1 gives the image. Images with one channel stay as they
-    are."""
+    """Change the saturation: factor 0 makes the image grey, and factor 1 does not change it. Images with one channel
+    are not changed."""
     if images.shape[1] == 1:
         return images
     levels = images.float()
@@ -71,7 +71,8 @@ def _color(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def _contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the contrast. The grey at factor 0 is the number of pixels / 256, at most 255, instead of the mean."""
+    """Change the contrast. At factor 0, every value is the number of pixels / 256, at most 255, instead of the mean
+    grey level."""
     pixels = images.shape[2] * images.shape[3]
     grey = torch.tensor(float(min(255, pixels // 256)))
     values = torch.arange(256, dtype=torch.float32, device=images.device)
@@ -79,8 +80,8 @@ def _contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def _sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the sharpness: factor 0 gives a smoothed image, truncated to whole levels, and 1 gives the image. Pixels
-    at the border stay as they are."""
+    """Change the sharpness: factor 0 smooths the image and truncates it to whole levels, and factor 1 does not change
+    it. Pixels at the border are not changed."""
     if min(images.shape[2:]) < 3:
         return images
     smooth = operations.smoothed_sum(images).div_(13, rounding_mode="floor")
@@ -92,7 +93,7 @@ def _sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 def _transform(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:
     """Apply an affine map to the indices of pixels. Positions are rounded to float32, and then to the nearest index,
-    halves away from zero. A pixel from outside the image is grey."""
+    halves away from zero. A pixel of the result is grey if its position is outside the image."""
     _, channels, height, width = images.shape
     matrices = np.array(
         [_matrix(name, magnitude / 10 * sign, height, width) for name, sign in zip(names, signs(draws), strict=True)]

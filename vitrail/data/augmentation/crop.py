@@ -1,7 +1,7 @@
 """Random boxes that are cut out of images before they are scaled: the Inception crop, or random-resized crop.
 
 Libraries draw the box by different rules. The original code of the papers calls TensorFlow's rule; torchvision and timm
-have their own.
+have rules of their own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ CropRule = Literal["torchvision", "tensorflow"]
 Box = tuple[int, int, int, int]
 
 TRIES = 10
-"""Boxes that torchvision's rule draws before it gives up."""
+"""Largest number of boxes that torchvision's rule draws. If none of them fits, a centred box is used."""
 
 TENSORFLOW_TRIES = 100
 TRIES_AT_ONCE = 10
-"""Boxes whose random numbers are drawn together. The first box fits into most images."""
+"""Number of boxes of TensorFlow's rule whose random numbers are drawn together. For most images, the first box already
+has an allowed area."""
 
 TENSORFLOW_RATIO = (0.75, 1.33)
 """Range of the aspect ratio that TensorFlow uses by default. It is not exactly 3/4 to 4/3."""
@@ -91,11 +92,11 @@ def tensorflow_crop(
     """Return a random box as TensorFlow's `sample_distorted_bounding_box` draws it, as top, left, height and width.
 
     This is the crop of vision_transformer, big_vision and Big Transfer, with which the models of 2010.11929, 2106.10270
-    and 2205.01580 were trained. The aspect ratio (width / height) is uniform within `ratio`. The height is then a
-    uniform integer between the heights of the smallest and the largest area that `area` allows at that aspect ratio and
-    that fits into the image. The top of a box that is lower than the image is a uniform integer from 0 to `height` -
-    box height - 1, so that the box never touches the last row; columns are alike. If none of 100 boxes has an allowed
-    area, the result is the whole image.
+    and 2205.01580 were trained. The aspect ratio (width / height) is uniform within `ratio`. The height of the box is
+    then a uniform integer. Its bounds are the heights of the smallest and the largest box of this aspect ratio that
+    `area` allows and that fits into the image. The top is a uniform integer from 0 to `height` - box height - 1, so the
+    box does not touch the last row unless it has the full height. The left is drawn in the same way. If none of 100
+    boxes has an allowed area, the result is the whole image.
     """
     for first in range(0, TENSORFLOW_TRIES, TRIES_AT_ONCE):
         numbers = _draws(seed, epoch, sample, view, TRIES_AT_ONCE, Slot.TENSORFLOW_CROP + 4 * first)
@@ -112,9 +113,10 @@ def first_fit(
     area: tuple[float, float] = (0.05, 1.0),
     ratio: tuple[float, float] = TENSORFLOW_RATIO,
 ) -> Box | None:
-    """Return the first box of `tensorflow_crop` with an allowed area, or None if no try gives one.
+    """Return the first box of `tensorflow_crop` with an allowed area, or None if no box has one.
 
-    A try is four uniform numbers in [0, 1): for the aspect ratio, the height, the top and the left of a box.
+    Each element of `tries` contains four uniform numbers in [0, 1), for the aspect ratio, the height, the top and the
+    left of a box.
     """
     for aspect, size, down, across in tries:
         found = _sized(ratio[0] + (ratio[1] - ratio[0]) * aspect, size, height, width, area)
@@ -125,7 +127,8 @@ def first_fit(
 
 
 def _sized(ratio: float, draw: float, height: int, width: int, area: tuple[float, float]) -> tuple[int, int] | None:
-    """Return height and width of a box with an aspect ratio, or None if its area is not allowed after rounding."""
+    """Return height and width of a box with the aspect ratio `ratio`, or None if the area after rounding is not
+    allowed."""
     least, most = area[0] * height * width, area[1] * height * width
     lowest, highest = round(math.sqrt(least / ratio)), round(math.sqrt(most / ratio))
     if round(highest * ratio) > width:
@@ -144,7 +147,7 @@ def _sized(ratio: float, draw: float, height: int, width: int, area: tuple[float
 
 
 def _draws(seed: int, epoch: int, sample: int, view: int, tries: int, first: int) -> np.ndarray:
-    """Return four random numbers for each try."""
+    """Return four random numbers for each of `tries` boxes."""
     key = np.array([epoch], np.int64), np.array([sample], np.int64), np.array([view], np.int64)
     return keyed_uniform(seed, *key, draws=4 * tries, first=first).reshape(tries, 4)
 

@@ -11,8 +11,8 @@ __all__ = ["Slot", "keyed_uniform", "symmetric_beta"]
 
 
 class Slot(IntEnum):
-    """Number of the first draw of each augmentation. An augmentation must not need more draws than there are before the
-    next one, because the two would then share draws."""
+    """Number of the first draw of each augmentation. The draws of an augmentation must end before the first draw of the
+    next augmentation. Otherwise both would use the same random numbers."""
 
     MOVE = 0
     ERASE = 3
@@ -20,7 +20,7 @@ class Slot(IntEnum):
     JITTER = 48
     MIX = 56
     RANDAUGMENT = 64
-    """RandAugment needs more draws if it has more layers, so that about a million are reserved for it."""
+    """The number of draws of RandAugment grows with its layers, so about a million draws are reserved."""
     TENSORFLOW_CROP = 1 << 20
     WINDOW = (1 << 20) + 1024
 
@@ -38,8 +38,8 @@ def keyed_uniform(
     draws starts at `first`.
 
     Each component of the key is hashed in turn by the finaliser of SplitMix64 (Steele, Lea and Flood 2014). View 0 is
-    not hashed, so view 0 gets the numbers that a sample with one view gets. The numbers are computed on the CPU, so
-    that code can read them without waiting for a device.
+    not hashed. The first of several views therefore has the same numbers as a single view. The numbers are computed on
+    the CPU, so reading them does not wait for a device.
     """
     state = _mix(np.array([seed], np.uint64))
     state = _mix(state ^ epochs.view(np.uint64))
@@ -51,8 +51,8 @@ def keyed_uniform(
 
 
 def symmetric_beta(uniform: Float[np.ndarray, "b 2"], alpha: float) -> Float64[np.ndarray, " b"]:
-    """Return numbers from Beta(alpha, alpha), for alpha > 0. Each number takes two uniform numbers, without rejection
-    sampling.
+    """Return numbers from Beta(alpha, alpha), for alpha > 0. Each number is computed from two uniform numbers, without
+    rejection sampling.
 
     T = sqrt(2 alpha (U^(-1 / alpha) - 1)) cos(2 pi V) follows Student's t with 2 alpha degrees of freedom (Bailey
     1994), and 1/2 + T / (2 sqrt(2 alpha + T^2)) then follows Beta(alpha, alpha).

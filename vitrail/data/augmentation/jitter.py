@@ -14,19 +14,19 @@ from vitrail.data.augmentation.operations import on_device
 __all__ = ["DRAWS", "colour_jitter"]
 
 DRAWS = 8
-"""Random numbers per image: four for the strengths of brightness, contrast, saturation and hue, and four for the order
-of these changes."""
+"""Random numbers per image: four for the amounts by which brightness, contrast, saturation and hue change, and four for
+the order of these changes."""
 
 
 def colour_jitter(
     images: UInt8[Tensor, "b c h w"], draws: Float32[np.ndarray, "b 8"], strengths: Sequence[float]
 ) -> UInt8[Tensor, "b c h w"]:
-    """Change brightness, contrast, saturation and hue at random, like torchvision's ColorJitter. A strength of 0 skips
-    that change.
+    """Change brightness, contrast, saturation and hue at random, like torchvision's ColorJitter. A change with the
+    strength 0 is skipped.
 
-    Factors of brightness, contrast and saturation are uniform in [max(0, 1 - strength), 1 + strength]. The hue turns by
-    a uniform fraction of the colour circle in [-strength, strength]. Images are rounded to whole values after each
-    change.
+    Factors of brightness, contrast and saturation are uniform in [max(0, 1 - strength), 1 + strength]. The hue is
+    rotated by a uniform fraction of the colour circle in [-strength, strength]. Images are rounded to whole values
+    after each change.
     """
     kinds = [kind for kind, strength in enumerate(strengths) if strength]
     order = np.argsort(draws[:, [4 + kind for kind in kinds]], axis=1)

@@ -1,7 +1,7 @@
 """Kernels of RandAugment: functions that apply operations with one magnitude to some images of a batch.
 
-The modules `pillow_kernels` and `big_vision_kernels` hold the kernels of two implementations. This module holds their
-common parts.
+The modules `pillow_kernels` and `big_vision_kernels` define the kernels of two implementations. This module defines the
+functions that both modules use.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Draws = Float32[np.ndarray, "n 4"]
 x)."""
 
 Kernel = Callable[[Tensor, Sequence[str], np.ndarray, float], Tensor]
-"""Function of the images, the name of the operation for each image, the random numbers and the magnitude. It returns
-the changed images."""
+"""A function that returns the changed images. Its arguments are the images, the name of the operation for each image,
+the random numbers and the magnitude."""
 
 
 def plain_kernel(operation: Callable[[Images], Images]) -> Kernel:
@@ -44,8 +44,8 @@ def factor_kernel(operation: Callable[[Images, Float32[Tensor, " n"]], Images]) 
 
 
 def table_kernel(table: Callable[[str, float], UInt8[np.ndarray, " 256"]]) -> Kernel:
-    """Return the kernel of operations that replace each value by another one. `table` returns the new values of an
-    operation at a magnitude."""
+    """Return the kernel of operations that replace each value by another one. `table` returns the new values for the
+    name of an operation and a magnitude."""
 
     def by_table(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:
         tables = {name: table(name, magnitude) for name in set(names)}
@@ -56,8 +56,8 @@ def table_kernel(table: Callable[[str, float], UInt8[np.ndarray, " 256"]]) -> Ke
 
 
 def box_kernel(half_side: Callable[[float, int], int]) -> Kernel:
-    """Return the kernel that turns a box around a random pixel grey. `half_side` returns half of the box's side in
-    pixels from the magnitude and the shorter side of the image."""
+    """Return the kernel that turns a box around a random pixel grey. `half_side` computes half of the box's side in
+    pixels. Its arguments are the magnitude and the shorter side of the image."""
 
     def cutout(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:
         sides = images.shape[2:]
@@ -72,5 +72,5 @@ def box_kernel(half_side: Callable[[float, int], int]) -> Kernel:
 
 
 def signs(draws: Draws) -> list[int]:
-    """Return the direction of each operation, 1 or -1, with equal chance."""
+    """Return the direction of each operation: 1 or -1, with equal probability."""
     return [1 if draw < 0.5 else -1 for draw in draws[:, 1].tolist()]

@@ -45,9 +45,9 @@ def mix(
 
     `mixup` and `cutmix` are the values of alpha; 0 turns a method off. If both are on, a random number chooses the
     method for each image. Images are rounded to uint8. If the batch has no targets, they are made from the labels, with
-    `classes` columns. A partner that could not be decoded or has no target is not mixed in. For regression, mixup
-    blends the numbers with the same weights as the images. If `mixup_per` is "batch", the random numbers of the first
-    row give the mixup weight of the whole batch, as in big_vision; CutMix keeps one weight per sample.
+    `classes` columns. A partner that could not be decoded or has no target is not mixed in. For regression, mixup mixes
+    the target numbers with the same weights as the images. If `mixup_per` is "batch", the random numbers of the first
+    row determine one mixup weight for the whole batch, as in big_vision. CutMix still has one weight per sample.
 
     Raise `ConfigError` if the batch has no targets and `classes` is missing, or if CutMix is on for regression.
     """
@@ -105,9 +105,9 @@ def mixup_shares(uniform: Float32[np.ndarray, "n 2"], alpha: float) -> Int64[np.
 def cut_boxes(
     uniform: Float32[np.ndarray, "n 4"], alpha: float, height: int, width: int
 ) -> tuple[Bool[np.ndarray, "n h"], Bool[np.ndarray, "n w"]]:
-    """Return the rows and the columns of the CutMix boxes, which are pasted from the partner (1905.04899).
+    """Return masks of the rows and of the columns of the CutMix boxes, which are copied from the partner (1905.04899).
 
-    A box has the aspect ratio of the image and the fraction 1 - lambda of the image's area, with lambda from
+    A box has the aspect ratio of the image. Its area is the fraction 1 - lambda of the image's area, with lambda from
     Beta(alpha, alpha). The centre of the box is uniform in the image. The box is clipped to the image.
     """
     side_share = np.sqrt(1 - symmetric_beta(uniform[:, :2], alpha))
@@ -120,7 +120,7 @@ def cut_boxes(
 
 
 def _one_hot(labels: Int64[Tensor, " b"], classes: int) -> Float[Tensor, "b classes"]:
-    """Return the labels as one-hot vectors. The range of the labels is not checked, because the CPU would have to
-    wait."""
+    """Return the labels as one-hot vectors. The range of the labels is not checked, because the CPU would have to wait
+    for the device."""
     targets = torch.zeros(len(labels), classes, device=labels.device)
     return targets.scatter_(1, labels.clamp(min=0)[:, None], 1.0)

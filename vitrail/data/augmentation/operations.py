@@ -55,24 +55,27 @@ def window(
 
 
 def by_table(images: Images, tables: UInt8[Tensor, "n channels 256"]) -> Images:
-    """Replace each value by its entry in the image's table. An image has one table, or one per channel."""
+    """Replace each value by its entry in a table. Each image has one table, or one table per channel."""
     n, c, _, _ = images.shape
     return tables.expand(n, c, 256).gather(2, images.flatten(2).long()).view(images.shape)
 
 
 def blend(low: Tensor, high: Tensor, factors: Tensor) -> Tensor:
-    """Return low + factors x (high - low), clipped to [0, 255] and truncated, in two steps that no device fuses."""
+    """Return low + factors x (high - low), clipped to [0, 255] and truncated. Separate steps prevent a fused
+    multiply-add."""
     return ((high - low) * factors).add_(low).clamp_(0, 255).to(torch.uint8)
 
 
 def brightness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the brightness like Pillow's ImageEnhance.Brightness: factor 0 gives black, and 1 gives the image."""
+    """Change the brightness like Pillow's ImageEnhance.Brightness: factor 0 makes the image black, and factor 1 does
+    not change it."""
     values = torch.arange(256, dtype=torch.float32, device=images.device)
     return by_table(images, blend(torch.zeros_like(values), values, factors[:, None, None]))
 
 
 def contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the contrast like Pillow's ImageEnhance.Contrast: factor 0 gives the mean grey, and 1 gives the image."""
+    """Change the contrast like Pillow's ImageEnhance.Contrast: factor 0 makes the whole image the mean grey, and factor
+    1 does not change it."""
     grey = _grey(images)
     pixels = grey[0].numel()
     mean = (2 * grey.sum(dim=(1, 2, 3), dtype=torch.int64) + pixels).div(2 * pixels, rounding_mode="floor")
@@ -81,7 +84,8 @@ def contrast(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def saturation(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the saturation like Pillow's ImageEnhance.Color: factor 0 gives the grey image, and 1 gives the image.
+    """Change the saturation like Pillow's ImageEnhance.Color: factor 0 makes the image grey, and factor 1 does not
+    change it.
 
     Images with one channel stay as they are.
     """
@@ -91,10 +95,10 @@ def saturation(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
-    """Change the sharpness like Pillow's ImageEnhance.Sharpness: factor 0 gives a smoothed image, and 1 gives the
-    image.
+    """Change the sharpness like Pillow's ImageEnhance.Sharpness: factor 0 smooths the image, and factor 1 does not
+    change it.
 
-    Pixels at the border stay as they are.
+    Pixels at the border are not changed.
     """
     if min(images.shape[2:]) < 3:
         return images
@@ -105,15 +109,15 @@ def sharpness(images: Images, factors: Float32[Tensor, " n"]) -> Images:
 
 
 def smoothed_sum(images: Images) -> Int16[Tensor, "n c h-2 w-2"]:
-    """Return 13 times the smoothed image of `sharpness`, without the border. The weight of a pixel is 5, and that of
-    each of its eight neighbours is 1."""
+    """Return 13 times the smoothed image of `sharpness`, without the border. A pixel has the weight 5, and each of its
+    eight neighbours has the weight 1."""
     values = images.short()
     rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
     return rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * values[:, :, 1:-1, 1:-1]
 
 
 def hue(images: Images, turns: Float32[Tensor, " n"]) -> Images:
-    """Turn the hue by a fraction of the colour circle, -1/2 to 1/2, in float32.
+    """Rotate the hue by a fraction of the colour circle, from -1/2 to 1/2, in float32.
 
     Images with one channel stay as they are.
     """
@@ -163,8 +167,8 @@ def equalize(images: Images) -> Images:
 def transform(images: Images, matrices: Float64[np.ndarray, "n 6"]) -> Images:
     """Apply an affine map: pixel (x, y) becomes the pixel nearest to (a x + b y + c, d x + e y + f).
 
-    A pixel from outside the image is grey. This is Pillow's Image.transform (AFFINE, NEAREST), which maps the centres
-    of pixels and computes in units of 2^-16 pixels.
+    A pixel of the result is grey if its position is outside the image. This is Pillow's Image.transform (AFFINE,
+    NEAREST), which maps the centres of pixels and computes in units of 2^-16 pixels.
     """
     _, channels, height, width = images.shape
     middle = matrices[:, [2, 5]] + 0.5 * (matrices[:, [0, 3]] + matrices[:, [1, 4]])
@@ -183,12 +187,12 @@ def transform(images: Images, matrices: Float64[np.ndarray, "n 6"]) -> Images:
 def box_mask(
     rows: Bool[np.ndarray, "n h"], columns: Bool[np.ndarray, "n w"], device: torch.device
 ) -> Bool[Tensor, "n 1 h w"]:
-    """Return True for pixels whose row and column are both True."""
+    """Return a mask that is True for the pixels whose row and column are both True."""
     return on_device(rows, device)[:, None, :, None] & on_device(columns, device)[:, None, None, :]
 
 
 def fill(images: Images, rows: Bool[np.ndarray, "n h"], columns: Bool[np.ndarray, "n w"]) -> Images:
-    """Turn a box of each image grey. `True` marks the rows and the columns of the box."""
+    """Turn a box of each image grey. `rows` and `columns` are True for the rows and the columns of the box."""
     return images.masked_fill(box_mask(rows, columns, images.device), GREY)
 
 

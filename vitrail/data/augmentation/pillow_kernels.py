@@ -26,12 +26,12 @@ from vitrail.data.augmentation.kernels import (
 __all__ = ["PILLOW", "posterized"]
 
 REFERENCE_SIDE = 224
-"""Image side in pixels to which shifts and box sizes refer. For images of another size, they are scaled in
-proportion."""
+"""Image side in pixels for which shifts and box sizes are defined. For images of another size, shifts and box sizes are
+scaled in proportion."""
 
 
 def posterized(magnitude: float) -> UInt8[np.ndarray, " 256"]:
-    """Return all values with only their upper bits: int(0.4 magnitude) bits, from 1 to 8."""
+    """Return a table that keeps the upper bits of each value: int(0.4 magnitude) bits, but at least 1 and at most 8."""
     bits = min(8, max(1, int(magnitude / 10 * 4)))
     return (np.arange(256) & (256 - (1 << (8 - bits)))).astype(np.uint8)
 
@@ -92,4 +92,4 @@ PILLOW: dict[str, Kernel] = {
     "Cutout": box_kernel(lambda magnitude, side: int(magnitude / 10 * 40 * side / REFERENCE_SIDE)),
     "SolarizeAdd": _by_table,
 }
-"""Kernels by the name of the operation, in the order in which operations are drawn."""
+"""Kernels by the name of the operation. A random number chooses an operation by its position in this order."""

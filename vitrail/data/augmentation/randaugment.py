@@ -1,7 +1,8 @@
 """RandAugment (Cubuk et al., 1909.13719): operations drawn from sixteen, applied one after another with one magnitude.
 
-Every layer draws one of the sixteen operations of google-research/big_vision with equal probability. Two sets of
-kernels compute them: Pillow's arithmetic with lengths in proportion to the image, or big_vision's own code exactly.
+Every layer draws one of the sixteen operations of google-research/big_vision with equal probability. There are two sets
+of kernels. One uses Pillow's arithmetic, with lengths in proportion to the image. The other repeats big_vision's code
+exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vitrail.data.augmentation.pillow_kernels import PILLOW
 __all__ = ["DRAWS", "KERNELS", "OPERATIONS", "RandAugmentRule", "apply_operations", "randaugment"]
 
 DRAWS = 4
-"""Random numbers per operation. See `Draws`."""
+"""Random numbers per operation, as described for `Draws`."""
 
 RandAugmentRule = Literal["pillow", "big-vision"]
 
@@ -28,13 +29,14 @@ KERNELS: dict[RandAugmentRule, dict[str, Kernel]] = {"pillow": PILLOW, "big-visi
 """Kernels of each rule, by the name of the operation."""
 
 OPERATIONS = tuple(PILLOW)
-"""Names of the operations in the order of their numbers."""
+"""Names of the operations. A random number chooses an operation by its position in this tuple."""
 
 
 def randaugment(
     images: Images, draws: Float32[np.ndarray, "n layers 4"], *, magnitude: float, rule: RandAugmentRule = "pillow"
 ) -> Images:
-    """Apply one random operation per layer to each image. `draws` holds the random numbers of each image and layer."""
+    """Apply one random operation per layer to each image. `draws` contains the random numbers for each image and
+    layer."""
     for layer in range(draws.shape[1]):
         chosen = (draws[:, layer, 0] * len(OPERATIONS)).astype(int)
         names = [OPERATIONS[number] for number in chosen]
@@ -45,7 +47,8 @@ def randaugment(
 def apply_operations(
     images: Images, names: Sequence[str], draws: Draws, *, magnitude: float, rule: RandAugmentRule = "pillow"
 ) -> Images:
-    """Apply the operation in `names` to each image. Operations that share a kernel are applied together."""
+    """Apply to each image the operation that `names` states for the image. Operations with the same kernel are applied
+    together."""
     groups: dict[Kernel, list[int]] = {}
     for place, name in enumerate(names):
         groups.setdefault(KERNELS[rule][name], []).append(place)

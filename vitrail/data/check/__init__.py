@@ -31,11 +31,11 @@ def check_data(
     max_skipped: float = 0.01,
     progress: Progress | None = None,
 ) -> Report:
-    """Check every image of `splits`, or `sample` of them, and return a report.
+    """Check all images of `splits`, or a sample of `sample` images, and return a report.
 
-    The sample is chosen by a hash and holds the same fraction of every split and class. Labels are always counted for
-    all images. `max_skipped` is the fraction of training images that may fail to decode, as in `DataConfig`. A broken
-    image is a finding, not an error. Raises `ConfigError` if an argument is out of range.
+    The sample is chosen by a hash and contains about the same fraction of every split and class. Labels are always
+    counted for all images. `max_skipped` is the fraction of training images that may fail to decode, as in
+    `DataConfig`. A broken image is a finding, not an error. Raises `ConfigError` if an argument is out of range.
     """
     if sample is not None and sample < 1:
         raise ConfigError(f"sample={sample} is less than 1; check at least one image")
@@ -108,7 +108,7 @@ def _rows(sources: list[Source], sample: int | None) -> list[np.ndarray]:
 
 
 def _glance(source: Source) -> Looks:
-    """Examine images at even distances in a source, one after another, until the time limit."""
+    """Examine evenly spaced images of a source, one after another, until the time limit is reached."""
     begun = time.perf_counter()
     rows = np.unique(np.linspace(0, len(source) - 1, min(QUICK_IMAGES, len(source))).astype(np.int64))
     results = []

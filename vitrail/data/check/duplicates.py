@@ -35,7 +35,7 @@ AXES = 8
 
 MOST_COMPARISONS = 200_000_000
 """Largest number of pairs of thumbnails that are compared. The limit bounds the time if very many images look alike.
-Pairs that are near along the first axis are compared first."""
+Thumbnails that follow each other along the first axis are compared first."""
 
 MOST_NEIGHBOURS = 1_000_000
 MOST_COMPARED = 20_000
@@ -69,7 +69,8 @@ class Duplicates:
     complete: bool
     """False if so many images look alike that not all pairs were compared."""
     shifted: bool
-    """True if shifted and recoloured copies were searched. They are not searched among very many images."""
+    """True if the search included shifted and recoloured copies. This part of the search is skipped for very many
+    images."""
 
 
 def find_duplicates(
@@ -112,9 +113,9 @@ def neighbours(thumbnails: UInt8[np.ndarray, "n 8 8"], radius: float = RADIUS) -
     """Return all pairs of thumbnails whose distance, after normalisation to mean 0 and length 1, is at most `radius`.
 
     Flat thumbnails are excluded. Two thumbnails that are close are also close along every axis. Thumbnails are
-    therefore sorted into the cells of a grid, and a thumbnail near the edge of a cell is in the neighbouring cell too.
-    Within a cell, thumbnails are sorted along one more axis, and each is compared only with the following thumbnails
-    within `radius`.
+    therefore sorted into the cells of a grid, and a thumbnail near the edge of a cell is also put into the neighbouring
+    cell. Within a cell, thumbnails are sorted along one more axis. Each thumbnail is compared only with the thumbnails
+    that follow it within `radius` along this axis.
     """
     blocks = [thumbnails[start : start + BLOCK] for start in range(0, len(thumbnails), BLOCK)]
     usable = np.flatnonzero(np.concatenate([np.zeros(0), *(block.std(axis=(1, 2)) for block in blocks)]) >= FLATTEST)
@@ -196,8 +197,8 @@ def _places(thumbnails: np.ndarray, usable: np.ndarray) -> Float32[np.ndarray, "
 
 
 def _cells(places: np.ndarray, radius: float) -> tuple[UInt64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
-    """Return cell numbers and the rows in each cell. Two points within `radius` are both in the cell of their
-    midpoint."""
+    """Return pairs of a cell number and a row in this cell, as two arrays. A row can be in several cells. Two points
+    within `radius` of each other are both in the cell of their midpoint."""
     rows = np.arange(len(places))
     keys = np.zeros(len(places), np.uint64)
     margin = radius / 2 * 1.001

@@ -25,9 +25,9 @@ FAR = 6.0
 """Smallest robust z-score of an outlier: the distance from the median divided by the robust standard deviation."""
 
 LEAST_DEVIATIONS = {"area": 0.35, "shape": 0.15, "brightness": 12.0, "contrast": 10.0}
-"""Lower bounds of the robust standard deviations. Without these bounds, a tiny difference would be an outlier if nearly
-all images are equal. Brightness and contrast are in grey levels. Area and shape are natural logarithms: with these
-bounds, an outlier differs from the median by a factor of at least 8 in area or 2.5 in aspect ratio."""
+"""Lower bounds of the robust standard deviations. If nearly all images are equal, a tiny difference would otherwise
+make an image an outlier. Brightness and contrast are in grey levels. Area and shape are natural logarithms: with these
+bounds, an outlier differs from the median by a factor of at least about 8 in area or 2.5 in aspect ratio."""
 
 CONVERTED: tuple[tuple[Oddity, str, str, str], ...] = (
     (Oddity.TRANSPARENT, "transparent", "with transparency", "These images are placed on a white background."),
@@ -106,7 +106,7 @@ def kinds_of(looks: Looks) -> dict[str, int]:
 def _singles(
     examined: Examined, rows: np.ndarray, detail: Callable[[int], str] = lambda row: ""
 ) -> tuple[tuple[Example, ...], ...]:
-    """Return one group per row, with the example of that row."""
+    """Return a group for each row. The group contains one example, which describes the row's image."""
     return first([examined.example(row, detail(row))] for row in rows.tolist())
 
 
@@ -143,7 +143,7 @@ def _effect_of_broken(name: str, state: State, count: int, limit: int) -> tuple[
 def _copies(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -> Iterator[Finding]:
     """Yield findings about groups of copies: across splits, with different labels, and within a split.
 
-    Copies within a split that have different labels are only in the finding about labels.
+    Copies within a split that have different labels are reported only in the finding about labels.
     """
     prefix, how = ("near-", "near duplicates") if near else ("", "identical pixels")
     across = [group for group in groups if any(_across(examined, [group], near=near).values())]
@@ -219,7 +219,7 @@ def _held_out(examined: Examined, groups: Sequence[np.ndarray], *, near: bool) -
 
 
 def _by_split(examined: Examined, group: np.ndarray) -> dict[str, list[int]]:
-    """Return the hashes of the pixels of a group's members, by split, in the order of the splits."""
+    """Return the pixel hashes of a group's members for each split. The splits are in order."""
     names = tuple(examined.sources)
     numbers, pixels = examined.looks.split[group], examined.looks.pixels[group]
     return {names[number]: pixels[numbers == number].tolist() for number in np.unique(numbers).tolist()}
@@ -289,7 +289,8 @@ def _far(quantity: str, values: np.ndarray) -> np.ndarray:
     """Return True for each value that is an outlier.
 
     A value is an outlier if it is more than `FAR` robust standard deviations from the median. The robust standard
-    deviation is 1.4826 times the median absolute deviation, which for normal values is the standard deviation.
+    deviation is 1.4826 times the median absolute deviation. For normally distributed values, it equals the standard
+    deviation.
     """
     distance = np.abs(values - np.median(values))
     return distance > FAR * max(1.4826 * float(np.median(distance)), LEAST_DEVIATIONS[quantity])

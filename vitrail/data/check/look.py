@@ -47,7 +47,7 @@ DETAIL_SIDE = 32
 """Side in pixels of the pictures for the comparison of shifted images."""
 
 MOST_DETAILED = 100_000
-"""Largest number of images for which these pictures are kept. They take 1 kB each."""
+"""Largest number of images for which pictures of this size are kept. Each picture takes 1 kB."""
 
 CHUNK = 64
 """Number of images that a thread examines at a time. It is small enough to show progress and large enough to be
@@ -108,12 +108,13 @@ class Seen:
 
 
 class Looks:
-    """The results of examining many images, one row each. A row takes about 110 bytes, and 1 kB more for `details`."""
+    """The results of examining many images, one row each. Each image takes about 110 bytes, and another 1 kB if
+    `details` are kept."""
 
     def __init__(self, split: Integer[np.ndarray, " n"], index: Int[np.ndarray, " n"]) -> None:
         count = len(index)
         self.split = split
-        """Number of the split of each image."""
+        """Index of each image's split."""
         self.index = index
         """Index of each image in the source of its split."""
         self.state = np.zeros(count, np.uint8)
@@ -162,8 +163,8 @@ def look_at_all(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Looks:
-    """Examine the samples `rows[i]` of `sources[i]` in threads. An image that cannot be decoded is not an error; its
-    state says so."""
+    """Examine the samples `rows[i]` of `sources[i]` in threads. An image that cannot be decoded is not an error. The
+    failure is recorded in the image's state."""
     split = np.repeat(np.arange(len(rows), dtype=np.uint8), [len(part) for part in rows])
     index = np.concatenate(rows).astype(np.int64)
     looks = Looks(split, index)
@@ -263,7 +264,7 @@ def _header(data: bytes) -> tuple[str, Oddity]:
 
 
 def _says(question: Callable[[], bool]) -> bool:
-    """Return the answer to a question about a header, or False if that field of the header is damaged.
+    """Return the result of `question`, which tests a field of a header. Return False if this field is damaged.
 
     An image with a damaged field can still be decoded.
     """

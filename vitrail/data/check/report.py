@@ -15,7 +15,7 @@ __all__ = [
 
 Severity = Literal["error", "warning", "note"]
 """Severity of a finding. An error makes training fail. With a warning, training works, but the model is worse or its
-metrics are wrong. A note is good to know."""
+metrics are wrong. A note is only information."""
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
@@ -54,7 +54,8 @@ class Finding:
     advice: str
     """What the user can do."""
     groups: tuple[tuple[Example, ...], ...] = ()
-    """The first images that the finding is about. Images that are copies of each other form a group."""
+    """The first images that the finding is about. Images that are copies of each other form a group. Any other image is
+    a group of its own."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from vitrail.data.check.look import DETAIL_SIDE, in_threads
 __all__ = ["detail_correlation", "most_similar", "shifted_copies"]
 
 NEIGHBOURS = 5
-"""Number of most similar thumbnails with which an image is compared."""
+"""Number of images with which each image is compared: the images with the most similar thumbnails."""
 
 FLATTEST = 3.0
-"""Contrast of a thumbnail in grey levels, below which the thumbnail resembles no other."""
+"""Contrast in grey levels of the flattest thumbnails that are fully compared. For a flatter thumbnail, the similarity
+to other thumbnails is reduced."""
 
 MARGIN = 5
-"""Largest shift between two images, in pixels of 32."""
+"""Largest shift between two images, in pixels of the pictures of 32 x 32 pixels."""
 
 FINE, COARSE = 0.7, 2.5
 """Standard deviations in pixels of two Gaussian filters. Their difference keeps the details of a picture, and removes
@@ -32,14 +33,16 @@ MATCH = 0.85
 """Smallest correlation of the details of near duplicates."""
 
 MATCH_OF_FEW, FEW = 0.95, 30
-"""Smallest correlation if fewer pairs than `FEW` are compared, because they do not show what is usual for the data."""
+"""If fewer than `FEW` pairs are compared, near duplicates need at least the correlation `MATCH_OF_FEW`. So few pairs do
+not show which correlations are usual for the data."""
 
 OUTLIER = 5.0
-"""Smallest distance of a near duplicate from the usual pairs of similar images, in robust standard deviations."""
+"""Smallest difference between the score of near duplicates and the median score of all compared pairs, in robust
+standard deviations. A score is a correlation after Fisher's transformation."""
 
 BUSY = 0.2
-"""Smallest effective fraction of the pixels that hold the details. Small objects before a plain background look alike
-without being copies."""
+"""Smallest fraction of a near duplicate's pixels that contain details. Images with fewer details, such as small objects
+on a plain background, look alike without being copies."""
 
 ROWS, GROUP, BLOCK = 256, 64, 2048
 
@@ -51,7 +54,7 @@ def shifted_copies(
 
     The correlation of details must be at least `MATCH`. It must also be unusual for the data: in some data sets, such
     as drawings of the same objects, the most similar images correlate strongly without being copies. The distribution
-    of the correlations of all compared pairs, after Fisher's transformation, tells what is usual.
+    of the correlations of all compared pairs, after Fisher's transformation, shows which correlations are usual.
     """
     pairs = most_similar(thumbnails, threads=threads)
     if not len(pairs):
@@ -70,7 +73,7 @@ def shifted_copies(
 
 
 def most_similar(thumbnails: UInt8[np.ndarray, "n 8 8"], *, threads: int | None = None) -> Int64[np.ndarray, "p 2"]:
-    """Return the pairs of each thumbnail with the five others that correlate most with it.
+    """Return pairs of thumbnails: each thumbnail with each of the five others that correlate most with it.
 
     Each pair occurs once, with the smaller index first. All thumbnails are compared with all others, so the time grows
     with the square of their number.
@@ -133,7 +136,7 @@ def _details_of(pictures: UInt8[np.ndarray, "n 32 32"]) -> Float32[np.ndarray, "
 
 @functools.cache
 def _blur(deviation: float) -> Float32[np.ndarray, "32 32"]:
-    """Return the matrix of a Gaussian filter of rows. Pixels beyond the edge are those at the edge."""
+    """Return the matrix of a Gaussian filter of rows. Beyond the edge, the pixel at the edge is repeated."""
     side, reach = DETAIL_SIDE, round(5 * deviation)
     matrix = np.zeros((side, side))
     for row in range(side):

@@ -24,13 +24,13 @@ from vitrail.errors import UndecodableImage
 __all__ = ["FORMATS", "MAX_PIXELS", "SUFFIXES", "Opened", "decode", "image_size_of", "open_image", "to_pil"]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-"""Formats that may be opened. Pillow knows others that start programs (EPS) or read further files."""
+"""Formats that may be opened. Pillow also supports formats that start programs (EPS) or read other files."""
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 """Suffixes, in lower case, of files that count as images."""
 
 MAX_PIXELS = 89_478_485
-"""Largest number of pixels of an image, at which Pillow starts to warn (256 MiB). A larger image is refused before
+"""Largest number of pixels of an image: 256 MiB in RGB. Pillow warns about larger images. Here they are refused before
 memory is allocated."""
 
 BACKGROUND = (255, 255, 255)
@@ -60,7 +60,8 @@ TURNED = frozenset({5, 6, 7, 8})
 """Orientations that swap height and width."""
 
 FROM_BELOW, FROM_RIGHT = frozenset({3, 4, 7, 8}), frozenset({2, 3, 6, 7})
-"""Orientations for which turning the picture upright reverses the order of the rows (or columns)."""
+"""Orientations for which turning the picture upright reverses the order of the rows (`FROM_BELOW`) or of the columns
+(`FROM_RIGHT`)."""
 
 PNG_ORIENTATION = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 """Types of PNG chunks that can hold the orientation. If such a chunk follows the pixels, Pillow has to decode the file
@@ -78,10 +79,10 @@ class Opened:
     size: tuple[int, int]
     """Height and width of the upright image at full size."""
     orientation: int = 1
-    """1 to 8, as EXIF numbers them."""
+    """EXIF orientation, 1 to 8."""
     shrinks: bool = False
-    """True for a JPEG that this module opened, so that its decoder may be changed. False for a Pillow image from the
-    caller."""
+    """True for a JPEG that this module opened, so the settings of its decoder may be changed. False for other formats
+    and for a Pillow image from the caller."""
 
     def shrink_for(self, most: float) -> int:
         """Return the largest of the factors 8, 4 and 2 that is at most `most`, or 1 if there is none or the image is
@@ -90,7 +91,7 @@ class Opened:
         return next((shrink for shrink in SHRINKS if shrink <= most), 1)
 
     def begin(self, shrink: int) -> tuple[float, float]:
-        """Return the first row and column of the upright picture, in pixels of the shrunk picture.
+        """Return the row and the column at which the content of the shrunk upright picture begins, in its pixels.
 
         If the size is not a multiple of `shrink`, the decoder pads the picture at the right and the bottom. After the
         picture is turned upright, the padding can be at the left or the top.
@@ -118,10 +119,10 @@ def decode(image: bytes | np.ndarray | Image.Image, channels: int) -> UInt8[np.n
     """Return the pixels of an image with 1 (grey) or 3 (RGB) channels. The EXIF orientation is applied, and transparent
     pixels are blended with white.
 
-    The image is an encoded file, an array (uint8; h w, h w 1 or h w 3) or a Pillow image. Only the first frame or page
-    is decoded. If the image has 16 bits per channel, the upper 8 bits are kept. ICC colour profiles are ignored,
-    because the models of torchvision and timm were trained without them. Raise `UndecodableImage` if the image cannot
-    be decoded; the message gives the reason.
+    The image is an encoded file, a uint8 array (h w, h w 1 or h w 3) or a Pillow image. Only the first frame or page is
+    decoded. If the image has 16 bits per channel, the upper 8 bits are kept. ICC colour profiles are ignored, because
+    the models of torchvision and timm were trained without them. Raise `UndecodableImage` if the image cannot be
+    decoded; the message gives the reason.
     """
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[2:] == (channels,) and image.size:
         return image
@@ -135,7 +136,7 @@ def to_pil(image: bytes | np.ndarray | Image.Image, channels: int) -> Image.Imag
 
 
 def image_size_of(image: bytes | np.ndarray | Image.Image) -> tuple[int, int]:
-    """Return the height and width of the result of `decode`. Only the header is read. Raise `UndecodableImage`."""
+    """Return the height and width that `decode` would return. Only the header is read. Raise `UndecodableImage`."""
     return open_image(image).size
 
 

@@ -27,7 +27,8 @@ exactly 232."""
 
 
 _Part = tuple[np.ndarray, np.ndarray]
-"""Source indices or weights for each pixel along one axis, and False for pixels that become the fill value."""
+"""Two arrays with one entry per pixel along an axis. The first array contains the index of a source pixel, or the
+weights of several source pixels. The second array is False for pixels that become the fill value."""
 
 
 class _Axis(NamedTuple):
@@ -43,7 +44,7 @@ class _Axis(NamedTuple):
     start: int
     """Index of the window's first pixel in the scaled box."""
     size: int
-    """Length of the result in pixels."""
+    """Length of the window, which is the result, in pixels."""
     mirrored: bool
 
     def forward(self, positions: Float64[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
@@ -199,13 +200,13 @@ def scaled_side(side: int, share: float) -> int:
 
 
 def place(old: Size, new: Size, resize: Resize, share: float) -> Placement:
-    """Return the placement that turns an image of size `old` into one of size `new`. See `Preprocess` for `resize` and
+    """Return the placement of an image of size `old` in a result of size `new`. See `Preprocess` for `resize` and
     `crop_share`.
 
-    The window is centred. As in torchvision (`transforms.Resize`, `CenterCrop`), the long side is rounded down, and the
-    start of the window is rounded to the nearest pixel (halves to even). If the padding is odd, the extra pixel is at
-    the bottom or right. If `new` is not square or `resize` is "pad", both sides are rounded to the nearest pixel, as in
-    timm (`ResizeKeepRatio`).
+    The window is centred. As in torchvision (`transforms.Resize`, `CenterCrop`), the long side of the scaled image is
+    rounded down. The start of the window is rounded to the nearest pixel (halves to even). If the padding is odd, the
+    extra pixel is at the bottom or right. If `new` is not square or `resize` is "pad", both sides are rounded to the
+    nearest pixel, as in timm (`ResizeKeepRatio`).
     """
     target = scaled_side(new[0], share), scaled_side(new[1], share)
     scaled = target if resize == "squash" else _in_proportion(old, target, cover=resize == "crop")
@@ -216,8 +217,8 @@ def place(old: Size, new: Size, resize: Resize, share: float) -> Placement:
 def place_like_big_vision(old: Size, new: Size, resize: Resize, share: float) -> Placement:
     """Return the placement of `place` with the rounding of big_vision (`resize_small`, `resize_long`, `central_crop`).
 
-    Both sides of the scaled image are the old ones times one float32 factor, rounded to the nearest integer (halves to
-    even). The start of the window is rounded down.
+    Each side of the scaled image is the old side times a common float32 factor, rounded to the nearest integer (halves
+    to even). The start of the window is rounded down.
     """
     scaled = target = scaled_side(new[0], share), scaled_side(new[1], share)
     if resize != "squash":

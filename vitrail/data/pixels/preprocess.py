@@ -25,7 +25,7 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
 Resampler = Literal["pillow", "tensorflow", "tensorflow-uint8"]
 
 Pixels = UInt8[np.ndarray, "c h w"] | Float32[np.ndarray, "c h w"]
-"""Levels from 0 to 255, whole or with fractions."""
+"""Pixels of an image, with levels from 0 to 255: whole levels as uint8, or fractions of levels as float32."""
 
 Geometry = Literal["vision_transformer", "big_vision-crop", "big_vision-squash"]
 
@@ -43,9 +43,9 @@ GEOMETRIES: dict[Geometry, dict[str, Any]] = {
         "scaled_decode": False, "resampler": "tensorflow-uint8",
     },
 }  # fmt: skip
-"""The fields of `Preprocess` with which the original code evaluates: vision_transformer and Big Transfer; big_vision's
-classifiers ("resize_small(256)|central_crop(224)"); and the image networks of big_vision's models of images and texts
-("resize(224)")."""
+"""The fields of `Preprocess` with which the original code evaluates. `vision_transformer` also applies to Big Transfer.
+`big_vision-crop` applies to big_vision's classifiers ("resize_small(256)|central_crop(224)"). `big_vision-squash`
+applies to the image networks of big_vision's models of images and texts ("resize(224)")."""
 
 FILTERS: dict[Interpolation, Image.Resampling] = {
     "nearest": Image.Resampling.NEAREST,
@@ -58,7 +58,7 @@ Part = tuple[float, float, float, float]
 """Top, left, height and width of a region of a picture, in pixels, not necessarily whole."""
 
 SPARE = 2
-"""Smallest ratio of a side of a shrunk JPEG to the side that is needed."""
+"""Smallest ratio between a side of a shrunk JPEG and the same side of the scaled image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Preprocess:
 
     def with_geometry(self, geometry: Geometry) -> Preprocess:
         """Return the preprocessing with the resizing and cropping of the original code. The image size, the channels,
-        the mean and the standard deviation stay."""
+        the mean and the standard deviation are not changed."""
         return replace(self, **GEOMETRIES[geometry])
 
     def pixels(
@@ -149,9 +149,10 @@ class Preprocess:
     ) -> Pixels:
         """Decode, crop and scale an image by `placement`. The image is an encoded file, an array or a Pillow image.
 
-        The result is float32 if `resampler` is "tensorflow", unless `whole_levels` is True, which rounds the levels
-        because augmentation needs uint8. Otherwise the result is uint8. Pixels outside `box` do not affect the result.
-        Raise `UndecodableImage` if decoding fails, and `ConfigError` if `box` does not lie in the image.
+        The result is float32 if `resampler` is "tensorflow" and `whole_levels` is False. Otherwise the result is uint8.
+        Augmentation needs uint8 and therefore sets `whole_levels`, which rounds the levels. Pixels outside `box` do not
+        affect the result. Raise `UndecodableImage` if decoding fails, and `ConfigError` if `box` does not lie in the
+        image.
         """
         array = decode(image, self.channels) if isinstance(image, np.ndarray) else None
         if array is None or array.shape[:2] != self.image_size or self.crop_share != 1 or box is not None:

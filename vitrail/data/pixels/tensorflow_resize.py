@@ -1,7 +1,7 @@
 """Scaling of images as TensorFlow's `tf.image.resize` computes it, in numpy.
 
-TensorFlow differs from Pillow and PyTorch in its bicubic kernel, in the pixels at the border and in "area", which
-weights each pixel by the covered fraction of it.
+TensorFlow differs from Pillow and PyTorch in its bicubic kernel, in the pixels at the border and in "area".
+TensorFlow's "area" weights each pixel by the fraction of the pixel that is covered.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def resize(
     antialias: bool,
     window: tuple[slice, slice] = WHOLE,
 ) -> Float32[np.ndarray, "height width c"]:
-    """Return the rows and columns `window` of the image scaled to a height and width.
+    """Scale the image to a height and width, and return the rows and columns that `window` selects.
 
     The levels have fractions and can lie outside 0 to 255. `antialias` widens the filter of "bilinear" and "bicubic" if
-    the image is shrunk; the other methods ignore it. As in TensorFlow, an image that already has the size is not
-    filtered.
+    the image is shrunk; the other methods ignore it. As in TensorFlow, an image that already has this height and width
+    is not filtered.
     """
     if image.shape[:2] == size:
         return image[window].astype(np.float32)
@@ -59,7 +59,7 @@ class _Taps(NamedTuple):
     indices: Int64[np.ndarray, "taps size"]
     weights: Float32[np.ndarray, "taps size"]
     total: np.float32 = np.float32(1)
-    """Sum of the weights of a pixel."""
+    """Sum of the weights for one pixel of the result."""
 
     def part(self, kept: slice) -> _Taps:
         """Return the taps of some pixels of the result."""
@@ -67,8 +67,8 @@ class _Taps(NamedTuple):
 
 
 def _interpolated(image: np.ndarray, rows: _Taps, columns: _Taps) -> np.ndarray:
-    """Return the weighted means of 2 x 2 pixels. The order of the operations is TensorFlow's, because it decides where
-    fractions are truncated to different levels."""
+    """Return the weighted means of 2 x 2 pixels. The order of the operations is the same as in TensorFlow. In another
+    order, rounding errors could lead to other levels after truncation."""
     picked = image.take(rows.indices.ravel(), 0)
     left, right = (_columns(picked, index).astype(np.float32) for index in columns.indices)
     right -= left
@@ -82,7 +82,8 @@ def _interpolated(image: np.ndarray, rows: _Taps, columns: _Taps) -> np.ndarray:
 
 
 def _columns(values: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return some columns. numpy copies single numbers faster than the few channels of a pixel together."""
+    """Return the columns `index`. Numbers are copied one by one, because numpy is slower if it copies the few channels
+    of a pixel together."""
     rows, _, channels = values.shape
     places = (index[:, None] * channels + np.arange(channels)).ravel()
     return values.reshape(rows, -1).take(places, 1).reshape(rows, -1, channels)
@@ -128,7 +129,8 @@ def _taps(old: int, new: int, method: Filter, antialias: bool) -> _Taps:
 
 
 def _area(old: int, new: int, scale: np.float32) -> _Taps:
-    """Return taps whose weights are the fractions of the pixels that each pixel of the result covers."""
+    """Return the taps for "area". The weight of an image pixel is the fraction of it that the pixel of the result
+    covers."""
     places = np.arange(new + 1, dtype=np.float32)
     start, end = places[:-1] * scale, places[1:] * scale
     indices = np.floor(start).astype(np.int64) + np.arange(int(np.ceil(scale)) + 1)[:, None]

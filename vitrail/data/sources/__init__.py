@@ -58,10 +58,10 @@ def open_data(
     """Open the data that `spec` names: a path or a name, optionally followed by an amount in brackets.
 
     If there is no validation split, the fraction `validation_share` of the training images becomes the validation
-    split; 0 creates none. A hash of the keys chooses these images, by `cut_method`. `validation` chooses other images,
-    as described in `with_validation`. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects some of the remaining
-    training images, so every amount is validated on the same images. `subset_seed` determines which images are
-    selected.
+    split; 0 creates none. These images are chosen by a hash of their keys, according to `cut_method`. `validation` can
+    choose other images, as described in `with_validation`. An amount (`[:1000]`, `[:10%]`) or `per_class` then selects
+    some of the remaining training images. The validation images are therefore the same for every amount. `subset_seed`
+    determines which images are selected.
 
     If `classes` is given, such as the classes of a model, labels are indices into `classes`. `numbers` names columns of
     numbers that are the targets instead of classes. If `unlabelled` is true, data with one class or without classes is
@@ -152,7 +152,7 @@ def open_whole(
 def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
     """Return the splits with additional training data. Each entry of `more` has the form "FRACTION:SPEC".
 
-    The fraction is the fraction of training samples that come from that data. Classes with the same name are merged.
+    FRACTION is the fraction of training samples that come from the data SPEC. Classes with the same name are merged.
     New classes follow the classes of `splits`, in all splits. If the targets of `splits` are numbers, the additional
     data needs columns with the same names. The additional data must not contain images of the validation or test split.
     Raises `DataError`.

@@ -1,6 +1,7 @@
-"""A file format for many byte strings (pieces) with random access by index. It caches images of sequential formats.
+"""A file format for many byte strings (pieces) with random access by index. Images of formats without random access are
+cached in such files.
 
-The file holds the pieces one after another, then the offset of each piece (int64), the number of pieces, and a magic
+The file contains the pieces one after another, then the offset of each piece (int64), the number of pieces, and a magic
 number. A reader keeps the offsets in memory and opens the file again for each piece, so threads and processes can read
 it at the same time.
 """
@@ -80,8 +81,8 @@ def write_blob(path: Path, pieces: Iterable[Any]) -> Blob:
     """Write the pieces, and return the blob. If another process has just written the file, return that blob.
 
     A piece is any buffer. None is written as 0 bytes. The file is written under a temporary name and then renamed. If
-    several processes write the same blob, one of them writes and the others wait. Raises `SaveError`, and any error
-    that `pieces` raises.
+    several processes want to write the same blob, one process writes and the others wait. Raises `SaveError`, and any
+    error that `pieces` raises.
     """
     with saving("unpacked images", path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +120,8 @@ def _write(file: Any, pieces: Iterable[Any]) -> Int64[np.ndarray, " offsets"]:
 def _exclusive(path: Path) -> Iterator[tuple[Any, Path]]:
     """Yield a partial file that only this process writes, and its path.
 
-    All processes use the same partial file and wait for its lock. If the file system has no locks, each process writes
-    a separate partial file.
+    All processes use the same partial file, and only the process that has its lock writes. If the file system does not
+    support locks, each process writes a separate partial file.
     """
     partial = path.with_name(f"{path.name}.partial")
     while True:
