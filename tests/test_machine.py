@@ -163,7 +163,7 @@ print(faults() - before)
         int(subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True).stdout)
         for how in ("default", "keep")
     )
-    assert 4 * kept < handed_back, "3 steps of 168 MB are 123,000 pages"
+    assert 2 * kept < handed_back, "3 steps of 168 MB are 123,000 pages; the heap can still grow in the first of them"
 
 
 def test_the_available_memory_is_part_of_the_total() -> None:

@@ -185,7 +185,7 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
 
 
 def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
-    """Measure one data set, and return the exit code."""
+    """Measure the model on one data set, and return the exit code."""
     from vitrail.cli.evaluate_data import open_for_features, open_for_head
     from vitrail.evaluation.evaluators import BY_HEAD, check_evaluators, evaluators_of, measure
 

@@ -38,9 +38,9 @@ class DataConfig:
     validation_share: float = 0.1
     """Fraction of the training images held out if there is no validation split; 0 for none."""
     cut_method: CutMethod = "stratified"
-    """Method that holds out and selects training images by a hash of their names. stratified: the exact number, with
-    every label in proportion. threshold: the method of earlier versions, with at least one image per class; if
-    images are added, nearly all others stay in their splits."""
+    """Method that holds out and selects training images by a hash of their names. stratified: exactly the requested
+    number of images, and nearly the same fraction of every label. threshold: the method of earlier versions, with at
+    least one image per class; if images are added, nearly all others stay in their splits."""
     max_skipped: float = 0.01
     """Fraction of the training images that may fail to decode before the run stops. Unless this is 0, at least three
     failures are tolerated, or a tenth of the images if there are fewer than 30."""

@@ -126,7 +126,7 @@ def config_type(name: str) -> type[ViTConfig] | type[ResNetConfig]:
 
 
 def _named(name: str) -> AnyConfig:
-    """Return the config of a variant for an image size that the patches divide."""
+    """Return the config of a variant. The image size is a placeholder that the patch size divides."""
     if match := VIT.fullmatch(name):
         patch = int(match["patch_h"]), int(match["patch_w"] or match["patch_h"])
         return ViTConfig(**_size(match, name)._asdict(), patch_size=patch, image_size=patch)

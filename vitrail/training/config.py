@@ -50,8 +50,9 @@ class RunConfig:
     accumulation: int = 1
     """Number of parts into which each batch is divided to save memory. The gradient is that of the whole batch."""
     precision: TrainingPrecision = "auto"
-    """auto: bf16 with float32 master weights if the processor has bf16 matrix units, else float32. float8 computes the
-    dense layers of blocks in 8 bits and everything else in bf16. It needs CUDA with compute capability 8.9 or more."""
+    """Number format of training. auto: bf16 with float32 master weights if the processor has bf16 matrix units, else
+    float32. float8: the dense layers of blocks in 8 bits and everything else in bf16, on CUDA with compute capability
+    8.9 or more."""
     compile: Compile = "auto"
     """Compile each block before the first step, which takes about a minute. auto: on for CUDA, off elsewhere. graphs
     also replays blocks as CUDA graphs, which helps small models or batches."""

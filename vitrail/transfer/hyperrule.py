@@ -33,7 +33,7 @@ __all__ = ["SCHEDULES", "StepSchedule", "plan_by_hyperrule", "schedule_for"]
 
 
 class StepSchedule(NamedTuple):
-    """A row of the rule. It applies to data sets with fewer than `max_images` training images."""
+    """A row of the rule's table, for data sets with fewer than `max_images` training images."""
 
     max_images: float
     warmup: int
@@ -49,7 +49,7 @@ SCHEDULES = (
     StepSchedule(500_000, 500, (3000, 6000, 9000), 10_000, 0.1),
     StepSchedule(math.inf, 500, (6000, 12_000, 18_000), 20_000, 0.1),
 )
-"""The rows of the rule, with the steps of the original code."""
+"""The rows of the rule's table, with the numbers of steps of the original code."""
 
 LEARNING_RATE, BATCH_SIZE = 0.003, 512
 SMALL, LARGE = (160, 128), (512, 480)

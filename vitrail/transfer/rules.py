@@ -106,7 +106,10 @@ class Plan:
 
 
 class Choices:
-    """Settings that a rule chooses one by one. Settings that the user chose are kept, and get no reason."""
+    """Settings that a rule chooses one by one, with a reason for each choice.
+
+    Settings that the user chose are kept, and no reason is recorded for them.
+    """
 
     def __init__(self, explicit: Explicit) -> None:
         self.explicit = explicit

@@ -76,9 +76,9 @@ class SuiteTask:
     evaluators: Settings = field(default_factory=dict)
     """Evaluators of this task, with their settings. By default the evaluators of the suite."""
     flip: bool = True
-    """Allows fine-tuning to mirror images. False if the labels depend on left and right."""
+    """True if fine-tuning may mirror images. False if the labels depend on left and right."""
     crop: bool = True
-    """Allows fine-tuning to crop images. False if the labels depend on positions, distances or counts."""
+    """True if fine-tuning may crop images. False if the labels depend on positions, distances or counts."""
 
 
 @dataclass(frozen=True)

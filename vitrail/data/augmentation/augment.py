@@ -110,8 +110,8 @@ class Augment:
     """Code that RandAugment's operations follow. pillow (the default): shifts and boxes are proportional to the image.
     big-vision: exactly as in big_vision, with shifts and boxes of a fixed number of pixels."""
     erase: float = 0.0
-    """Probability that a random box of the image turns grey (random erasing, 1708.04896). Its sides are 10 to 40 % of
-    the image's sides."""
+    """Probability that a random box of the image turns grey (random erasing, 1708.04896). The box's sides are 10 to
+    40 % of the image's sides."""
     mixup: float | None = None
     """Alpha of the Beta(alpha, alpha) distribution of the mixup weights; 0 turns mixup off."""
     mixup_per: MixupPer | None = None

@@ -25,7 +25,7 @@ TRIES = 10
 
 TENSORFLOW_TRIES = 100
 TRIES_AT_ONCE = 10
-"""Number of boxes of TensorFlow's rule whose random numbers are drawn together. For most images, the first box already
+"""Number of boxes for which `tensorflow_crop` draws the random numbers at once. For most images, the first box already
 has an allowed area."""
 
 TENSORFLOW_RATIO = (0.75, 1.33)

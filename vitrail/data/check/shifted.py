@@ -23,7 +23,7 @@ FLATTEST = 3.0
 to other thumbnails is reduced."""
 
 MARGIN = 5
-"""Largest shift between two images, in pixels of the pictures of 32 x 32 pixels."""
+"""Largest shift between two images that is tried, in pixels. Every image is scaled to 32 x 32 pixels first."""
 
 FINE, COARSE = 0.7, 2.5
 """Standard deviations in pixels of two Gaussian filters. Their difference keeps the details of a picture, and removes
@@ -136,7 +136,7 @@ def _details_of(pictures: UInt8[np.ndarray, "n 32 32"]) -> Float32[np.ndarray, "
 
 @functools.cache
 def _blur(deviation: float) -> Float32[np.ndarray, "32 32"]:
-    """Return the matrix of a Gaussian filter of rows. Beyond the edge, the pixel at the edge is repeated."""
+    """Return the matrix of a one-dimensional Gaussian filter. Beyond the edge, the pixel at the edge is repeated."""
     side, reach = DETAIL_SIDE, round(5 * deviation)
     matrix = np.zeros((side, side))
     for row in range(side):

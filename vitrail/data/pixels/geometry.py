@@ -56,7 +56,8 @@ class _Axis(NamedTuple):
         return (window + self.start) * self.length / self.scaled + self.begin
 
     def pixels(self) -> tuple[Int64[np.ndarray, " size"], Bool[np.ndarray, " size"]]:
-        """Return, for each pixel of the result, the image pixel under its centre, and False if the pixel is padding."""
+        """Return two arrays with one entry per pixel of the result. The first array contains the index of the image
+        pixel under the centre of the result's pixel. The second array is False for pixels that are padding."""
         places = np.arange(self.size)
         scaled = (places[::-1] if self.mirrored else places) + self.start
         inside = (scaled >= 0) & (scaled < self.scaled)
@@ -141,7 +142,7 @@ class Placement:
         return _clipped(self.points_back(boxes[:, :2]), self.points_back(boxes[:, 2:]), self.image)
 
     def mask(self, mask: Shaped[np.ndarray, "*c h w"], fill: float | int = 0) -> Shaped[np.ndarray, "*c height width"]:
-        """Convert a mask from the image to the result, by nearest pixels. Padding becomes `fill`."""
+        """Convert a mask from the image to the result, by nearest-neighbour interpolation. Padding becomes `fill`."""
         self._check(mask)
         rows, columns = self._axes
         return _picked(mask, rows.pixels(), columns.pixels(), fill)

@@ -43,9 +43,9 @@ GEOMETRIES: dict[Geometry, dict[str, Any]] = {
         "scaled_decode": False, "resampler": "tensorflow-uint8",
     },
 }  # fmt: skip
-"""The fields of `Preprocess` with which the original code evaluates. `vision_transformer` also applies to Big Transfer.
-`big_vision-crop` applies to big_vision's classifiers ("resize_small(256)|central_crop(224)"). `big_vision-squash`
-applies to the image networks of big_vision's models of images and texts ("resize(224)")."""
+"""The fields of `Preprocess` that the original code uses for evaluation. `vision_transformer` also applies to Big
+Transfer. `big_vision-crop` applies to big_vision's classifiers ("resize_small(256)|central_crop(224)").
+`big_vision-squash` applies to the image encoders of big_vision's image-text models ("resize(224)")."""
 
 FILTERS: dict[Interpolation, Image.Resampling] = {
     "nearest": Image.Resampling.NEAREST,
@@ -74,7 +74,7 @@ class Preprocess:
     image_size: tuple[int, int]
     """Height and width in pixels of the images that the network receives."""
     channels: int = 3
-    """Number of channels: 3 for RGB or 1 for grey. Images are converted to it."""
+    """Number of channels to which images are converted: 3 for RGB or 1 for grey."""
     resize: Resize = "squash"
     """Method of resizing to --image-size: "squash" ignores the aspect ratio, "crop" keeps it and cuts out the centre,
     and "pad" keeps it and fills the borders."""

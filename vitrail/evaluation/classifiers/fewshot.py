@@ -140,9 +140,9 @@ def fit_least_squares(
     X or X X^T, whichever is smaller.
 
     With l2="loo", the strength with the smallest leave-one-out squared error is chosen. The strongest one wins a tie.
-    The mean and standard deviation are computed with the row that is left out, so the errors have a closed form: e_i =
-    r_i / (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is used instead of
-    accuracy because leave-one-out accuracy is always 0 for a class with one image.
+    The mean and standard deviation are those of all rows, including the row that is left out, so the errors have a
+    closed form: e_i = r_i / (1 - h_ii), where r are the residuals and h_ii is the leverage of row i. Squared error is
+    used instead of accuracy because leave-one-out accuracy is always 0 for a class with one image.
     """
     mean, std = moments(features, np.arange(len(features)))
     scale = std + 1e-5

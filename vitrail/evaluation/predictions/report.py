@@ -62,7 +62,7 @@ class Calibration:
 
     temperature: float
     error: Metric
-    """The expected calibration error. `calibration_error_interval` explains its interval."""
+    """The expected calibration error. `calibration_error_interval` explains the interval of this error."""
     cross_entropy: Metric
     brier: Metric
     bins: tuple[CalibrationBin, ...]

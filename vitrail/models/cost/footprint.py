@@ -67,8 +67,8 @@ def training_bytes(
 ) -> int:
     """Return the bytes that a process needs for a training step with AdamW on a CPU, besides Python and torch.
 
-    The result is `tensor_bytes` plus the unused bytes between tensors in the heap. docs/performance.md compares it with
-    measurements.
+    The result is `tensor_bytes` plus the unused bytes between tensors in the heap. docs/performance.md compares the
+    result with measurements.
     """
     footprint: Footprint = config.footprint(image_size or config.image_size, precision)
     gaps = footprint.gaps * (batch * footprint.activations)

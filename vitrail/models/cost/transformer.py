@@ -41,8 +41,8 @@ def parameters(config: ViTConfig) -> int:
 
 
 def macs(config: ViTConfig, size: tuple[int, int]) -> int:
-    """Return the multiply-accumulates of the forward pass of one image. They are counted as in the literature: all
-    tokens pass through every block."""
+    """Return the multiply-accumulates of the forward pass of one image. As in the literature, all tokens are counted in
+    every block."""
     return _macs(config, size, math.prod(config.grid_of(*size)))
 
 

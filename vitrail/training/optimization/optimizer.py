@@ -46,8 +46,8 @@ class OptimizerConfig:
     """Batch size that --learning-rate is for. The rate is multiplied by the run's batch size divided by this
     number (1706.02677). By default it is not scaled."""
     schedule: ScheduleName = "cosine"
-    """Course of the learning rate after warm-up: down to --end-learning-rate (cosine, linear, polynomial), the inverse
-    square root of the steps (rsqrt), in steps at --stair-at (staircase), or constant."""
+    """Shape of the learning rate after warm-up. cosine, linear and polynomial fall to --end-learning-rate. rsqrt is an
+    inverse square root of the number of steps. staircase changes at the points --stair-at. constant does not change."""
     end_learning_rate: float = 0.0
     """Learning rate at the end of a cosine, linear or polynomial schedule."""
     power: float = field(default=2.0, metadata=named("schedule_power"))

@@ -28,7 +28,7 @@ class Table:
     order: tuple[int, ...]
     """Argument of `permute` that brings the axes of the view into the order of the original code."""
     is_stack: bool = False
-    """True if the first axis, after reordering, is the index of arrays that are separate in the original code."""
+    """True if the reordered view stacks several arrays of the original code along its first axis."""
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a view of a tensor of the weight's shape. The first axis of the view is the index of the original's
