@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +15,6 @@ from vitrail.data.check import look as look_module
 from vitrail.data.check.look import look
 from vitrail.data.check.shifted import MATCH, detail_correlation, most_similar, shifted_copies
 from vitrail.data.source import Source
-from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits
 
 Sources = Callable[..., Source]
@@ -139,12 +137,3 @@ def test_beyond_many_images_only_equal_pictures_are_searched(
     report = check_data(splits)
     assert report.findings == ()
     assert report.notes == ("shifted and recoloured copies are searched among at most 100,000 images; use --sample",)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("VITRAIL_CIFAR10" not in os.environ, reason="VITRAIL_CIFAR10 does not name a folder with CIFAR-10")
-def test_test_images_of_cifar10_have_near_duplicates_in_its_training_split() -> None:
-    """The paper "Do we train on test data?" (1902.00423) found such an image for 3.3 % of the 10,000 test images."""
-    report = check_data(open_data(os.environ["VITRAIL_CIFAR10"], validation_share=0.0))
-    found = {finding.kind: finding.count for finding in report.findings}
-    assert 300 <= found["near-leak"] <= 360

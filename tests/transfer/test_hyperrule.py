@@ -114,6 +114,11 @@ def test_a_rate_of_the_user_is_not_scaled() -> None:
     assert optimizer.for_batch_size(64).learning_rate == 0.01
 
 
+def test_the_mixup_of_a_preset_that_the_user_chose_is_kept() -> None:
+    settings = planned(FACTS._replace(images=20_000), preset="augreg-strong2").config.augment.settings
+    assert settings.mixup == 0.8 and settings.randaugment_layers == 2
+
+
 def test_a_schedule_of_the_user_has_no_stairs() -> None:
     found = planned(schedule="cosine")
     assert found.config.optimizer.stair_at == () and not [one for one in found.reasons if "divided by ten" in one]

@@ -226,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None, cut: int | None = None) -> None:
-        """Send an answer. With `cut`, it breaks off after so many of the announced bytes."""
+        """Send an answer. With `cut`, send only this number of the announced bytes."""
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

@@ -35,7 +35,7 @@ class Bench:
     """Options of `vitrail bench`."""
 
     task: Annotated[str, Positional("train|infer|load")]
-    """What to measure: training steps, inference, or the time to load a model and predict."""
+    """Task to measure: training steps, inference, or loading a model and predicting."""
     variant: Annotated[str, Positional("[VARIANT]")] = "ViT-S/16"
     """Network size and patch. `vitrail models` lists the sizes."""
     image_size: tuple[int, int] | None = None

@@ -132,7 +132,7 @@ class NetworkConfig(Protocol):
         the size does not fit."""
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Of the image sizes that the network accepts, return the one that is nearest to (height, width)."""
+        """Return the image size that is nearest to (height, width) among those that the network accepts."""
 
     def with_image_size(self, image_size: tuple[int, int]) -> NetworkConfig:
         """Return the same config for another image size. Raise `ConfigError` for a size that does not fit."""

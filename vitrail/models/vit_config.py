@@ -207,7 +207,7 @@ class ViTConfig:
         return max(1, round(patches * (1 - self.patch_dropout)))
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Of the image sizes that the patch size divides, return the one that is nearest to (height, width)."""
+        """Return the image size nearest to (height, width) that patches fill without a remainder."""
         stride = self.root.stride if self.root else 1
         down, across = (stride * patch for patch in self.patch_size)
         return max(1, round(height / down)) * down, max(1, round(width / across)) * across

@@ -14,6 +14,8 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.duration import Duration
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.transfer.rules import (
+    FEW,
+    MANY,
     NO_SETTINGS,
     SMALL_SIDE,
     Choices,
@@ -25,6 +27,7 @@ from vitrail.transfer.rules import (
     choose_accumulation,
     choose_all_images,
     choose_geometry,
+    choose_length,
     choose_task,
     crops_are_chosen,
 )
@@ -45,8 +48,8 @@ class StepSchedule(NamedTuple):
 
 
 SCHEDULES = (
-    StepSchedule(20_000, 100, (200, 300, 400), 500, 0.0),
-    StepSchedule(500_000, 500, (3000, 6000, 9000), 10_000, 0.1),
+    StepSchedule(FEW, 100, (200, 300, 400), 500, 0.0),
+    StepSchedule(MANY, 500, (3000, 6000, 9000), 10_000, 0.1),
     StepSchedule(math.inf, 500, (6000, 12_000, 18_000), 20_000, 0.1),
 )
 """The rows of the rule's table, with the numbers of steps of the original code."""
@@ -86,31 +89,44 @@ def plan_by_hyperrule(
     check_rate(base.override(**explicit).optimizer, explicit, "sgd")
     row, choices = schedule_for(facts.images), Choices(explicit)
     choices.reasons.append(f"BiT-HyperRule for {facts.images:,} training images")
+    size = _choose_images(choices, facts)
+    batch = choose_length(choices, row.steps, BATCH_SIZE)
+    choose_accumulation(choices, network, size, batch, memory)
+    _choose_optimizer(choices, row)
+    if row.mixup and "preset" not in explicit:
+        choices.add(f"mixup {row.mixup:g}, with one weight per batch", mixup=row.mixup, mixup_per="batch")
+    choose_task(choices, base.task.name, facts, label_smoothing=0.0)
+    choices.add("a new head of zeros", new_head=True)
+    choose_all_images(choices, facts)
+    choices.add(keep="last", checkpoints=5)
+    return choices.plan(replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment()))
+
+
+def _choose_images(choices: Choices, facts: DataFacts) -> tuple[int, int]:
+    """Choose the scaling, the crops and the mirroring. Return the height and width of the network's images."""
     small = facts.side is not None and facts.side < SMALL_SIDE
     scaled, side = SMALL if small else LARGE
-    size = explicit.get("image_size", (side, side))
+    size: tuple[int, int] = choices.explicit.get("image_size", (side, side))
     why = f"{'smaller' if small else 'not smaller'} than {SMALL_SIDE} x {SMALL_SIDE}"
     choices.add(f"image size {side} x {side}: the images are {why}", image_size=size)
     height, width = (round(each * scaled / side) for each in size)
-    if not crops_are_chosen(explicit):
+    if not crops_are_chosen(choices.explicit):
         choices.add(
             f"training images are scaled to {height} x {width}, and random boxes of the image size are cut out",
             crop_from=(height, width),
         )
     choices.add("random mirroring", flip=True)
     choose_geometry(choices)
-    batch = explicit.get("batch_size", BATCH_SIZE)
-    choices.add(batch_size=batch)
-    if "epochs" in explicit:
-        choices.add(steps=None)
-    else:
-        choices.add(f"{row.steps:,} steps of {batch} images", steps=row.steps)
-    # In a run of another length, the learning rate changes at the same fractions of the run.
+    return size
+
+
+def _choose_optimizer(choices: Choices, row: StepSchedule) -> None:
+    """Choose SGD and the course of the learning rate.
+
+    In a run of another length than the row's, the learning rate changes at the same fractions of the run.
+    """
+    explicit = choices.explicit
     is_own_length = "epochs" in explicit or "steps" in explicit
-    decays: tuple[Duration, ...] = tuple(
-        step / row.steps if is_own_length else f"{step + 1} steps" for step in row.decays
-    )
-    choose_accumulation(choices, network, size, batch, memory)
     choices.add("SGD with momentum 0.9", optimizer="sgd", momentum=0.9)
     choices.add(weight_decay=0.0, clip=0.0)
     if "learning_rate" not in explicit:
@@ -119,16 +135,12 @@ def plan_by_hyperrule(
             learning_rate=LEARNING_RATE, base_batch_size=BATCH_SIZE,
         )  # fmt: skip
     if "schedule" not in explicit:
-        shown = ", ".join(f"{step / row.steps:.0%}" for step in row.decays)
+        fractions = [step / row.steps for step in row.decays]
+        points: tuple[Duration, ...] = tuple(f"{step + 1} steps" for step in row.decays)
         choices.add(
-            f"the learning rate is divided by ten after {shown} of the steps", schedule="staircase", stair_at=decays
+            f"the learning rate is divided by ten after {', '.join(f'{one:.0%}' for one in fractions)} of the steps",
+            schedule="staircase",
+            stair_at=tuple(fractions) if is_own_length else points,
         )
     warmup: Duration = row.warmup / row.steps if is_own_length else f"{row.warmup} steps"
     choices.add(warmup=warmup, warmup_from_zero=True)
-    if row.mixup:
-        choices.add(f"mixup {row.mixup:g}, with one weight per batch", mixup=row.mixup, mixup_per="batch")
-    choose_task(choices, base.task.name, facts, label_smoothing=0.0)
-    choices.add("a new head of zeros", new_head=True)
-    choose_all_images(choices, facts)
-    choices.add(keep="last", checkpoints=5)
-    return choices.plan(replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment()))

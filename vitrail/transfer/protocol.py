@@ -23,6 +23,8 @@ from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.record import read_record
 from vitrail.training.run import RunResult, resume, train
 from vitrail.transfer.rules import (
+    FEW,
+    MANY,
     NO_SETTINGS,
     Choices,
     DataFacts,
@@ -33,6 +35,7 @@ from vitrail.transfer.rules import (
     choose_accumulation,
     choose_all_images,
     choose_geometry,
+    choose_length,
     choose_task,
     crops_are_chosen,
     exact_size,
@@ -78,8 +81,8 @@ class Row(NamedTuple):
 
 
 TABLE_4: dict[TableRow, Row] = {
-    "flowers": Row(20_000, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1, "Pets and Flowers"),
-    "cifar": Row(500_000, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02, "CIFAR"),
+    "flowers": Row(FEW, 500, 100, (0.001, 0.003, 0.01, 0.03), 0.1, "Pets and Flowers"),
+    "cifar": Row(MANY, 10_000, 500, (0.001, 0.003, 0.01, 0.03), 0.02, "CIFAR"),
     "imagenet": Row(math.inf, 20_000, 500, (0.003, 0.01, 0.03, 0.06), 0.01, "ImageNet"),
     "vtab": Row(0, 2500, 500, (0.01,), 0.0, "VTAB", 448),
 }
@@ -148,12 +151,7 @@ def plan_by_paper(
         choices.add("pixels that fill no patch are ignored, as in the original code", cut_uneven=True)
         network = replace(network, cut_uneven=True)
     choose_geometry(choices)
-    batch = explicit.get("batch_size", BATCH_SIZE)
-    choices.add(batch_size=batch)
-    if "epochs" in explicit:
-        choices.add(steps=None)
-    else:
-        choices.add(f"{found.steps:,} steps of {batch} images", steps=found.steps)
+    batch = choose_length(choices, found.steps, BATCH_SIZE)
     choose_accumulation(choices, network, size, batch, memory)
     choices.add("SGD with momentum 0.9", optimizer="sgd", momentum=0.9)
     choices.add("no weight decay", weight_decay=0.0)
@@ -163,15 +161,21 @@ def plan_by_paper(
     choices.add("random mirroring", flip=True)
     choose_task(choices, base.task.name, facts, label_smoothing=0.0)
     choices.add(keep="last", checkpoints=5)
-    base = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
     rates = found.rates if rates is None else rates
     choices.add(learning_rate=rates[0])
     if "learning_rate" in explicit or len(rates) == 1:
         choose_all_images(choices, facts)
-        return choices.plan(base)
+        rates = ()
+    else:
+        _choose_trials(choices, facts, found, rates)
+    return choices.plan(replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment()), rates)
+
+
+def _choose_trials(choices: Choices, facts: DataFacts, row: Row, rates: tuple[float, ...]) -> None:
+    """Choose the images on which the trials of the learning rates are measured."""
     if not facts.has_test:
         choices.add(validation="train")  # the data's own validation split measures the finished model
-    share = found.held_out or VTAB_HELD_OUT
+    share = row.held_out or VTAB_HELD_OUT
     shown = ", ".join(f"{rate:g}" for rate in rates)
     choices.add(
         f"the best learning rate of {shown}, chosen on {share:.0%} of the training images (or on the validation split, "
@@ -179,7 +183,6 @@ def plan_by_paper(
         validation_share=share,
     )
     choices.add(evaluations=10)
-    return choices.plan(base, rates)
 
 
 def _choose_crops(choices: Choices, row: Row, size: tuple[int, int]) -> None:

@@ -30,6 +30,8 @@ from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.start import StartConfig
 
 __all__ = [
+    "FEW",
+    "MANY",
     "NO_SETTINGS",
     "Choices",
     "DataFacts",
@@ -41,6 +43,7 @@ __all__ = [
     "choose_accumulation",
     "choose_all_images",
     "choose_geometry",
+    "choose_length",
     "choose_task",
     "crops_are_chosen",
     "exact_size",
@@ -243,6 +246,17 @@ def crops_are_chosen(explicit: Explicit) -> bool:
     """Return True if the user chose random crops, by a preset or by an option."""
     preset = PRESETS[explicit.get("preset", "none")]
     return bool({"crop_area", "crop_from"} & explicit.keys()) or preset.crop_area is not None
+
+
+def choose_length(choices: Choices, steps: int, batch_size: int) -> int:
+    """Choose the batch size and the number of steps, unless the user chose epochs. Return the batch size of the run."""
+    batch: int = choices.explicit.get("batch_size", batch_size)
+    choices.add(batch_size=batch)
+    if "epochs" in choices.explicit:
+        choices.add(steps=None)
+    else:
+        choices.add(f"{steps:,} steps of {batch} images", steps=steps)
+    return batch
 
 
 def choose_accumulation(choices: Choices, network: AnyConfig, size: tuple[int, int], batch: int, memory: int) -> None:

@@ -115,7 +115,7 @@ def test_a_geometry_keeps_sizes_and_colours() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_padding_and_boxes_as_without_tensorflow(channels: int) -> None:
-    """Where nothing is scaled, all resamplers agree: the place of the box, of the padding and of the window."""
+    """Without scaling, all resamplers return the same pixels, so they agree on the box, the padding and the window."""
     image = np.random.default_rng(0).integers(0, 256, (9, 14, channels)).astype(np.uint8)
     for fields, box in (
         ({"image_size": (20, 14), "resize": "pad", "pad_value": (7,)}, None),

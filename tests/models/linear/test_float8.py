@@ -46,8 +46,9 @@ def rounded(x: Tensor, format: tuple[torch.dtype, float]) -> Tensor:  # noqa: A0
 
 
 def assert_product(found: Tensor, a: Tensor, b: Tensor, added: Tensor | None = None, digits: int = 8) -> None:
-    """Assert that `found` is `a b`, up to sums in float32 and one rounding to so many digits. A bias may cost one
-    digit.
+    """Assert that `found` is the product `a b`, plus `added`.
+
+    The error may be that of sums in float32 plus that of one rounding to `digits` binary digits.
     """
     exact = a @ b if added is None else a @ b + added.double()
     sums = a.abs() @ b.abs() + (0 if added is None else added.double().abs())

@@ -21,7 +21,8 @@ def same_state_afterwards() -> Iterator[None]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Devices]:
-    """Pretends that this machine has so many CUDA devices, and returns the states of their generators."""
+    """A function that makes this machine look like one with `count` CUDA devices. It returns the states of their
+    generators."""
 
     def pretend(count: int, *, used: bool = True) -> Devices:
         states = [torch.full((16,), 10 * count + number, dtype=torch.uint8) for number in range(count)]

@@ -21,13 +21,13 @@ from vitrail.data.augmentation.kernels import (
     Images,
     Kernel,
     box_kernel,
+    changed_levels,
     factor_kernel,
     plain_kernel,
     signs,
     table_kernel,
 )
 from vitrail.data.augmentation.operations import GREY, blend, on_device
-from vitrail.data.augmentation.pillow_kernels import posterized
 
 __all__ = ["BIG_VISION"]
 
@@ -36,16 +36,8 @@ LUMA = (0.2989, 0.587, 0.114)
 
 
 def _table(name: str, magnitude: float) -> UInt8[np.ndarray, " 256"]:
-    values = np.arange(256)
-    if name == "Posterize":
-        return posterized(magnitude)
-    if name == "Invert":
-        changed = 255 - values
-    elif name == "Solarize":  # the threshold is a uint8 there, so 256 becomes 0
-        changed = np.where(values < int(magnitude / 10 * 256) % 256, values, 255 - values)
-    else:
-        changed = np.where(values < 128, np.minimum(255, values + int(magnitude / 10 * 110)), values)
-    return changed.astype(np.uint8)
+    # big_vision compares the threshold as a uint8, so that 256 becomes 0.
+    return changed_levels(name, magnitude, int(magnitude / 10 * 256) % 256)
 
 
 def _autocontrast(images: Images) -> Images:

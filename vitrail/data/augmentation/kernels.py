@@ -15,7 +15,17 @@ from torch import Tensor
 from vitrail.data.augmentation import operations
 from vitrail.data.augmentation.operations import on_device
 
-__all__ = ["Draws", "Images", "Kernel", "box_kernel", "factor_kernel", "plain_kernel", "signs", "table_kernel"]
+__all__ = [
+    "Draws",
+    "Images",
+    "Kernel",
+    "box_kernel",
+    "changed_levels",
+    "factor_kernel",
+    "plain_kernel",
+    "signs",
+    "table_kernel",
+]
 
 Images = UInt8[Tensor, "n c h w"]
 Draws = Float32[np.ndarray, "n 4"]
@@ -41,6 +51,25 @@ def factor_kernel(operation: Callable[[Images, Float32[Tensor, " n"]], Images]) 
         return operation(images, on_device(factors, images.device))
 
     return enhance
+
+
+def changed_levels(name: str, magnitude: float, threshold: int) -> UInt8[np.ndarray, " 256"]:
+    """Return the new value of each value from 0 to 255 for Posterize, Invert, Solarize or SolarizeAdd.
+
+    Posterize keeps the upper int(0.4 magnitude) bits, but at least 1 and at most 8. Solarize inverts the values from
+    `threshold` on.
+    """
+    values = np.arange(256)
+    if name == "Posterize":
+        bits = min(8, max(1, int(magnitude / 10 * 4)))
+        changed = values & (256 - (1 << (8 - bits)))
+    elif name == "Invert":
+        changed = 255 - values
+    elif name == "Solarize":
+        changed = np.where(values < threshold, values, 255 - values)
+    else:
+        changed = np.where(values < 128, np.minimum(255, values + int(magnitude / 10 * 110)), values)
+    return changed.astype(np.uint8)
 
 
 def table_kernel(table: Callable[[str, float], UInt8[np.ndarray, " 256"]]) -> Kernel:

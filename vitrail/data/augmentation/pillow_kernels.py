@@ -17,36 +17,22 @@ from vitrail.data.augmentation.kernels import (
     Images,
     Kernel,
     box_kernel,
+    changed_levels,
     factor_kernel,
     plain_kernel,
     signs,
     table_kernel,
 )
 
-__all__ = ["PILLOW", "posterized"]
+__all__ = ["PILLOW"]
 
 REFERENCE_SIDE = 224
 """Image side in pixels for which shifts and box sizes are defined. For images of another size, shifts and box sizes are
 scaled in proportion."""
 
 
-def posterized(magnitude: float) -> UInt8[np.ndarray, " 256"]:
-    """Return a table that keeps the upper bits of each value: int(0.4 magnitude) bits, but at least 1 and at most 8."""
-    bits = min(8, max(1, int(magnitude / 10 * 4)))
-    return (np.arange(256) & (256 - (1 << (8 - bits)))).astype(np.uint8)
-
-
 def _table(name: str, magnitude: float) -> UInt8[np.ndarray, " 256"]:
-    values = np.arange(256)
-    if name == "Posterize":
-        return posterized(magnitude)
-    if name == "Invert":
-        changed = 255 - values
-    elif name == "Solarize":
-        changed = np.where(values < int(magnitude / 10 * 256), values, 255 - values)
-    else:
-        changed = np.where(values < 128, np.minimum(255, values + int(magnitude / 10 * 110)), values)
-    return changed.astype(np.uint8)
+    return changed_levels(name, magnitude, int(magnitude / 10 * 256))
 
 
 def _transform(images: Images, names: Sequence[str], draws: Draws, magnitude: float) -> Images:

@@ -67,7 +67,7 @@ class Duplicates:
     """Groups of near duplicates: the same picture saved again, shifted by a few pixels, or in other colours. At least
     two members of a group differ in pixels."""
     complete: bool
-    """False if so many images look alike that not all pairs were compared."""
+    """True if all pairs of similar images were compared. False if there were too many of these pairs."""
     shifted: bool
     """True if the search included shifted and recoloured copies. This part of the search is skipped for very many
     images."""
