@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "check_new_file",
     "check_new_folder",
     "check_parent",
+    "disk_problem",
     "partial_path",
     "recover_folder",
     "replacing_folder",
@@ -116,6 +118,24 @@ def replacing_folder(what: str, path: Path, names: Collection[str]) -> Iterator[
             _swap(partial, path, names)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def disk_problem(folder: Path, needed: int) -> OSError | None:
+    """Return the error of the operating system if a new file of `needed` bytes does not fit into a folder, else None.
+
+    Some libraries report a full disk as an internal assertion. This function then finds the cause.
+    """
+    probe = folder / f".{os.getpid()}.vitrail-partial"
+    try:
+        with probe.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, max(needed, 1))
+    except OSError as error:
+        return error if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else None
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return None
 
 
 def partial_path(path: Path) -> Path:

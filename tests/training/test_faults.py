@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import vitrail.training.run as run_module
+import vitrail.training.state.checkpoint as checkpoint_module
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
@@ -62,6 +64,39 @@ def test_a_full_disk_stops_the_run_and_spares_what_is_saved(
     small_disk("4m")
     resume(run)
     assert outcome(run) == straight
+
+
+@pytest.mark.parametrize("size", ["300k", "360k", "420k", "480k", "540k", "660k"])
+def test_a_full_disk_is_named_wherever_it_ends_a_checkpoint(
+    size: str, small: Small, prepare: Callable[..., Any], small_disk: Callable[[str], Path], tmp_path: Path
+) -> None:
+    state, _ = prepare(small(tmp_path / "run", width=32))
+    disk = small_disk(size)
+    checkpoints = Checkpoints(disk / "checkpoints")
+    with pytest.raises(SaveError) as caught:
+        for state.step in range(1, 9):
+            checkpoints.save(state)
+            checkpoints.retain = 8
+    assert str(caught.value) == (
+        f"could not save a checkpoint to {disk}/checkpoints/step-{state.step}: No space left on device; an earlier "
+        "version there is intact"
+    )
+    assert checkpoints.steps() == list(range(1, state.step))[::-1]
+
+
+def test_a_failure_that_is_no_full_disk_keeps_its_own_reason(
+    small: Small, prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, _ = prepare(small(tmp_path / "run"))
+    state.step = 3
+
+    def fail(*args: object, **options: object) -> None:
+        raise CheckpointException("", {0: (RuntimeError("[enforce fail] unexpected pos"), [])})
+
+    monkeypatch.setattr(checkpoint_module, "save", fail)
+    with pytest.raises(SaveError, match=r"^checkpoint .*/step-3 failed: \[enforce fail\] unexpected pos$"):
+        Checkpoints(tmp_path).save(state)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -98,6 +98,19 @@ def test_other_thread_counts_change_no_bit(
     assert outcome(run) == straight
 
 
+def test_a_resumed_run_says_from_which_step(small: Small, stop_at: StopAt, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Says(Display):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    with pytest.raises(Stopped):
+        train(small(tmp_path / "run"), display=stop_at(13))
+    resume(tmp_path / "run", display=Says())
+    assert said[-1] == "continuing after step 13 of 24"
+
+
 def test_a_crash_goes_back_to_the_newest_checkpoint(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from vitrail.evaluation.features.extract import FeatureSet, default_cache, extra
 from vitrail.evaluation.features.files import check_features_folder, parquet_library, save_features, save_parquet
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, keep_freed_memory
-from vitrail.training.monitoring.stop import interrupted_by_sigterm
+from vitrail.training.monitoring.stop import interrupted_by_signals
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -99,7 +99,7 @@ def main(call: Call) -> int:
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
         try:
-            with interrupted_by_sigterm():
+            with interrupted_by_signals():
                 features = _extract(bundle, split, source, options, console)
         except Interrupted as stop:
             replace = ["--overwrite"] if summary and not options.overwrite else []  # for the splits that are written

@@ -130,11 +130,11 @@ def main(call: Call) -> int:
     options = Evaluate(**call.options)
     _check(options, call.options)
     from vitrail.machine import keep_freed_memory
-    from vitrail.training.monitoring.stop import interrupted_by_sigterm
+    from vitrail.training.monitoring.stop import interrupted_by_signals
 
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     keep_freed_memory()
-    with interrupted_by_sigterm():
+    with interrupted_by_signals():
         return _suite(options, console) if options.suite else _one(options, call.options, console)
 
 

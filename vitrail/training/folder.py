@@ -10,13 +10,14 @@ from pathlib import Path
 from vitrail.errors import RunError
 from vitrail.files import check_parent, saving
 from vitrail.training.config import TrainConfig
+from vitrail.training.lock import LOCK, check_unlocked
 
 __all__ = ["check_place", "new_folder", "place_of"]
 
 
 ENTRIES = (
-    "run.json", "journal.jsonl", "report.html", "checkpoints", "checkpoints/*", "model", "model/model.*", "examples",
-    "examples/*.png", "*.vitrail-partial", "*.vitrail-replaced",
+    "run.json", LOCK, "journal.jsonl", "report.html", "checkpoints", "checkpoints/*", "model", "model/model.*",
+    "examples", "examples/*.png", "*.vitrail-partial", "*.vitrail-replaced",
 )  # fmt: skip
 """All files that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""
 
@@ -54,6 +55,7 @@ def check_place(folder: Path, config: TrainConfig) -> None:
             f"run folder {str(folder)!r} also holds files that a run does not write ({', '.join(foreign[:3])}), "
             "so it is not overwritten; move them elsewhere, or choose another --run"
         )
+    check_unlocked(folder)
 
 
 def place_of(config: TrainConfig) -> Path:

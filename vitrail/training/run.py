@@ -25,6 +25,7 @@ from vitrail.tasks import Task
 from vitrail.tasks.own_model import load_weights, without_adapters, write_weights
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import new_folder
+from vitrail.training.lock import locked
 from vitrail.training.loop import fit
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Examiner, Probe, check_probes
@@ -119,13 +120,14 @@ def train(
     trained, setup, notes = make_network(setup, model)
     del model, initial  # the new network has copies of their weights
     folder = new_folder(setup.config)
-    try:
-        with saving("the run", folder):
-            write_json(folder / "run.json", record_of(setup))
-    except SaveError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return _Run(setup, folder, display or Display(), started).go(trained, notes, probes)
+    with locked(folder):
+        try:
+            with saving("the run", folder):
+                write_json(folder / "run.json", record_of(setup))
+        except SaveError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return _Run(setup, folder, display or Display(), started).go(trained, notes, probes)
 
 
 def resume(
@@ -146,23 +148,24 @@ def resume(
     """
     started = time.perf_counter() if started is None else started
     record = read_record(folder)
-    objects = OwnObjects(data, network)
-    _check_objects(folder, record, objects)
-    model = None
-    if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
-        model = open_again(record.config.start, str(folder), record.origin.sha256)
-    setup = prepare(record.config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
-    if record.fingerprint != setup.fingerprint:
-        raise RunError(
-            f"the data of run {folder} has changed since the run began: it had {record.images:,} training "
-            f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names or "
-            "labels of images have changed, or another split has. To resume the run, restore its data"
-        )
-    check_probes((*setup.probes, *probes), setup.splits)
-    recover_folder(folder / "model")
-    torch.manual_seed(record.config.run.seed)
-    trained, setup, notes = make_network(setup, model)
-    return _Run(setup, folder, display or Display(), started).go(trained, notes, probes, resuming=True)
+    with locked(folder):
+        objects = OwnObjects(data, network)
+        _check_objects(folder, record, objects)
+        model = None
+        if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
+            model = open_again(record.config.start, str(folder), record.origin.sha256)
+        setup = prepare(record.config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
+        if record.fingerprint != setup.fingerprint:
+            raise RunError(
+                f"the data of run {folder} has changed since the run began: it had {record.images:,} training "
+                f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names or "
+                "labels of images have changed, or another split has. To resume the run, restore its data"
+            )
+        check_probes((*setup.probes, *probes), setup.splits)
+        recover_folder(folder / "model")
+        torch.manual_seed(record.config.run.seed)
+        trained, setup, notes = make_network(setup, model)
+        return _Run(setup, folder, display or Display(), started).go(trained, notes, probes, resuming=True)
 
 
 def finished(folder: Path) -> RunResult | None:
@@ -218,6 +221,8 @@ class _Run:
         for note in self._restore(state) if resuming else ():
             display.note(note)
         self._announce(network, notes)
+        if state.step:
+            display.say(f"continuing after step {state.step:,} of {setup.steps:,}")
         journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps)
         with StopRequest() as stop:
             examiner = self._examiner(state, probes)

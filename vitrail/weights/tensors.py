@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.errors import BundleError
-from vitrail.files import partial_path, saving
+from vitrail.files import disk_problem, partial_path, saving
 
 __all__ = ["SUFFIXES", "TensorFile", "open_tensors", "save_tensors"]
 
@@ -115,7 +115,9 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str,
                     torch.save({name: _alone(tensor) for name, tensor in tensors.items()}, file)
             partial.replace(path)
         except (SafetensorError, RuntimeError) as error:  # these libraries report a full disk with these exceptions
-            raise OSError(None, str(error)) from error
+            partial.unlink(missing_ok=True)
+            problem = disk_problem(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
+            raise problem or OSError(None, str(error)) from error
         finally:
             if not partial.is_dir():
                 partial.unlink(missing_ok=True)

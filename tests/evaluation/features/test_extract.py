@@ -361,6 +361,21 @@ def test_a_cache_that_cannot_be_made_or_vanishes(tmp_path: Path) -> None:
     assert "it was removed while it was written" in watched.notes[1] and same(again, expected)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="taking on another user takes root")
+def test_a_cache_that_may_not_be_searched_is_named_and_not_needed(tmp_path: Path) -> None:
+    watched, source = Watched(), Pictures(12)
+    expected = Watched()(source, None)
+    (tmp_path / "closed").mkdir(mode=0)
+    os.seteuid(65534)
+    try:
+        found = watched(source, tmp_path / "closed" / "cache")
+    finally:
+        os.seteuid(0)
+    assert same(found, expected)
+    assert "the cache cannot be written: could not save features to" in watched.notes[0]
+    assert "Permission denied" in watched.notes[0]
+
+
 def interrupt_after_ten(watched: Watched, source: Pictures, cache: Path) -> None:
     def interrupt(done: int) -> None:
         if done == 10:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import pytest
 
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
-from vitrail.training.monitoring.stop import StopRequest
+from vitrail.training.monitoring.stop import StopRequest, interrupted_by_signals
 from vitrail.training.run import train
 
 Command = Callable[..., "subprocess.Popen[str]"]
@@ -30,6 +32,61 @@ def test_the_first_signal_asks_and_makes_way_for_the_second(number: signal.Signa
         assert stop.requested
         assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
     assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_hangup_asks_and_can_come_twice() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(kind) for kind in numbers]
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.requested
+        assert [signal.getsignal(kind) for kind in numbers[:2]] == before[:2], "a second Ctrl-C ends the process"
+    assert [signal.getsignal(kind) for kind in numbers] == before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+        with interrupted_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_interrupt_a_computation(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interrupted_by_signals():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+IN_A_TERMINAL = """
+import sys, time
+from pathlib import Path
+from vitrail.training.monitoring.stop import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    for line in range(3):  # the terminal is gone, so each line would be an error
+        print(line, flush=True)
+    Path(sys.argv[1]).write_text("saved")
+"""
+
+
+def test_a_terminal_that_closes_does_not_end_the_process_before_it_saves(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "state")])
+    assert b"ready" in os.read(terminal, 100)
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "state").read_text() == "saved"
 
 
 def test_without_a_signal_the_handlers_come_back() -> None:
@@ -65,7 +122,7 @@ SIZES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_says_how_to_go_on(
     number: signal.Signals, tmp_path: Path, three_splits: Path, command: Command
 ) -> None:

@@ -177,8 +177,11 @@ class Entry:
         return self.identity.data[:16]
 
     def read(self) -> Kept | None:
-        """Return the content of the entry, or None if there is no entry. Raise `DataError` if the entry is damaged."""
-        return self._read(self.folder) if self.folder.exists() else None
+        """Return the content of the entry, or None if there is no entry. Raise `DataError` if the entry is damaged, and
+        `SaveError` if the cache may not be searched."""
+        with saving("features", self.folder):
+            exists = self.folder.exists()
+        return self._read(self.folder) if exists else None
 
     def whole(self) -> Kept | None:
         """Return the content of the entry. Return None if the entry is missing or damaged."""

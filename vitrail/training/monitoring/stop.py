@@ -1,61 +1,95 @@
-"""Stopping on request. After the first Ctrl-C or SIGTERM, the run saves its state and stops. A second signal ends the
-process at once."""
+"""Stopping on request. After the first Ctrl-C, SIGTERM or SIGHUP, the run saves its state and stops. A second Ctrl-C or
+SIGTERM ends the process at once."""
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["StopRequest", "interrupted_by_sigterm"]
+__all__ = ["StopRequest", "interrupted_by_signals"]
 
 
 @contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on SIGTERM inside the `with` block, as Python does on SIGINT.
+def interrupted_by_signals() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` on SIGTERM and SIGHUP inside the `with` block, as Python does on SIGINT.
 
     Python handles signals in its main thread only. In other threads nothing changes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _leave_closed_terminal()
+        raise KeyboardInterrupt
+
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, *_hangup())}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        _restore(before)
 
 
 class StopRequest:
-    """Records SIGINT and SIGTERM in `requested` inside a `with` block. The loop checks `requested` between steps.
+    """Records SIGINT, SIGTERM and SIGHUP in `requested` inside a `with` block. The loop checks `requested` between
+    steps.
 
-    The first signal also restores the usual handlers, so that a second one ends the process at once. Python handles
-    signals in its main thread only. In other threads this class changes nothing.
+    The first signal also restores the usual handlers of SIGINT and SIGTERM, so that a second one ends the process at
+    once. SIGHUP stays handled, because a terminal that closes can send it twice. A process that ignores SIGHUP, such as
+    one started by nohup, goes on ignoring it. Python handles signals in its main thread only. In other threads this
+    class changes nothing.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self._before: dict[int, Any] = {}
+        self._hangup: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._ask)
+            for number in _hangup():
+                self._hangup[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        _restore(self._before)
+        _restore(self._hangup)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        self._restore()
+        _restore(self._before)
+        _leave_closed_terminal()
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+
+def _hangup() -> tuple[signal.Signals, ...]:
+    """Return SIGHUP, unless the process ignores it."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    """Restore the earlier signal handlers, and empty the dictionary."""
+    while handlers:
+        signal.signal(*handlers.popitem())
+
+
+def _leave_closed_terminal() -> None:
+    """Discard output to a terminal that was closed. Otherwise the next printed line would end the process with an error
+    before the state is saved."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from vitrail.errors import RunError, SaveError
-from vitrail.files import replacing_folder, sha256, write_json
+from vitrail.files import disk_problem, partial_path, replacing_folder, sha256, write_json
 from vitrail.training.state.random import state_text
 from vitrail.training.state.state import TrainState
 
@@ -49,8 +49,9 @@ class Checkpoints:
         path = self.folder / f"step-{state.step}"
         for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
-        with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path):
-            save(state.tensors(), checkpoint_id=partial, no_dist=True)
+        tensors = state.tensors()
+        with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path, _bytes_of(tensors)):
+            save(tensors, checkpoint_id=partial, no_dist=True)
             write_json(partial / VALUES, state.values())
             files = sorted(file for file in partial.iterdir() if file.is_file())
             manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
@@ -125,9 +126,23 @@ def _random_state_among_tensors(path: Path) -> dict[str, Any]:
     return {"cpu": state_text(found["cpu"]), "cuda": [state_text(found["cuda"])] if "cuda" in found else []}
 
 
+def _bytes_of(value: Any) -> int:
+    """Return about the number of bytes that nested dictionaries and lists of tensors take on disk."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes + 2048  # each tensor has a header of its own
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0
+
+
 @contextmanager
-def _plain_errors(path: Path) -> Iterator[None]:
-    """Raise the errors of torch.distributed.checkpoint as `OSError` or `SaveError`, and hide two of its warnings."""
+def _plain_errors(path: Path, needed: int = 0) -> Iterator[None]:
+    """Raise the errors of torch.distributed.checkpoint as `OSError` or `SaveError`, and hide two of its warnings.
+
+    `needed` is the size of a checkpoint that is written. If the disk is full, torch mostly raises an internal assertion
+    of its zip writer instead of the error of the operating system. The unfinished files are therefore deleted, and the
+    operating system is asked if the checkpoint fits on the disk.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -138,5 +153,11 @@ def _plain_errors(path: Path) -> Iterator[None]:
             for cause in causes:
                 if isinstance(cause, OSError):
                     raise cause from failure
+            if needed:
+                partial = partial_path(path.resolve())
+                for file in partial.iterdir():
+                    file.unlink()
+                if (problem := disk_problem(partial, needed)) is not None:
+                    raise problem from failure
             reason = "; ".join(str(cause) or type(cause).__name__ for cause in causes)
             raise SaveError(f"checkpoint {path} failed: {reason}") from failure

@@ -27,7 +27,7 @@ from vitrail.data.sources.tables.number_column import NumberColumns
 from vitrail.data.sources.tables.parquet_columns import ParquetColumns
 from vitrail.data.splits import Split, Splits, by_split, split_of
 from vitrail.errors import DataError, SaveError
-from vitrail.files import cache_folder
+from vitrail.files import cache_folder, saving
 
 __all__ = [
     "Choice",
@@ -296,8 +296,9 @@ def _unpack(
     if not missing:
         return blobs, ()
     needed = sum(columns.image_bytes(column) for _, columns in missing)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    with saving("unpacked images", folder):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
     if needed > free:
         raise SaveError(
             f"{title}: unpacking the images into {folder} takes {_size(needed)}, but only {_size(free)} are free "

@@ -1,0 +1,107 @@
+"""Tests of the lock of a run's folder: only one process trains a run, and a killed process leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vitrail.errors import RunError
+from vitrail.training.config import TrainConfig
+from vitrail.training.lock import LOCK, locked
+from vitrail.training.monitoring.display import Display
+from vitrail.training.run import resume, train
+
+Small = Callable[..., TrainConfig]
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from vitrail.training.lock import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that holds the lock of a run's folder."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_lock_that_another_process_holds_is_refused_by_its_number(tmp_path: Path) -> None:
+    with another_process(tmp_path) as process:
+        with pytest.raises(RunError) as caught, locked(tmp_path):
+            pass
+        assert str(caught.value) == (
+            f"run {tmp_path} is in use: process {process.pid} trains it, and two processes must not train one run; "
+            f"wait until that process ends, or stop it with kill {process.pid}"
+        )
+        (tmp_path / LOCK).write_text("")
+        with pytest.raises(RunError, match="is in use: another process trains it, and two processes must not"):
+            locked(tmp_path).__enter__()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with locked(tmp_path):
+            assert (tmp_path / LOCK).exists()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_thread_of_the_same_process_is_refused_too(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        for _ in range(2):
+            with pytest.raises(RunError, match=f"process {os.getpid()} trains it"), locked(tmp_path):
+                pass
+
+
+class Meanwhile(Display):
+    """A display that calls a function at the first report of a run."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action: Callable[[], object] | None = action
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if self.action is not None:
+            self.action, action = None, self.action
+            action()
+
+
+def test_a_run_is_neither_resumed_nor_replaced_while_it_trains(small: Small, tmp_path: Path) -> None:
+    run, refused = tmp_path / "run", []
+
+    def others() -> None:
+        for attempt in (lambda: resume(run), lambda: train(small(run, overwrite=True))):
+            with pytest.raises(RunError, match=rf"^run {run} is in use: process {os.getpid()} trains it") as caught:
+                attempt()
+            refused.append(caught)
+
+    result = train(small(run, steps=4), display=Meanwhile(others))
+    assert len(refused) == 2 and result.summary["steps"] == 4
+    assert not (run / LOCK).exists()
+    train(small(run, steps=2, overwrite=True))
+
+
+def test_two_that_resume_do_not_train_together(small: Small, stop_at: Callable[[int], Display], tmp_path: Path) -> None:
+    run, refused = tmp_path / "run", []
+    with pytest.raises(Exception, match="stopped at step 8"):
+        train(small(run), display=stop_at(8))
+
+    def other() -> None:
+        with pytest.raises(RunError, match="is in use") as caught:
+            resume(run)
+        refused.append(caught)
+
+    resume(run, display=Meanwhile(other))
+    assert refused
