@@ -36,6 +36,15 @@ def test_a_table_shows_the_likeliest(model: Path, trained: RunResult, capsys: py
     assert "2." in shown and "3." not in shown
 
 
+def test_another_image_size(model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
+    example = trained.examples[0].path
+    assert main(["predict", str(model), str(example), "--json", "--image-size", "32", "24"]) == 0
+    captured = capsys.readouterr()
+    assert "the image size was changed from " in captured.err
+    expected = load(model, image_size=(32, 24)).predict([example])[0]
+    assert json.loads(captured.out)["probability"] == expected.probability
+
+
 @pytest.mark.parametrize("width", ["20", "80"])
 def test_paths_are_shown_in_full_whatever_the_width(
     model: Path,

@@ -144,6 +144,28 @@ def test_learned_positions_are_resized_and_those_of_other_tokens_kept(vit: Calla
     assert torch.equal(bundle.network.state_dict()["positions.embedding"], before)
 
 
+@pytest.mark.parametrize("positions", ["learned", "learned-2d", "relative-bias"])
+def test_a_second_change_of_the_size_starts_from_the_first_positions(
+    positions: str, vit: Callable[..., Bundle]
+) -> None:
+    bundle = vit(positions=positions, position_resize="bicubic")
+    smaller = adapted(adapted(bundle, image_size=(8, 4)), num_classes=7)
+    for size in ((12, 12), (20, 24)):
+        direct, again = (adapted(one, image_size=size).network.state_dict() for one in (bundle, smaller))
+        names = [name for name in direct if name.startswith("positions.")]
+        assert names and all(torch.equal(direct[name], again[name]) for name in names)
+    assert adapted(smaller, image_size=(20, 24)).network.config.num_classes == 7
+
+
+def test_trained_positions_are_resized_as_they_are(vit: Callable[..., Bundle]) -> None:
+    smaller = adapted(vit(), image_size=(8, 4))
+    with torch.no_grad():
+        smaller.network.positions.embedding[:, -1] += 1  # type: ignore[union-attr]
+    trained = smaller.network.state_dict()["positions.embedding"]
+    after = adapted(smaller, image_size=(12, 12)).network.state_dict()["positions.embedding"]
+    assert torch.equal(after[:, 1:], resize_grid(trained[:, 1:], (2, 1), (3, 3), "linear-corners"))
+
+
 def test_a_resnet_takes_any_size(random_bundle: Make) -> None:
     bundle = random_bundle(ResNetConfig(image_size=(16, 16), depths=(1,), width=32, num_classes=3))
     new = adapted(bundle, image_size=(9, 23))

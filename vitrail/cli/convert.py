@@ -65,7 +65,7 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Convert(**call.options)
-    notes = convert(
+    found = convert(
         options.source,
         options.destination,
         options.to,
@@ -76,6 +76,7 @@ def main(call: Call) -> int:
         num_classes=options.num_classes,
         drop_head_hidden=options.drop_head_hidden,
     )
+    notes = [COMMAND.note(note) for note in found]
     if options.json:
         print(json.dumps({"written": str(options.destination), "layout": options.to, "notes": notes}))
         return 0

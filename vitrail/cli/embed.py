@@ -20,7 +20,6 @@ from vitrail.evaluation.features.files import check_features_folder, parquet_lib
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.training.monitoring.stop import interrupted_by_signals
-from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -93,9 +92,9 @@ def main(call: Call) -> int:
     keep_freed_memory()
     sources, notes = _sources(options)
     targets = {split: _target(options, split) for split in sources}
-    bundle = adapted(load(options.model, device=options.device), image_size=options.image_size)
+    bundle = load(options.model, device=options.device, image_size=options.image_size)
     for note in (*bundle.notes, *notes):
-        console.print(note, style="yellow", markup=False)
+        console.print(COMMAND.note(note), style="yellow", markup=False)
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
         try:

@@ -208,7 +208,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
         )
     chosen = [each for each in (judged, learned) if each is not None]
     for note in dict.fromkeys((*bundle.notes, *(note for each in chosen for note in each.notes))):
-        console.print(note, style="yellow", markup=False)
+        console.print(COMMAND.note(note), style="yellow", markup=False)
     rows: dict[str, dict[str, Any]] = {}
     with _Bar(console) as bar:
         outputs = _outputs(bundle, options, console, bar)
@@ -256,7 +256,7 @@ def _suite(options: Evaluate, console: Console) -> int:
     suite = read_suite(options.suite)
     bundle = _load(options)
     for note in bundle.notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(COMMAND.note(note), style="yellow", markup=False)
     with _Bar(console) as bar:
         outputs = _outputs(bundle, options, console, bar)
         result = run_suite(
@@ -277,10 +277,9 @@ def _suite(options: Evaluate, console: Console) -> int:
 
 
 def _load(options: Evaluate) -> Bundle:
-    from vitrail.weights.adapt import adapted
     from vitrail.weights.load import load
 
-    return adapted(load(options.model, device=options.device), image_size=options.image_size)
+    return load(options.model, device=options.device, image_size=options.image_size)
 
 
 def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
@@ -308,7 +307,7 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
         precision=options.precision,
         cache=None if options.no_cache else options.cache or default_cache(),
         on_progress=bar.update,
-        on_note=lambda note: console.print(note, style="yellow", markup=False),
+        on_note=lambda note: console.print(COMMAND.note(note), style="yellow", markup=False),
     )
 
 

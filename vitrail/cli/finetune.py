@@ -121,7 +121,7 @@ COMMAND = Command(
 
 
 def main(call: Call) -> int:
-    display = ConsoleDisplay(Console())
+    display = ConsoleDisplay(Console(), COMMAND.note)
     given = call.options
     if "strict" in given and "suite" not in given:
         raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")

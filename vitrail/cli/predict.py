@@ -44,6 +44,9 @@ class Predict:
     top: int | None = None
     """Number of classes for each image, starting with the most probable. The default is 3, and all classes with
     --json."""
+    image_size: tuple[int, int] | None = None
+    """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
+    sizes."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision = "float32"
@@ -63,7 +66,7 @@ COMMAND = Command(
         Example("vitrail predict google/vit-base-patch16-224 cat.jpg --json", "Use a model from the hub; print JSON."),
     ),
     options=(Predict,),
-    essential={"Output": ("top", "csv", "json"), "Speed": ("device", "precision")},
+    essential={"Output": ("top", "csv", "json"), "Speed": ("image_size", "device", "precision")},
 )
 
 
@@ -74,10 +77,10 @@ def main(call: Call) -> int:
     if options.top is not None and options.top < 1:
         raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show for each image")
     paths = _image_paths(options.images)
-    bundle = load(options.model, device=options.device)
+    bundle = load(options.model, device=options.device, image_size=options.image_size)
     top = _top(options, bundle)
     for note in bundle.notes:
-        print(f"vitrail: {note}", file=sys.stderr)
+        print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
     results = bundle.predict(paths, top=top, precision=options.precision, undecodable="return")
     named = list(zip(paths, results, strict=True))
     if options.json:

@@ -99,7 +99,7 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     console = Console()
-    display = ConsoleDisplay(console)
+    display = ConsoleDisplay(console, COMMAND.note)
     try:
         if (folder := call.options.get("resume")) is not None:
             check_only_resume(call.options, COMMAND.known)

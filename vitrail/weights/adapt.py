@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from vitrail.errors import BundleError, ConfigError
+from vitrail.models.network import with_weights
 from vitrail.models.variants import AnyNetwork
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, FirstPositions
 
 __all__ = ["adapted", "resize_network"]
 
@@ -31,10 +34,10 @@ def adapted(
             )
         num_classes = len(classes)
     notes = list(bundle.notes)
-    network, preprocess = bundle.network, bundle.preprocess
+    network, preprocess, first = bundle.network, bundle.preprocess, bundle.first_positions
     if image_size is not None and image_size != network.config.image_size:
         old = network.config.image_size
-        network = resize_network(network, image_size)
+        network, first = _resized(bundle, image_size)
         preprocess = replace(preprocess, image_size=image_size)
         resized = network.config.weights_depend_on_size
         positions = ", and the positions were resized" if resized else ""
@@ -54,7 +57,10 @@ def adapted(
     if (network, names) == (bundle.network, bundle.classes):
         return bundle
     metrics = bundle.metrics if network is bundle.network else {}  # the metrics were measured with the old network
-    return replace(bundle, network=network, classes=names, preprocess=preprocess, metrics=metrics, notes=tuple(notes))
+    return replace(
+        bundle, network=network, classes=names, preprocess=preprocess, metrics=metrics, notes=tuple(notes),
+        first_positions=first,
+    )  # fmt: skip
 
 
 def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwork:
@@ -67,3 +73,20 @@ def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwo
         return network.with_image_size(image_size)
     except ConfigError as error:
         raise BundleError(str(error)) from None
+
+
+def _resized(bundle: Bundle, image_size: tuple[int, int]) -> tuple[AnyNetwork, FirstPositions | None]:
+    """Return the bundle's network for another image size, and its positions before they were resized for the first
+    time. Positions that were resized before, and have not been trained since, are resized from the first ones."""
+    network, first = bundle.network, bundle.first_positions
+    if first is not None:
+        state = network.state_dict()
+        unresized = with_weights(network, network.config.with_image_size(first.image_size), state | first.tensors)
+        again = resize_network(unresized, network.config.image_size).state_dict()
+        if all(torch.equal(again[name].cpu(), state[name].cpu()) for name in first.tensors):
+            return resize_network(unresized, image_size).to(bundle.device), first
+    resized = resize_network(network, image_size)
+    if not network.config.weights_depend_on_size:
+        return resized, None
+    positions = {name: tensor for name, tensor in network.state_dict().items() if name.startswith("positions.")}
+    return resized, FirstPositions(network.config.image_size, positions)

@@ -32,6 +32,7 @@ from vitrail.weights.saved import SavedModel, check_model_folder, read_model, wr
 __all__ = [
     "AnyPrediction",
     "Bundle",
+    "FirstPositions",
     "ImageLike",
     "NumberPrediction",
     "OutputKind",
@@ -40,6 +41,15 @@ __all__ = [
     "weights_sha256",
     "write_bundle",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class FirstPositions:
+    """The positions of a network before they were resized for the first time."""
+
+    image_size: tuple[int, int]
+    tensors: dict[str, Tensor]
+    """Tensors by their names in the network's `state_dict`."""
 
 
 @dataclass
@@ -58,6 +68,9 @@ class Bundle:
     """Origin of the weights: data, recipe, seed and versions, as plain JSON values."""
     notes: tuple[str, ...] = ()
     """Notes from loading about assumptions, replaced layers and resized positions. The notes are not saved."""
+    first_positions: FirstPositions | None = None
+    """Positions before they were resized. Another change of the image size starts from these positions, so that
+    nothing is lost by resizing twice. They are not saved."""
 
     def __post_init__(self) -> None:
         config = self.network.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def load(
 
     - `layout` is a name in `LAYOUTS`. By default the layout is recognised from the names of the tensors.
     - `heads` and `image_size` are needed if the file does not contain them. If the grid of patches for `image_size`
-      differs from the file's grid, learned positions are resized.
+      differs from the file's grid, learned positions are resized. If the file's preprocessing makes images of another
+      size than the positions are for, that size is the default.
     - If `num_classes` or the length of `classes` differs from the file's, a new head of zeros replaces the old head.
       `drop_head_hidden` removes the hidden layer before the head.
 
@@ -129,7 +131,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
         classes = tuple(map(str, range(network.config.num_classes)))
         if classes:
             notes = (*notes, "the file has no class names, so the classes are numbered")
-    return Bundle(
+    bundle = Bundle(
         network,
         classes,
         description.preprocess,
@@ -137,6 +139,7 @@ def _read(path: Path, layout: Layout | None, hints: Hints) -> Bundle:
         provenance={"layout": layout.name, "file": checkpoint.tensors.path.name},
         notes=notes,
     )
+    return replace(adapted(bundle, image_size=description.image_size), notes=notes)
 
 
 def _described(checkpoint: Checkpoint, layout: Layout, hints: Hints) -> Description:

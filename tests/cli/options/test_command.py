@@ -99,6 +99,13 @@ def test_messages_name_options(message: str, spelled: str) -> None:
     assert COMMAND.message(ConfigError(message), {"flip": True}) == spelled
 
 
+def test_notes_spell_only_what_they_recommend() -> None:
+    text = "config.json has image_size=(35, 48), so the size is (32, 48); use image_size=(64, 48) for another"
+    expected = "config.json has image_size=(35, 48), so the size is (32, 48); use --image-size 64 48 for another"
+    assert COMMAND.note(text) == expected
+    assert COMMAND.note("use other=(1, 2)") == "use other=(1, 2)"
+
+
 def test_messages_about_files_keep_the_names_in_them() -> None:
     assert COMMAND.message(BundleError("a.json: image_size is missing"), {}) == "a.json: image_size is missing"
     assert COMMAND.message(BundleError("out='x' is taken, image_size=3"), {}) == "--out: 'x' is taken, image_size=3"

@@ -14,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.vit import ViTConfig
+from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.huggingface import HUGGINGFACE
 from vitrail.weights.layouts.layout import Checkpoint
@@ -43,12 +45,13 @@ CUT = {
     "rescale_factor": 0.00392156862745098,
 }  # fmt: skip
 """The preprocessing of dinov2-base."""
+CUT_SIZES = {"crop_size": {"height": 32, "width": 32}, "size": {"shortest_edge": 36}}
 REFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hf_vit": ({"model_type": "vit", **SHAPE, "image_size": [32, 48], "patch_size": 8}, SQUASH),
     "hf_vit_hub": ({"model_type": "vit", **SHAPE, "image_size": [32, 48], "patch_size": 8}, SQUASH),
-    "hf_dinov2": ({"model_type": "dinov2", **SHAPE, "image_size": 32, "patch_size": 8}, CUT),
+    "hf_dinov2": ({"model_type": "dinov2", **SHAPE, "image_size": 32, "patch_size": 8}, {**CUT, **CUT_SIZES}),
 }
-"""`config.json` and `preprocessor_config.json` of each golden file."""
+"""`config.json` and `preprocessor_config.json` of each golden file, for images of the golden file's size."""
 
 VIT: dict[str, Any] = {"position_resize": "bicubic"}
 DINOV2: dict[str, Any] = {
@@ -283,21 +286,41 @@ def test_registers_of_a_file_by_itself(tmp_path: Path, make_bundle: Make) -> Non
     assert "model_type='dinov2_with_registers'" in read.notes[0]
 
 
-def test_the_size_of_positions_is_kept_and_that_of_images_is_noted(tmp_path: Path) -> None:
-    folder = reference_folder(tmp_path / "dinov2", "hf_dinov2")
+def test_images_have_the_size_of_the_preprocessing(tmp_path: Path) -> None:
+    """The positions of DINOv2 on the hub are for 518 pixels, and its preprocessing makes images of 224."""
+    folder = edit(reference_folder(tmp_path / "dinov2", "hf_dinov2"), "preprocessor_config.json", **CUT)
+    tensors, _, _ = reference("hf_dinov2")
     bundle = load(folder, device="cpu")
     assert bundle.preprocess == Preprocess(
-        image_size=(32, 32), resize="crop", crop_share=0.875, interpolation="bicubic",
+        image_size=(224, 224), resize="crop", crop_share=0.875, interpolation="bicubic",
         mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225),
     )  # fmt: skip
+    assert bundle.network.config.image_size == (224, 224)
     assert bundle.notes[0] == (
-        "preprocessor_config.json makes images of (224, 224), but the positions are for (32, 32), so images of "
-        "(32, 32) are used; image_size=(224, 224) resizes the positions"
+        "preprocessor_config.json makes images of (224, 224), but the positions are for images of (32, 32), so the "
+        "positions are resized (bicubic, as in the library); use image_size=(32, 32) to keep the size of the positions"
     )
-    resized = load(folder, device="cpu", image_size=(224, 224))
-    assert resized.network.config.image_size == (224, 224)
-    assert resized.preprocess == replace(bundle.preprocess, image_size=(224, 224))
-    assert not any("resizes the positions" in note for note in resized.notes)
+    positions = tensors["dinov2.embeddings.position_embeddings"]
+    grid = positions[:, 1:].reshape(1, 4, 4, 64).permute(0, 3, 1, 2)
+    larger = interpolate(grid, size=(28, 28), mode="bicubic", align_corners=False)
+    expected = torch.cat([positions[:, :1], larger.permute(0, 2, 3, 1).reshape(1, 784, 64)], dim=1)
+    assert torch.equal(bundle.network.state_dict()["positions.embedding"], expected)
+    kept = load(folder, device="cpu", image_size=(32, 32))
+    assert kept.network.config.image_size == kept.preprocess.image_size == (32, 32)
+    assert torch.equal(kept.network.state_dict()["positions.embedding"], positions)
+    assert not any("preprocessor" in note for note in kept.notes)
+    again = adapted(bundle, image_size=(32, 32)).network.state_dict()
+    assert torch.equal(again["positions.embedding"], positions), "positions are resized from those of the file"
+
+
+def test_a_preprocessed_size_that_patches_do_not_divide(tmp_path: Path) -> None:
+    folder = edit(reference_folder(tmp_path / "dinov2", "hf_dinov2"), "preprocessor_config.json", crop_size=36)
+    bundle = load(folder, device="cpu")
+    assert bundle.preprocess.image_size == (32, 32)
+    assert bundle.notes[0] == (
+        "preprocessor_config.json makes images of (36, 36), but the positions are for images of (32, 32); patches of "
+        "(8, 8) do not divide (36, 36), so images of (32, 32) are used"
+    )
 
 
 def test_pixels_that_patches_do_not_cover(tmp_path: Path) -> None:
@@ -338,14 +361,18 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         ({"do_rescale": False, "image_mean": 127.5, "image_std": 51}, {"mean": (0.5,), "std": (0.2,)}, ""),
         ({"rescale_factor": 2 / 255, "image_mean": 1}, {"mean": (0.5,), "std": (0.25,)}, ""),
         ({"size": None, "resample": None, "image_mean": None}, {}, ""),
-        ({"size": 32}, {}, "makes images of (32, 32)"),
-        ({"size": 32, "crop_size": 24}, {"resize": "crop", "crop_share": 0.75}, "makes images of (24, 24)"),
+        ({"size": 32}, {"image_size": (32, 32)}, "makes images of (32, 32)"),
+        (
+            {"size": 32, "crop_size": 24},
+            {"image_size": (24, 24), "resize": "crop", "crop_share": 0.75},
+            "makes images of (24, 24)",
+        ),
         ({"crop_size": {"height": 32, "width": 48}}, {}, ""),
         ({"crop_size": 224, "do_center_crop": False}, {}, ""),
         ({"do_resize": False}, {}, "does not resize images, but here they are squashed"),
         (
             {"size": {"shortest_edge": 40}},
-            {"resize": "crop"},
+            {"image_size": (40, 40), "resize": "crop"},
             "scales the short side to 40 without cropping, but here the centre is cropped",
         ),
         (
@@ -366,7 +393,7 @@ def test_questions_by_themselves_are_noted(tmp_path: Path) -> None:
         ),
         (
             {"size": {"shortest_edge": 16}, "crop_size": {"height": 32, "width": 32}},
-            {"resize": "crop"},
+            {"image_size": (32, 32), "resize": "crop"},
             "crops (32, 32) from images of (16, 16), with a black border, but here there is no border",
         ),
     ],
@@ -379,7 +406,7 @@ def test_preprocessing(tmp_path: Path, fields: dict[str, Any], expected: dict[st
             load(folder, device="cpu")
         return
     bundle = load(folder, device="cpu")
-    wanted = Preprocess(image_size=(32, 48), **expected)
+    wanted = Preprocess(**{"image_size": (32, 48), **expected})
     assert replace(bundle.preprocess, mean=(0.0,), std=(1.0,)) == replace(wanted, mean=(0.0,), std=(1.0,))
     np.testing.assert_allclose(bundle.preprocess.mean, wanted.mean, rtol=1e-6)
     np.testing.assert_allclose(bundle.preprocess.std, wanted.std, rtol=1e-6)
@@ -746,6 +773,21 @@ def test_the_library_makes_the_same_pixels(
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     processor.save_pretrained(tmp_path / "model")
     assert load(tmp_path / "model", device="cpu").preprocess == bundle.preprocess
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dinov2", "registers"])
+@pytest.mark.parametrize("side", [21, 49])
+def test_the_library_computes_what_we_do_at_the_size_of_the_preprocessing(
+    tmp_path: Path, make_bundle: Make, kind: str, side: int
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    HUGGINGFACE.write(make_bundle(**KINDS[kind]), tmp_path / "model")
+    edit(tmp_path / "model", "preprocessor_config.json", size={"shortest_edge": 56}, crop_size=side)
+    bundle = load(tmp_path / "model", device="cpu")
+    assert bundle.network.config.image_size == (side, side)
+    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "model").eval()
+    assert largest_difference(model, bundle.network, pictures(bundle.network.config)) < 1e-4
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ Options = Mapping[str, Any]
 SMALL_NEGATIVE = re.compile(r"-\d*\.?\d+[eE][+-]?\d+")
 """Pattern of negative numbers that argparse would mistake for options."""
 
+VALUE = r"\([^()]*\)|'[^']*'|\"[^\"]*\"|[^\s,;:()]+"
+"""Pattern of a value in a message."""
 
 ADVICE = re.compile(r"\b(such as|choose|give|use|try) $")
 """Words that precede a recommended value in a message."""
@@ -138,9 +140,23 @@ class Command:
         about_settings = isinstance(error, ConfigError)
         return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
 
+    def note(self, text: str) -> str:
+        """Return a note with the values that it recommends spelled as options, such as `--image-size 224 224` for
+        `image_size=(224, 224)`. Other values can name fields of files, so they stay as they are."""
+
+        def spelled(found: re.Match[str]) -> str:
+            recommended = ADVICE.search(text[: found.start()])
+            return f"{self._label(found[1])} {_typed(found[2])}" if recommended else found[0]
+
+        return re.sub(rf"\b({self._names})=({VALUE})", spelled, text)
+
+    @cached_property
+    def _names(self) -> str:
+        """A pattern of the names of all fields."""
+        return "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True))
+
     def _line(self, line: str, about_settings: bool, given: Options) -> str:
-        names = "|".join(sorted({*self.known, *self.spelled}, key=len, reverse=True))
-        value = r"\([^()]*\)|'[^']*'|\"[^\"]*\"|[^\s,;:()]+"
+        names, value = self._names, VALUE
 
         def first(found: re.Match[str]) -> str:
             return f"{self._label(found[1])}: {_typed(found[2])} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from rich.console import Console
@@ -44,8 +45,10 @@ class ConsoleDisplay(Display):
 
     LINE_SECONDS = 10.0
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, spell: Callable[[str], str] = str) -> None:
+        """`spell` returns a note with the values that it recommends in the syntax of the command line."""
         self.console = console
+        self._spell = spell
         self.steps = 0
         self._progress: Progress | None = None
         self._last_line = 0.0
@@ -73,7 +76,7 @@ class ConsoleDisplay(Display):
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self.console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(self._spell(text), style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]

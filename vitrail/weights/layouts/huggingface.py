@@ -95,12 +95,7 @@ class HuggingFace:
         except ConfigError as error:
             raise BundleError(f"{tensors.path}: {error}") from None
         classes = classes_of(settings, config.num_classes, notes)
-        if images.size not in (None, config.image_size) and hints.image_size is None:
-            notes.append(
-                f"preprocessor_config.json makes images of {images.size}, but the positions are for "
-                f"{config.image_size}, so images of {config.image_size} are used; image_size={images.size} resizes the "
-                f"positions"
-            )
+        size = None if hints.image_size is not None else _preprocessed_size(config, images.size, notes)
         return Description(
             tensors=tensors,
             config=config,
@@ -110,6 +105,7 @@ class HuggingFace:
             output=OUTPUTS.get(settings.get("problem_type", str, ""), "softmax"),
             ignored=ignored,
             notes=(*notes, *images.notes),
+            image_size=size,
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -209,6 +205,25 @@ def _hub_name(name: str, family: Family) -> str:
     if not family.is_dinov2:
         name = name.replace(".mlp.fc1.", ".intermediate.dense.").replace(".mlp.fc2.", ".output.dense.")
     return name
+
+
+def _preprocessed_size(config: ViTConfig, made: tuple[int, int] | None, notes: list[str]) -> tuple[int, int] | None:
+    """Return the size of the images that `preprocessor_config.json` makes if the network can be resized to it, and add
+    a note. Return None if the network has that size already or cannot take it."""
+    own = config.image_size
+    if made in (None, own):
+        return None
+    differs = f"preprocessor_config.json makes images of {made}, but the positions are for images of {own}"
+    try:
+        config.with_image_size(made)
+    except ConfigError:
+        notes.append(f"{differs}; patches of {config.patch_size} do not divide {made}, so images of {own} are used")
+        return None
+    notes.append(
+        f"{differs}, so the positions are resized ({config.position_resize}, as in the library); use image_size={own} "
+        "to keep the size of the positions"
+    )
+    return made
 
 
 def _left_out(tensors: TensorFile) -> tuple[tuple[str, ...], list[str]]:

@@ -111,6 +111,9 @@ class Description:
     """Tensors of the file that our network does not have, such as a mask token."""
     notes: tuple[str, ...] = ()
     """Notes about assumptions and skipped tensors."""
+    image_size: tuple[int, int] | None = None
+    """Height and width of the images that the file's preprocessing makes, if they differ from the size in `config`. The
+    loaded network is resized to this size."""
 
 
 @runtime_checkable
