@@ -18,7 +18,7 @@ from rich.text import Text
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
-from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.errors import ConfigError, DataError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction

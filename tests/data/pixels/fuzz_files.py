@@ -6,6 +6,8 @@ for each file, and dies if it exceeds one of them. Each file depends only on its
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import json
 import random
@@ -37,7 +39,10 @@ def encoded(picture: Image.Image, file_format: str, **options: object) -> bytes:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Return small valid files of each kind."""
+    """Return small valid files of each kind that this machine can write."""
+    Image.init()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("pillow_heif").register_heif_opener()
     random_numbers = np.random.default_rng(0)
     soft = Image.fromarray(random_numbers.integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize((30, 21))
     clear = soft.copy()
@@ -62,7 +67,16 @@ def seeds() -> dict[str, list[bytes]]:
         (soft, {**frames, "compression": "tiff_lzw"}), (soft.convert("YCbCr"), {}),
         (soft, {"compression": "tiff_lzw", "tiffinfo": {317: 2}}), (soft, {"big_tiff": True}),
     ]  # fmt: skip
+    modern = {
+        "avif": [(image, "AVIF", {"exif": exif}) for image in (soft, clear)] + [(soft, "AVIF", {}), (grey, "AVIF", {})],
+        "heic": [(image, "HEIF", {"exif": exif}) for image in (soft, clear)] + [(soft, "HEIF", {}), (grey, "HEIF", {})],
+    }
     return {
+        **{
+            kind: [encoded(image, file_format, **options) for image, file_format, options in rows]
+            for kind, rows in modern.items()
+            if rows[0][1] in Image.SAVE
+        },
         "jpeg": [encoded(image, "JPEG", **options) for image, options in jpeg],
         "progressive": [encoded(image, "JPEG", progressive=True, **options) for image, options in jpeg],
         "png": [encoded(image, "PNG") for image in (soft, clear, deep, bits, grey, palette)]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import features
 
-KINDS = ("jpeg", "progressive", "png", "webp", "lossless", "bmp", "gif", "tiff")
+KINDS = (
+    "jpeg", "progressive", "png", "webp", "lossless", "bmp", "gif", "tiff",
+    *(("avif",) if features.check("avif") else ()), *(("heic",) if importlib.util.find_spec("pillow_heif") else ()),
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and time are those of Linux")
 

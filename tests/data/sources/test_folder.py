@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.source import Source
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import DataError
@@ -68,7 +68,8 @@ def test_every_suffix_counts_in_any_case(tree: Trees, suffix: str) -> None:
 
 
 def test_the_suffixes_are_those_of_the_formats_that_decode() -> None:
-    assert {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"} == SUFFIXES
+    older = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+    assert older | {".avif", ".heic", ".heif"} == SUFFIXES
 
 
 def test_nested_folders_belong_to_their_class_folder(tree: Trees) -> None:
@@ -118,7 +119,8 @@ def test_folders_beyond_the_classes_given_are_named(tree: Trees) -> None:
 
 def test_a_class_folder_without_images_is_named_with_the_suffixes(tree: Trees) -> None:
     root = tree("full/1.png", "bare/notes.txt")
-    with pytest.raises(DataError, match=r"class folder .*pictures/bare has no images \(\.bmp, .*\.webp\); add images"):
+    expected = r"class folder .*pictures/bare has no images \(\.avif, \.bmp, .*\.webp\); add images"
+    with pytest.raises(DataError, match=expected):
         FolderSource(root)
 
 

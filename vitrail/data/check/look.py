@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from jaxtyping import Int, Integer, UInt8
 from PIL import Image
 
 from vitrail.data.pipeline import default_threads
-from vitrail.data.pixels.decode import FORMATS, to_pil
+from vitrail.data.pixels.decode import open_file, to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, UndecodableImage
 
@@ -247,7 +246,7 @@ def _is_grey(picture: Image.Image, grey: Image.Image) -> bool:
 
 def _header(data: bytes) -> tuple[str, Oddity]:
     """Return the format and mode of an encoded image that can be decoded, and its oddities."""
-    with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+    with open_file(data) as picture:
         odd = Oddity(0)
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
             odd |= Oddity.TRANSPARENT

@@ -24,7 +24,9 @@ import numpy as np
 from PIL import Image
 
 from vitrail.data.packing.manifest import FILE, NUMBERS, UNFINISHED, Manifest, Packing, ShardRecord, parse
-from vitrail.data.pixels.decode import FORMATS, SUFFIXES, to_pil
+from vitrail.data.pixels.decode import open_file, to_pil
+from vitrail.data.pixels.formats import SUFFIXES
+from vitrail.data.pixels.signature import format_of
 from vitrail.data.source import Source, Target, fingerprint
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, Stopped, UndecodableImage
@@ -41,8 +43,8 @@ END = bytes(2 * BLOCK)
 """The bytes at the end of a tar file."""
 
 GREY = ("1", "L", "LA", "I;16", "I;16B", "I;16L")
-MARKS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
-"""The first bytes of image formats. A file that begins with none of them is assumed to be a JPEG."""
+ENDINGS = {"PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tif", "AVIF": "avif", "HEIC": "heic"}
+"""Suffixes of image formats. A file of any other format is assumed to be a JPEG."""
 
 
 class _Encoded(NamedTuple):
@@ -296,7 +298,7 @@ def _rescaled(image: bytes, max_side: int) -> bytes | None:
     Raises `UndecodableImage`.
     """
     try:
-        with Image.open(io.BytesIO(image), formats=FORMATS) as header:
+        with open_file(image) as header:
             size, mode = header.size, header.mode
     except Exception:  # decoding raises the usual error for a broken file
         to_pil(image, 3)
@@ -323,4 +325,4 @@ def _suffix(key: str, image: bytes) -> str:
     own = os.path.splitext(key)[1].lower()  # noqa: PTH122 (a key is not a path of this machine)
     if own in SUFFIXES:
         return own.removeprefix(".")
-    return next((suffix for mark, suffix in MARKS.items() if image.startswith(mark)), "jpg")
+    return ENDINGS.get(format_of(image), "jpg")

@@ -18,16 +18,11 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
+from vitrail.data.pixels.formats import FORMATS, missing_decoder, pillow_formats
 from vitrail.data.pixels.signature import format_of
 from vitrail.errors import UndecodableImage
 
-__all__ = ["FORMATS", "MAX_PIXELS", "SUFFIXES", "Opened", "decode", "image_size_of", "open_image", "to_pil"]
-
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
-"""Formats that may be opened. Pillow also supports formats that start programs (EPS) or read other files."""
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-"""Suffixes, in lower case, of files that count as images."""
+__all__ = ["MAX_PIXELS", "Opened", "decode", "image_size_of", "open_file", "open_image", "to_pil"]
 
 MAX_PIXELS = 89_478_485
 """Largest number of pixels of an image: 256 MiB in RGB. Pillow warns about larger images. Here they are refused before
@@ -147,7 +142,7 @@ def open_image(image: bytes | np.ndarray | Image.Image) -> Opened:
         return Opened(picture, (picture.height, picture.width))
     with _refusing():
         if isinstance(image, bytes):
-            picture = _open(image)
+            picture = open_file(image)
             has_none = picture.format == "PNG" and not any(mark in image for mark in PNG_ORIENTATION)
             orientation = 1 if has_none else _orientation(picture)
         else:
@@ -179,13 +174,17 @@ def _refusing() -> Iterator[None]:
         raise UndecodableImage(f"cannot be decoded: {error}") from error
 
 
-def _open(data: bytes) -> Image.Image:
+def open_file(data: bytes) -> Image.Image:
+    """Open an encoded image with Pillow and read its header only. Raise `UndecodableImage` for a file of another kind,
+    and any exception of Pillow for a damaged header."""
     if not data:
         raise UndecodableImage("is empty (0 bytes)")
+    found = format_of(data)
+    if (missing := missing_decoder(found)) is not None:
+        raise UndecodableImage(missing)
     try:
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        picture = Image.open(io.BytesIO(data), formats=pillow_formats(found))
     except UnidentifiedImageError:
-        found = format_of(data)
         if found in FORMATS:
             raise UndecodableImage(f"begins as {found}, but its header is damaged or cut short") from None
         hint = f": it looks like {found}" if found else ""
@@ -253,7 +252,7 @@ def _plain(picture: Image.Image, channels: int) -> Image.Image:
         )
     elif picture.mode == "LAB":  # Pillow cannot convert LAB to grey directly
         picture = picture.convert("RGB")
-    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+    if picture.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in picture.info:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, (*BACKGROUND, 255)), picture)
     return picture if picture.mode == mode else picture.convert(mode)

@@ -12,10 +12,6 @@ SIGNATURES = (
     (0, b"II*\0", "TIFF"),
     (0, b"MM\0*", "TIFF"),
     (8, b"WEBP", "WEBP"),
-    (4, b"ftypavi", "AVIF"),
-    (4, b"ftyphe", "HEIC"),
-    (4, b"ftypmif1", "HEIC or AVIF"),
-    (4, b"ftyp", "a video"),
     (0, b"\xff\x0a", "JPEG XL"),
     (0, b"\0\0\0\x0cJXL ", "JPEG XL"),
     (0, b"\0\0\0\x0cjP  ", "JPEG 2000"),
@@ -29,6 +25,17 @@ SIGNATURES = (
 )
 """Position of the signature, its bytes, and the name of the format."""
 
+BRANDS = (
+    (b"avif", "AVIF"),
+    (b"avis", "AVIF"),
+    (b"hei", "HEIC"),
+    (b"hev", "HEIC"),
+    (b"mif1", "HEIC"),
+    (b"msf1", "HEIC"),
+)
+"""Beginnings of the four-letter brands of image files in the container of MPEG-4, and the names of the formats. AVIF
+files also have the brand mif1, so it decides last."""
+
 MARKUP = ((b"<svg", "SVG"), (b"<html", "an HTML page"), (b"<!doctype html", "an HTML page"), (b"<?xml", "XML"))
 """Lower-case markers of text formats and the names of the formats. The first marker that occurs in the first 1,000
 bytes decides."""
@@ -36,8 +43,17 @@ bytes decides."""
 
 def format_of(data: bytes) -> str:
     """Return the name of a file's format, in Pillow's spelling, or "" if the format is unknown."""
+    if data[4:8] == b"ftyp":
+        return _of_brands(data[8 : min(int.from_bytes(data[:4]), 256)])
     for place, mark, name in SIGNATURES:
         if data.startswith(mark, place):
             return name
     text = data[:1000].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return next((name for mark, name in MARKUP if text.startswith(b"<") and mark in text), "")
+
+
+def _of_brands(brands: bytes) -> str:
+    """Return the format of a file in the container of MPEG-4, from its major brand, its version, and its other
+    brands."""
+    found = {brands[:4], *(brands[start : start + 4] for start in range(8, len(brands), 4))}
+    return next((name for mark, name in BRANDS if any(brand.startswith(mark) for brand in found)), "a video")

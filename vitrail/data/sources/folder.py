@@ -6,7 +6,7 @@ import os
 from array import array
 from pathlib import Path
 
-from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.errors import DataError
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from vitrail.data import remote
 from vitrail.data.packing.manifest import NUMBERS
-from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.sources.shards.tar_members import Member, Read, members
 from vitrail.errors import DataError
 from vitrail.files import cache_folder

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
-from vitrail.data.pixels.decode import SUFFIXES
+from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
 from vitrail.data.sources.tables.label_column import LabelColumn, join, number
