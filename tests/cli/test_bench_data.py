@@ -43,7 +43,7 @@ def test_opening_many(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--images", "0"], "--images: 0 is less than 1"), (["--processes", "-1"], "--processes: -1 is less than 0"),
-        (["--entries", "0"], "--entries: 0 is less than 1"), (["nowhere"], "data 'nowhere' does not exist"),
+        (["--entries", "0"], "--entries: 0 is less than 2"), (["nowhere"], "data 'nowhere' does not exist"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -149,17 +149,18 @@ def _open(spec: str) -> tuple[float, int]:
 
 
 def _write_links(root: Path, count: int) -> None:
-    """Write class folders with 10,000 files each.
+    """Write class folders with 10,000 files each, and at least two of them.
 
     All files of a folder are hard links to one image, because file systems limit the number of links to a file.
     """
     data = io.BytesIO()
     Image.new("RGB", (3, 2)).save(data, "PNG")
-    for start in range(0, count, 10_000):
-        folder = root / f"class-{start // 10_000:05}"
+    size = min(10_000, -(-count // 2))
+    for start in range(0, count, size):
+        folder = root / f"class-{start // size:05}"
         folder.mkdir(parents=True)
         (folder / "00000.png").write_bytes(data.getvalue())
-        for number in range(1, min(10_000, count - start)):
+        for number in range(1, min(size, count - start)):
             (folder / f"{number:05}.png").hardlink_to(folder / "00000.png")
 
 

@@ -90,11 +90,15 @@ def main(call: Call) -> int:
     options = BenchData(**call.options)
     for name, low in (
         ("images", 1), ("batch_size", 1), ("threads", 0), ("processes", 0), ("repetitions", 1), ("warmup", 0),
-        ("entries", 1),
+        ("entries", 2),
     ):  # fmt: skip
         value = getattr(options, name)
         if value is not None and value < low:
             raise ConfigError(f"{name}={value} is less than {low}")
+    if options.entries is not None and (unused := [name for name in call.options if name not in ("entries", "json")]):
+        raise ConfigError(
+            f"--entries: it measures only the opening of a folder; leave {COMMAND.known[unused[0]].label} out"
+        )
     machine = describe(torch.device("cpu"))
     console = Console()
     if options.entries is not None:

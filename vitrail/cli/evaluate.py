@@ -153,6 +153,11 @@ def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
             raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
         _check_evaluators(options, given)
         return
+    if options.data and not Path(options.data).expanduser().is_dir():
+        raise ConfigError(
+            f"data={options.data!r} is not a folder; with --suite, name a folder that can hold a folder of data per "
+            "task, or leave --data out"
+        )
     if decided := [flag(name) for name in BY_SUITE if name in given]:
         raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
 

@@ -15,18 +15,28 @@ from rich.table import Table
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Option, Positional, flag
-from vitrail.cli.options.run_options import check_only_resume, default_texts, run_options, task_of, task_options
+from vitrail.cli.options.run_options import (
+    check_effects,
+    check_known_effects,
+    check_only_resume,
+    default_texts,
+    run_options,
+    task_of,
+    task_options,
+)
 from vitrail.cli.output.evaluate_tables import suite_table
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, RunError, Stopped
 from vitrail.evaluation.predictions.report import ClassificationReport
+from vitrail.machine import pick_device
 from vitrail.models.config import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
+from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
-from vitrail.transfer.finetune import FinetuneResult, Protocol, evaluate_run, finetune, plan
+from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
 from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
 from vitrail.transfer.protocol import TableRow, is_trial
 from vitrail.transfer.report import AnyReport, summary_rows
@@ -193,10 +203,14 @@ def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
     place = Path(given["run"] if "run" in given else Path("runs") / (given.get("name") or suite.name))
     explicit = _explicit(given, "data", "name", "run")
     method = Method(given.get("protocol", "rule"), explicit, given.get("learning_rates"), given.get("table_row"))
+    check_choices(method.protocol, explicit, rates=method.rates, row=method.row)
+    base = TrainConfig().override(init=model, **explicit)
+    check_known_effects(given, base)
+    pick_device(base.run.device)
     result = finetune_suite(
         suite,
         load(model, device="cpu"),
-        TrainConfig().override(init=model, **explicit),
+        base,
         folder=folder,
         place=place,
         method=method,
@@ -216,10 +230,14 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData,
     model, protocol = given["model"], given.get("protocol", "rule")
     rates, row = given.get("learning_rates"), given.get("table_row")
     explicit = _explicit(given)
-    initial = load(model, device="cpu")
+    check_choices(protocol, explicit, rates=rates, row=row)
     base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
+    check_known_effects(given, base)
+    check_request(base)
+    initial = load(model, device="cpu")
     data = base.data.open_whole()
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row)
+    check_effects(given, chosen.config)
     display.say("settings chosen for this data and machine:")
     for reason in chosen.reasons:
         display.say(f"  {reason}")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import flag
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
 from vitrail.models.cost.footprint import training_bytes
@@ -61,6 +62,10 @@ def main(call: Call) -> int:
     options = Models(**call.options)
     if options.batch_size < 1:
         raise ConfigError(f"batch_size={options.batch_size} is less than 1")
+    if options.image_size is not None and min(options.image_size) < 1:
+        raise ConfigError(f"image_size={options.image_size} must be at least 1")
+    if options.layers and (unused := [flag(name) for name in ("num_classes", "batch_size") if name in call.options]):
+        raise ConfigError(f"{unused[0]}: --layers compares single layers, which do not have it; leave it out")
     rows = _layer_rows(options) if options.layers else [_row(name, options) for name in PUBLISHED]
     if options.json:
         print(json.dumps(rows))

@@ -15,11 +15,19 @@ from rich.table import Table
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Option, Positional
-from vitrail.cli.options.run_options import check_only_resume, default_texts, run_options, task_of, task_options
+from vitrail.cli.options.run_options import (
+    check_effects,
+    check_only_resume,
+    default_texts,
+    run_options,
+    task_of,
+    task_options,
+)
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.training.config import TrainConfig
+from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
 from vitrail.weights.bundle import Bundle, Prediction
@@ -121,11 +129,16 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     The network and the preprocessing of the initial model replace those of the recipe.
     """
     recipe, initial = recipe_for(given), None
-    if (init := given.get("init")) is not None:
-        initial = load(init, device="cpu")
-        recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig(), images=initial.preprocess)
     settings = {name: value for name, value in given.items() if name != "recipe"}
-    return recipe.override(**settings | {"task": task_of(given, recipe.task.name)}), initial
+    settings["task"] = task_of(given, recipe.task.name)
+    if (init := given.get("init")) is not None:
+        recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig())
+        check_request(recipe.override(**settings))
+        initial = load(init, device="cpu")
+        recipe = replace(recipe, images=initial.preprocess)
+    config = recipe.override(**settings)
+    check_effects(given, config)
+    return config, initial
 
 
 def _report(console: Console, result: RunResult) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from vitrail.errors import RunError
 from vitrail.files import check_parent, saving
+from vitrail.machine import pick_device
 from vitrail.training.config import TrainConfig
 from vitrail.training.lock import LOCK, check_unlocked
 
-__all__ = ["check_place", "new_folder", "place_of"]
+__all__ = ["check_place", "check_request", "new_folder", "place_of"]
 
 
 ENTRIES = (
@@ -56,6 +57,15 @@ def check_place(folder: Path, config: TrainConfig) -> None:
             "so it is not overwritten; move them elsewhere, or choose another --run"
         )
     check_unlocked(folder)
+
+
+def check_request(config: TrainConfig) -> None:
+    """Check what needs neither the initial model nor the data: the device and the run's folder.
+
+    Raises `ConfigError`, `RunError` or `DestinationError`.
+    """
+    pick_device(config.run.device)
+    check_place(place_of(config), config)
 
 
 def place_of(config: TrainConfig) -> Path:

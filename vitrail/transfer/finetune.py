@@ -40,7 +40,7 @@ from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import NO_SETTINGS, DataFacts, Explicit, Plan, facts_of, plan_by_rule
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["FinetuneResult", "Protocol", "choose_best_rate", "evaluate_run", "finetune", "plan"]
+__all__ = ["FinetuneResult", "Protocol", "check_choices", "choose_best_rate", "evaluate_run", "finetune", "plan"]
 
 Protocol = Literal["rule", "paper", "bit"]
 
@@ -81,9 +81,7 @@ def plan(
     (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. Raise `ConfigError` if the data has no
     training image, if the protocol is not for the network, or if settings contradict each other.
     """
-    _check_rates(rates, explicit)
-    if row is not None and protocol != "paper":
-        raise ConfigError(f"table_row={row!r} is a row of the paper's Table 4; choose protocol='paper' as well")
+    check_choices(protocol, explicit, rates=rates, row=row)
     usual = Regression.name if data.whole.target_kind == "numbers" else config.task.name
     config = config.override(**{"task": usual, **explicit})
     device = pick_device(config.run.device)
@@ -96,13 +94,16 @@ def plan(
         return chosen if rates is None else _with_rates(chosen, rates, facts, explicit)
     facts = facts_of(with_all_images(config).data.cut(data))
     if protocol == "bit":
-        if rates is not None:
-            raise ConfigError(f"learning_rates={rates}: BiT's rule has one learning rate; set learning_rate instead")
         return plan_by_hyperrule(config, network, preprocess, facts, memory=memory, explicit=explicit)
     return plan_by_paper(config, network, preprocess, facts, memory=memory, row=row, rates=rates, explicit=explicit)
 
 
-def _check_rates(rates: tuple[float, ...] | None, explicit: Explicit) -> None:
+def check_choices(
+    protocol: Protocol, explicit: Explicit, *, rates: tuple[float, ...] | None, row: TableRow | None
+) -> None:
+    """Raise `ConfigError` if the choices of `plan` contradict each other. Neither the model nor the data is needed."""
+    if row is not None and protocol != "paper":
+        raise ConfigError(f"table_row={row!r} is a row of the paper's Table 4; choose protocol='paper' as well")
     if rates is None:
         return
     if not rates or not all(0 < rate < math.inf for rate in rates):
@@ -111,6 +112,8 @@ def _check_rates(rates: tuple[float, ...] | None, explicit: Explicit) -> None:
         raise ConfigError(
             f"learning_rate={explicit['learning_rate']} and learning_rates={rates} exclude each other; choose one"
         )
+    if protocol == "bit":
+        raise ConfigError(f"learning_rates={rates}: BiT's rule has one learning rate; set learning_rate instead")
 
 
 def _with_rates(chosen: Plan, rates: tuple[float, ...], facts: DataFacts, explicit: Explicit) -> Plan:

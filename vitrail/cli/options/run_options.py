@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_type_hints
 
-from vitrail.cli.options.fields import Option, options_of, shown, without_none
+from vitrail.cli.options.fields import Option, flag, options_of, shown, without_none
+from vitrail.data.selection import SLICE
 from vitrail.errors import ConfigError
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.models.resnet_config import ResNetConfig
@@ -15,7 +16,49 @@ from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
 
-__all__ = ["check_only_resume", "default_texts", "run_options", "task_of", "task_options"]
+__all__ = [
+    "check_effects",
+    "check_known_effects",
+    "check_only_resume",
+    "default_texts",
+    "run_options",
+    "task_of",
+    "task_options",
+]
+
+Effect = tuple[Callable[[TrainConfig], bool], str]
+"""Condition under which an option has an effect, and the same condition in words."""
+
+EFFECTS_OF_GIVEN: dict[str, Effect] = {
+    "probe_every": (lambda config: bool(config.run.probe), "with --probe"),
+    "subset_seed": (
+        lambda config: config.data.per_class is not None or config.data.spec.endswith("]"),
+        "with --per-class or an amount such as [:1000] behind --data",
+    ),
+    "validation_share": (
+        lambda config: SLICE.fullmatch(config.data.validation) is None,
+        "unless --validation is a slice of the training images",
+    ),
+}
+"""Options that have no effect because of other options that the user gave or left out."""
+
+EFFECTS: dict[str, Effect] = {
+    "beta1": (lambda config: config.optimizer.kind == "adamw", "with --optimizer adamw"),
+    "beta2": (lambda config: config.optimizer.kind != "sgd", "with --optimizer adamw or adafactor"),
+    "momentum": (lambda config: config.optimizer.kind != "adamw", "with --optimizer sgd or adafactor"),
+    "schedule_power": (lambda config: config.optimizer.schedule == "polynomial", "with --schedule polynomial"),
+    "rsqrt_timescale": (lambda config: config.optimizer.schedule == "rsqrt", "with --schedule rsqrt"),
+    "rsqrt_shift": (lambda config: config.optimizer.schedule == "rsqrt", "with --schedule rsqrt"),
+    "average_start": (lambda config: config.optimizer.average > 0, "with --average"),
+    "crop_rule": (lambda config: config.augment.settings.crop_area is not None, "with --crop-area"),
+    "randaugment_magnitude": (
+        lambda config: config.augment.settings.randaugment_layers > 0,
+        "with --randaugment-layers",
+    ),
+    "randaugment_rule": (lambda config: config.augment.settings.randaugment_layers > 0, "with --randaugment-layers"),
+    "mixup_per": (lambda config: config.augment.settings.mixup > 0, "with --mixup"),
+}
+"""Options that have no effect because of settings that a recipe or a rule may choose."""
 
 
 def run_options() -> Iterator[Option]:
@@ -100,3 +143,22 @@ def check_only_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) ->
                 f"{labels[name].label}: a run that --resume continues keeps its settings; leave "
                 f"{labels[name].label} out"
             )
+
+
+def check_effects(given: Mapping[str, Any], config: TrainConfig) -> None:
+    """Raise `ConfigError` if a typed option has no effect in a run with this config."""
+    _check(given, config, EFFECTS_OF_GIVEN | EFFECTS)
+
+
+def check_known_effects(given: Mapping[str, Any], config: TrainConfig) -> None:
+    """Raise `ConfigError` if a typed option has no effect with the other typed options, whatever a rule chooses."""
+    _check(given, config, EFFECTS_OF_GIVEN)
+
+
+def _check(given: Mapping[str, Any], config: TrainConfig, effects: Mapping[str, Effect]) -> None:
+    if "steps" in given and "epochs" in given:
+        raise ConfigError("--steps and --epochs exclude each other; give only one of them")
+    for name, (has_effect, condition) in effects.items():
+        if name in given and not has_effect(config):
+            only = condition if condition.startswith("unless") else f"only {condition}"
+            raise ConfigError(f"{flag(name)}: it has an effect {only}; change that, or leave {flag(name)} out")
