@@ -175,6 +175,17 @@ def test_the_code_in_a_pickle_does_not_run(zipped: bool, tmp_path: Path) -> None
     assert marker.exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_torchscript_archive_is_refused_without_unsafe_advice(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "x.pt")
+    with pytest.raises(BundleError) as caught:
+        open_tensors(tmp_path / "x.pt")
+    assert str(caught.value) == (
+        f"{tmp_path}/x.pt is a TorchScript archive, which contains a program; it is not loaded, because its code would "
+        "run. Save the state dict alone, best as .safetensors"
+    )
+
+
 def test_pickled_objects_in_an_npz_are_not_loaded(tmp_path: Path) -> None:
     marker = tmp_path / "was run"
 

@@ -33,6 +33,11 @@ class Convert:
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels of the converted model. Position embeddings are resized if the converted model
     needs another patch grid."""
+    mean: tuple[float, ...] = ()
+    """Mean of the training pixels in [0, 1], for all channels or for each. Needed if the file does not contain its
+    preprocessing, and the assumed value is wrong."""
+    std: tuple[float, ...] = ()
+    """Standard deviation of the training pixels, stated like `--mean`."""
     num_classes: int | None = None
     """Replace the head by a zero-initialised head with this many outputs. 0 removes the head."""
     drop_head_hidden: bool = False
@@ -57,7 +62,7 @@ COMMAND = Command(
     options=(Convert,),
     essential={
         "Output": ("to", "overwrite", "json"),
-        "Source": ("layout", "heads", "image_size"),
+        "Source": ("layout", "heads", "image_size", "mean", "std"),
         "Head": ("num_classes", "drop_head_hidden"),
     },
 )
@@ -75,6 +80,8 @@ def main(call: Call) -> int:
         image_size=options.image_size,
         num_classes=options.num_classes,
         drop_head_hidden=options.drop_head_hidden,
+        mean=options.mean,
+        std=options.std,
     )
     notes = [COMMAND.note(note) for note in found]
     if options.json:

@@ -42,6 +42,8 @@ def load(
     num_classes: int | None = None,
     classes: Sequence[str] | None = None,
     drop_head_hidden: bool = False,
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
 ) -> Bundle:
     """Load a model from a folder that `Bundle.save` wrote, a run's folder, another library's file or folder, or the
     hub.
@@ -52,6 +54,8 @@ def load(
       size than the positions are for, that size is the default.
     - If `num_classes` or the length of `classes` differs from the file's, a new head of zeros replaces the old head.
       `drop_head_hidden` removes the hidden layer before the head.
+    - `mean` and `std` replace the mean and standard deviation of pixels in [0, 1], for all channels or for each. They
+      are needed if the file does not contain its preprocessing, and the assumed values are wrong.
 
     The bundle's `notes` name everything that was assumed, resized or replaced. Raise `BundleError` for a model that is
     missing, damaged or does not fit, and `SaveError` if a download cannot be written to the cache.
@@ -63,6 +67,8 @@ def load(
         _check_heads(source, bundle.network.config, hints)
     else:
         bundle = _read(source, _layout(layout), hints)
+    colours: dict[str, Any] = {name: values for name, values in (("mean", mean), ("std", std)) if values}
+    bundle = replace(bundle, preprocess=replace(bundle.preprocess, **colours))
     bundle = adapted(
         bundle, image_size=image_size, num_classes=num_classes, classes=classes, drop_head_hidden=drop_head_hidden
     )

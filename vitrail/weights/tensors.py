@@ -37,13 +37,18 @@ WRAPPERS = ("state_dict", "model", "model_state", "teacher", "network")
 
 class TensorFile:
     """Named tensors of a file. `shapes` has the shapes of all tensors. `read` returns one tensor, or one row of a
-    tensor, in float32."""
+    tensor, in float32. `metadata` has the texts that a safetensors file holds beside its tensors."""
 
     def __init__(
-        self, path: Path, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str, int | None], Tensor]
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        read: Callable[[str, int | None], Tensor],
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         self.shapes = dict(shapes)
+        self.metadata = dict(metadata or {})
         self._read = read
 
     def __contains__(self, name: str) -> bool:
@@ -63,7 +68,7 @@ class TensorFile:
         """Return the same tensors under other names."""
         names = {rename(name): name for name in self.shapes}
         shapes = {new: self.shapes[old] for new, old in names.items()}
-        return TensorFile(self.path, shapes, lambda name, row: self.read(names[name], row))
+        return TensorFile(self.path, shapes, lambda name, row: self.read(names[name], row), self.metadata)
 
 
 def open_tensors(path: Path) -> TensorFile:
@@ -92,8 +97,12 @@ def open_tensors(path: Path) -> TensorFile:
     return file
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str, ...]) -> None:
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str, ...], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a file in the format of its suffix. If writing fails, an older file stays as it was.
+
+    `metadata` are texts to store in a safetensors file. Other formats have no place for them.
 
     Raise `BundleError` for a suffix that is not one of `suffixes`, and `SaveError` if the file cannot be written.
     """
@@ -105,7 +114,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, suffixes: tuple[str,
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if path.suffix == ".safetensors":
-                save_file(dict(tensors), partial, metadata={"format": "pt"})
+                save_file(dict(tensors), partial, metadata={"format": "pt", **(metadata or {})})
             elif path.suffix == ".npz":
                 arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
                 with partial.open("wb") as file:
@@ -168,11 +177,19 @@ def _open_safetensors(path: Path) -> TensorFile:
     parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     floats = {name: tuple(part.get_shape()) for name, part in parts.items() if "F" in part.get_dtype()}
     return TensorFile(
-        path, floats, lambda name, row: file.get_tensor(name) if row is None else file.get_slice(name)[row]
+        path,
+        floats,
+        lambda name, row: file.get_tensor(name) if row is None else file.get_slice(name)[row],
+        file.metadata(),
     )
 
 
 def _open_torch(path: Path) -> TensorFile:
+    if _is_torchscript(path):
+        raise BundleError(
+            f"{path} is a TorchScript archive, which contains a program; it is not loaded, because its code would run. "
+            "Save the state dict alone, best as .safetensors"
+        )
     try:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -189,6 +206,14 @@ def _open_torch(path: Path) -> TensorFile:
     tensors = _without_common_prefix(_tensors(path, content))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return TensorFile(path, shapes, lambda name, row: tensors[name] if row is None else tensors[name][row])
+
+
+def _is_torchscript(path: Path) -> bool:
+    """Return True for a file of `torch.jit.save`. PyTorch recognises such files in the same way."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def _open_index(path: Path) -> TensorFile:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
@@ -211,6 +212,63 @@ def test_dinov2_by_its_own_names(
     preprocess = loaded.preprocess
     assert (preprocess.resize, preprocess.crop_share, preprocess.interpolation) == ("crop", 0.875, "bicubic")
     assert preprocess.mean == (0.485, 0.456, 0.406) and preprocess.std == (0.229, 0.224, 0.225)
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+def test_dinov2_for_518_pixels_takes_images_of_224(
+    registers: int, dinov2: Callable[..., tuple[Bundle, dict[str, torch.Tensor]]], write_file: Write, tmp_path: Path
+) -> None:
+    bundle, tensors = dinov2(image_size=(518, 518), patch_size=(7, 7), registers=registers, depth=1)
+    file = write_file(tensors, tmp_path / "x.safetensors")
+    loaded = load(file, device="cpu", heads=3)
+    assert loaded.network.config.image_size == loaded.preprocess.image_size == (224, 224)
+    assert any("use image_size=(518, 518) to keep the size of the positions" in note for note in loaded.notes)
+    kept = load(file, device="cpu", heads=3, image_size=(518, 518))
+    name = "positions.embedding"
+    assert torch.equal(kept.network.state_dict()[name], bundle.network.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("fields", "family", "mean", "share"),
+    [
+        ({"patch_size": (14, 14), "positions_cover": "class"}, "DINOv2", (0.485, 0.456, 0.406), 0.875),
+        ({"positions_cover": "patches"}, "DeiT III", (0.485, 0.456, 0.406), 0.9),
+        ({"layer_scale": 0.0, "positions_cover": "class"}, "", (0.5,), 0.9),
+        ({"pool": "gap", "class_token": False}, "", (0.5,), 0.9),
+    ],
+)
+def test_colours_of_a_file_without_preprocessing(
+    fields: dict[str, Any],
+    family: str,
+    mean: tuple[float, ...],
+    share: float,
+    make_bundle: Callable[..., Bundle],
+    tmp_path: Path,
+) -> None:
+    bundle = make_bundle(**{"layer_scale": 1e-5, "image_size": (42, 42), "patch_size": (7, 7), **fields})
+    TIMM.write(bundle, tmp_path / "ours.safetensors")
+    save_file(load_file(tmp_path / "ours.safetensors"), tmp_path / "bare.safetensors")
+    loaded = load(tmp_path / "bare.safetensors", device="cpu", heads=3)
+    assert (loaded.preprocess.mean, loaded.preprocess.crop_share) == (mean, share)
+    note = next(note for note in loaded.notes if "does not contain its preprocessing" in note)
+    assert f"mean {mean} is assumed" in note
+    assert (f"that of {family}" in note) if family else ("vitrail convert --mean 0.485 0.456 0.406 --std" in note)
+    stated = load(tmp_path / "bare.safetensors", device="cpu", heads=3, mean=(0.1, 0.2, 0.3), std=(0.25,))
+    assert (stated.preprocess.mean, stated.preprocess.std) == ((0.1, 0.2, 0.3), (0.25,))
+
+
+def test_a_bare_file_of_ours_is_read_back_as_it_was(
+    make_bundle: Callable[..., Bundle], assert_same: Callable[[Bundle, Bundle], None], tmp_path: Path
+) -> None:
+    """The file's metadata hold what a folder holds in `config.json`."""
+    bundle = make_bundle(activation="gelu-tanh", position_resize="bicubic-antialias", norm_eps=1e-6)
+    bundle.preprocess = replace(bundle.preprocess, resize="crop", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    TIMM.write(bundle, tmp_path / "x.safetensors")
+    read = load(tmp_path / "x.safetensors", device="cpu")
+    assert_same(bundle, read)
+    assert (read.classes, read.preprocess, read.notes) == (bundle.classes, bundle.preprocess, ())
+    save_file(load_file(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", {"vitrail_timm_config": "[damaged"})
+    assert load(tmp_path / "y.safetensors", device="cpu", heads=3, image_size=(12, 10)).preprocess.mean == (0.5,)
 
 
 def test_registers_without_positions_are_written_as_timm_has_them(

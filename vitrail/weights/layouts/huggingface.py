@@ -44,6 +44,7 @@ from vitrail.weights.layouts.layout import (
     Description,
     Hints,
     Pair,
+    dinov2_size,
     patch_pair,
     theirs_of,
 )
@@ -95,7 +96,12 @@ class HuggingFace:
         except ConfigError as error:
             raise BundleError(f"{tensors.path}: {error}") from None
         classes = classes_of(settings, config.num_classes, notes)
-        size = None if hints.image_size is not None else _preprocessed_size(config, images.size, notes)
+        size = None
+        if hints.image_size is None and checkpoint.preprocessor:
+            size = _preprocessed_size(config, images.size, notes)
+        elif hints.image_size is None and family.is_dinov2:
+            size, size_notes = dinov2_size(config)
+            notes += size_notes
         return Description(
             tensors=tensors,
             config=config,

@@ -33,6 +33,7 @@ __all__ = [
     "assemble",
     "default_preprocess",
     "depth_of",
+    "dinov2_size",
     "file_grid",
     "heads_of",
     "moved_positions",
@@ -42,6 +43,7 @@ __all__ = [
 
 
 DINOV2_GIANT = Variant(1536, 40, 4096, 24)
+DINOV2_POSITIONS, DINOV2_IMAGES = (518, 518), (224, 224)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -255,6 +257,22 @@ def heads_of(width: int, depth: int, mlp_width: int, hints: Hints, path: Path) -
             f"(width {width}, depth {depth}, MLP {mlp_width}): give heads=... (vitrail convert --heads)"
         )
     return found.pop()
+
+
+def dinov2_size(config: AnyConfig) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
+    """Return the image size of a DINOv2 file that does not state any, with a note. Return None for a network that was
+    not made for 518 pixels.
+
+    The published positions are for images of 518 pixels. DINOv2's own evaluation takes images of 224.
+    """
+    if config.image_size != DINOV2_POSITIONS:
+        return None, ()
+    note = (
+        f"the file does not contain its image size, so images of {DINOV2_IMAGES} are assumed, as in DINOv2's own "
+        f"evaluation, and the positions are resized; use image_size={DINOV2_POSITIONS} to keep the size of the "
+        "positions"
+    )
+    return DINOV2_IMAGES, (note,)
 
 
 def default_preprocess(config: AnyConfig, **fields: Any) -> Preprocess:

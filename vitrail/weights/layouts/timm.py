@@ -5,6 +5,7 @@ The layout covers Vision Transformers with all their options, hybrids (with timm
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from vitrail.weights.layouts.layout import (
     Hints,
     Pair,
     depth_of,
+    dinov2_size,
     heads_of,
     moved_positions,
     patch_pair,
@@ -35,10 +37,13 @@ from vitrail.weights.layouts.layout import (
 )
 from vitrail.weights.layouts.timm_config import (
     POOLS,
+    STORED,
     classes_of,
+    family_of,
     lost_preprocess,
     preprocess_of,
     size_of,
+    stored_config,
     written_config,
 )
 from vitrail.weights.tensors import TensorFile, save_tensors
@@ -84,14 +89,20 @@ class Timm:
 
     def describe(self, checkpoint: Checkpoint, hints: Hints) -> Description:
         tensors = checkpoint.tensors.renamed(_plain_name)
-        settings = {**(checkpoint.config.get("model_args") or {}), **_only(checkpoint.config, "global_pool")}
-        stated = checkpoint.config.get("pretrained_cfg") or {}
+        content = checkpoint.config or stored_config(tensors.metadata)
+        settings = {**(content.get("model_args") or {}), **_only(content, "global_pool")}
+        stated = content.get("pretrained_cfg") or {}
         sizes = [size for size in (size_of(settings, stated), hints.image_size) if size]
         if "stem.conv.weight" in tensors:
             config: AnyConfig = _bit_config(tensors, sizes)
         else:
             config = _vit_config(tensors, settings, sizes, hints)
-        preprocess, notes = preprocess_of(config, stated, dinov2="mask_token" in tensors)
+        family = family_of(config, has_mask_token="mask_token" in tensors)
+        preprocess, notes = preprocess_of(config, stated, family)
+        size = None
+        if family == "DINOv2" and not stated and hints.image_size is None:
+            size, size_notes = dinov2_size(config)
+            notes = (*notes, *size_notes)
         ignored = tuple(name for name in ("mask_token",) if name in tensors)
         if config.architecture == "ViT" and config.has_class_token and config.positions_cover == "patches":
             notes = (
@@ -105,9 +116,10 @@ class Timm:
             config=config,
             preprocess=preprocess,
             pairs=tuple(pairs(config)),
-            classes=classes_of(checkpoint.config, config.num_classes),
+            classes=classes_of(content, config.num_classes),
             ignored=ignored,
             notes=notes,
+            image_size=size,
         )
 
     def write(self, bundle: Bundle, path: Path) -> tuple[str, ...]:
@@ -122,7 +134,7 @@ class Timm:
             theirs = {name.replace(f"{BACKBONE}stem.", BACKBONE): tensor for name, tensor in theirs.items()}
         if path.suffix == ".safetensors":
             bare = bare_loss(self.name, bundle)
-            save_tensors(theirs, path, (".safetensors",))
+            save_tensors(theirs, path, (".safetensors",), {STORED: json.dumps(written_config(bundle))})
             return (*lost, *bare, *_bare_loss_of_config(config))
         lost += output_loss(self.name, bundle, kept=("softmax",), noted=("sigmoid", "numbers"))
         lost += carried(self.name, bundle.preprocess, PREPROCESS)

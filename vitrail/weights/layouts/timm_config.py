@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Interpolation, Preprocess, Resize
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["POOLS", "classes_of", "lost_preprocess", "preprocess_of", "size_of", "written_config"]
+__all__ = [
+    "POOLS",
+    "STORED",
+    "classes_of",
+    "family_of",
+    "lost_preprocess",
+    "preprocess_of",
+    "size_of",
+    "stored_config",
+    "written_config",
+]
+
+STORED = "vitrail_timm_config"
+"""Key of the content of `config.json` in the metadata of a bare file. Only Vitrail reads it."""
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 POOLS = {"cls": "token", "gap": "avg", "map": "map"}
@@ -22,14 +36,32 @@ INTERPOLATIONS: dict[Interpolation, str] = {
 CROP_MODES: dict[Resize, str] = {"crop": "center", "squash": "squash", "pad": "border"}
 
 
-def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool) -> tuple[Preprocess, tuple[str, ...]]:
+Family = Literal["DINOv2", "DeiT III", ""]
+"""Families of published models whose preprocessing differs from timm's default."""
+
+
+def family_of(config: AnyConfig, *, has_mask_token: bool) -> Family:
+    """Return the family to which the shape of a network belongs.
+
+    Among the published models with LayerScale and a class token, those of DINOv2 have patches of 14 pixels and a
+    position for the class token, or registers. Those of DeiT III have positions for patches only, and no registers.
+    """
+    if config.architecture != "ViT" or not (has_mask_token or (config.layer_scale and config.has_class_token)):
+        return ""
+    is_dinov2 = config.patch_size == (14, 14) and (config.registers > 0 or config.positions_cover != "patches")
+    return "DINOv2" if has_mask_token or is_dinov2 else "DeiT III"
+
+
+def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], family: Family) -> tuple[Preprocess, tuple[str, ...]]:
     """Return the preprocessing in `pretrained_cfg`, and notes on assumptions."""
     fields: dict[str, Any] = {"resize": "crop", "crop_share": 0.9, "interpolation": "bicubic"}
     notes: tuple[str, ...] = ()
-    if dinov2:  # DINOv2 uses ImageNet's colours; for 224 pixels it scales to 256
-        fields |= {"crop_share": 0.875, **(IMAGENET if config.channels == 3 else {})}
+    if family and config.channels == 3:
+        fields |= IMAGENET
+    if family == "DINOv2":  # for images of 224 pixels, DINOv2 scales the short side to 256
+        fields["crop_share"] = 0.875
     if not stated:
-        notes = (f"the file does not contain its preprocessing, so mean {fields.get('mean', (0.5,))} is assumed",)
+        notes = (_assumption(fields, family),)
     for name, key in (("mean", "mean"), ("std", "std")):
         if len(stated.get(key, ())) in (1, config.channels):
             fields[name] = tuple(map(float, stated[key]))
@@ -48,6 +80,27 @@ def preprocess_of(config: AnyConfig, stated: Mapping[str, Any], *, dinov2: bool)
         notes = (*notes, f"crop_pct={fields['crop_share']} is not in (0, 1], so 1 is used")
         fields["crop_share"] = 1.0
     return Preprocess(image_size=config.image_size, channels=config.channels, **fields), notes
+
+
+def _assumption(fields: Mapping[str, Any], family: Family) -> str:
+    mean = fields.get("mean", (0.5,))
+    assumed = f"the file does not contain its preprocessing, so mean {mean} is assumed"
+    if family:
+        return f"{assumed}, that of {family}, to which the model's shape belongs"
+    return (
+        f"{assumed}; if the model was trained with other values, state them when you convert the file (vitrail convert "
+        "--mean 0.485 0.456 0.406 --std 0.229 0.224 0.225)"
+    )
+
+
+def stored_config(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of `config.json` that Vitrail stored in the metadata of a bare file. Return an empty
+    dictionary if there is none."""
+    try:
+        content = json.loads(metadata.get(STORED, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def classes_of(config: Mapping[str, Any], count: int) -> tuple[str, ...] | None:
