@@ -174,3 +174,34 @@ def test_held_out_parts_that_make_no_sense_are_refused(
 ) -> None:
     assert main(["data", "check", str(colour_folder), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_faults_of_the_structure_are_findings(
+    colour_folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them at once, in the terminal, in the JSON and on the page."""
+    for place in ("bare", "__MACOSX", "red/@eaDir", "val/mauve", "val/red"):
+        (colour_folder / place).mkdir(parents=True)
+    first = min((colour_folder / "red").glob("*.*"))
+    for place in ("red/@eaDir", "__MACOSX", "val/mauve", "val/red"):
+        shutil.copy(first, colour_folder / place / "copy.png")
+    (colour_folder / ".DS_Store").write_bytes(b"mac")
+    (colour_folder / "train").mkdir()
+    for entry in [entry for entry in colour_folder.iterdir() if entry.name not in ("train", "val", ".DS_Store")]:
+        entry.rename(colour_folder / "train" / entry.name)
+    assert main(["data", "check", str(colour_folder)]) == 2
+    captured = capsys.readouterr()
+    expected = (
+        "error", f"{colour_folder}/val has unknown classes: mauve; the known classes are: ",
+        "This check leaves out 1 image of val/.",
+        f"warning {colour_folder}/train: skipped 1 class folder without images: bare",
+        f"note {colour_folder}/train: skipped 2 folders of the system or of other programs: __MACOSX, red/@eaDir",
+    )  # fmt: skip
+    for text in expected:
+        assert text in captured.out
+    assert f"would fail: {colour_folder}/val has unknown classes: mauve" in captured.err
+    page = (here / "data-check.html").read_text(encoding="utf-8")
+    assert "has unknown classes: mauve" in page and "without images: bare" in page
+    assert main(["data", "check", str(colour_folder), "--json", "--page", "None"]) == 2
+    kinds = [finding["kind"] for finding in json.loads(capsys.readouterr().out)["findings"]]
+    assert {"unknown-class", "empty-folder", "system-folder"} <= set(kinds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,3 +160,14 @@ def test_mistakes_are_named(
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_thumbnails_of_systems_are_no_images(
+    trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("a.png", "._a.png", "@eaDir/a.png", "__MACOSX/._a.png", ".cache/a.png", "deep/b.png"):
+        (tmp_path / "photos" / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(trained.examples[0].path, tmp_path / "photos" / place)
+    assert main(["predict", str(trained.folder), str(tmp_path / "photos"), "--json"]) == 0
+    found = [json.loads(line)["image"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [str(tmp_path / "photos" / name) for name in ("a.png", "deep/b.png")]

@@ -102,7 +102,7 @@ def main(call: Call) -> int:
     if options.page is not None:
         _check_page(options.page)
     console = Console(stderr=options.json)
-    splits = data.open(unlabelled=options.unlabelled)
+    splits = data.open(unlabelled=options.unlabelled, tolerant=True)
     with _progress(console) as progress:
         report = check_data(
             splits,

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
+from vitrail.data.faults import is_system_folder
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.errors import ConfigError, DataError, UndecodableImage
 from vitrail.machine import Precision
@@ -165,13 +166,17 @@ def _image_paths(places: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             paths.append(path)
             continue
-        found = sorted(
-            Path(folder) / file
-            for folder, _, files in os.walk(path)
-            for file in files
-            if Path(file).suffix.lower() in SUFFIXES
-        )
+        found = sorted(_images_in(path))
         if not found:
             raise DataError(f"folder {str(path)!r} has no images ({', '.join(sorted(SUFFIXES))})")
         paths += found
     return paths
+
+
+def _images_in(root: Path) -> Iterator[Path]:
+    """Yield the images in a folder and its subfolders, without hidden files and the folders of operating systems."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not is_system_folder(name)]
+        for file in files:
+            if Path(file).suffix.lower() in SUFFIXES and not file.startswith("."):
+                yield Path(folder) / file

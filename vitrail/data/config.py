@@ -52,16 +52,17 @@ class DataConfig:
             problems.append(f"max_skipped={self.max_skipped} is not in [0, 1]")
         raise_problems(problems)
 
-    def open(self, *, unlabelled: bool = False) -> Splits:
+    def open(self, *, unlabelled: bool = False, tolerant: bool = False) -> Splits:
         """Return the splits. The training split includes the data of `mix`. Raises `DataError`.
 
-        With `unlabelled`, data without classes is opened as well.
+        With `unlabelled`, data without classes is opened as well. With `tolerant`, faults in the structure of the data
+        are collected in `Splits.faults`.
         """
-        return self.cut(self.open_whole(unlabelled=unlabelled))
+        return self.cut(self.open_whole(unlabelled=unlabelled, tolerant=tolerant))
 
-    def open_whole(self, *, unlabelled: bool = False) -> OpenedData:
+    def open_whole(self, *, unlabelled: bool = False, tolerant: bool = False) -> OpenedData:
         """Open the data and the data of `mix`, for `cut` to split. Raises `DataError`."""
-        opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled)
+        opened = open_whole(self.spec, numbers=self.numbers, unlabelled=unlabelled, tolerant=tolerant)
         return replace(opened, mixed=open_mixed(opened.whole, self.mix))
 
     def cut(self, data: Source | Splits | OpenedData) -> Splits:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
+from vitrail.data.faults import Fault
 from vitrail.data.selection import SLICE, CutMethod, cut, cut_slice, slice_bounds
 from vitrail.data.source import Source, Subset, TargetKind, class_indices, target_kind
 from vitrail.errors import DataError, plural
@@ -21,6 +22,7 @@ __all__ = [
     "check_classes",
     "check_numbers",
     "check_validation",
+    "one_class",
     "split_of",
     "with_validation",
 ]
@@ -59,6 +61,8 @@ class Splits:
     """Remarks for the user, one sentence each, for example about skipped files."""
     title: str = "the data"
     """Name of the data in messages."""
+    faults: tuple[Fault, ...] = field(default=())
+    """Faults in the structure of the data that are tolerated, because the data is only checked."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -127,7 +131,17 @@ def check_classes(splits: Splits) -> None:
             "that needs no labels"
         )
     if len(splits.classes) < 2:
-        raise DataError(f"{splits.title} has only one class, {splits.classes[0]!r}; classification needs at least two")
+        raise DataError(one_class(splits).text)
+
+
+def one_class(splits: Splits) -> Fault:
+    """Return the fault of data with a single class."""
+    return Fault(
+        "one-class", "error", 1,
+        f"{splits.title} has only one class, {splits.classes[0]!r}; classification needs at least two",
+        "Training refuses the data.",
+        "Add images of another class.",
+    )  # fmt: skip
 
 
 def check_numbers(splits: Splits) -> None:

@@ -117,11 +117,64 @@ def test_folders_beyond_the_classes_given_are_named(tree: Trees) -> None:
         FolderSource(tree("a/1.png", "b/1.png", "c/1.png"), ("b", "d"))
 
 
-def test_a_class_folder_without_images_is_named_with_the_suffixes(tree: Trees) -> None:
-    root = tree("full/1.png", "bare/notes.txt")
-    expected = r"class folder .*pictures/bare has no images \(\.avif, \.bmp, .*\.webp\); add images"
+def test_class_folders_without_images_are_skipped_and_named(tree: Trees) -> None:
+    source = FolderSource(root := tree("full/1.png", "bare/notes.txt", "void/", "also/2.png"))
+    assert source.classes == ("also", "full") and len(source) == 2
+    (fault,) = source.faults
+    assert (fault.kind, fault.severity, fault.count) == ("empty-folder", "warning", 2)
+    assert fault.text == f"{root}: skipped 2 class folders without images: bare, void"
+    assert ".avif, .bmp, " in fault.advice
+
+
+def test_class_folders_that_are_all_empty_are_refused(tree: Trees) -> None:
+    expected = r"pictures has no images \(\.avif, \.bmp, .*\.webp\) in its class folders: a, b; add images$"
     with pytest.raises(DataError, match=expected):
-        FolderSource(root)
+        FolderSource(tree("a/notes.txt", "b/"))
+
+
+def test_folders_of_systems_are_no_classes_and_their_thumbnails_no_images(tree: Trees) -> None:
+    root = tree(
+        "a/1.png", "a/@eaDir/1.png/THUMB.jpg", "b/2.png", "b/deep/.cache/3.png", "__MACOSX/a/._1.png", "@eaDir/2.jpg",
+        ".DS_Store", "$RECYCLE.BIN/4.png", "System Volume Information/5.png", "b/Lost+Found/6.png",
+    )  # fmt: skip
+    source = FolderSource(root)
+    assert source.classes == ("a", "b") and keys_of(source) == ["a/1.png", "b/2.png"] and source.ignored == 0
+    (fault,) = source.faults
+    assert (fault.kind, fault.severity, fault.count) == ("system-folder", "note", 6)
+    assert fault.text == (
+        f"{root}: skipped 6 folders of the system or of other programs: $RECYCLE.BIN, @eaDir, "
+        "System Volume Information and 3 more"
+    )
+    assert len(FolderSource(root, unlabelled=True)) == 2
+
+
+def test_images_beside_class_folders_are_counted(tree: Trees) -> None:
+    root = tree("a/1.png", "b/2.png", "cover.jpg", "notes.txt", ".hidden.png")
+    (fault,) = FolderSource(root).faults
+    assert (fault.kind, fault.severity, fault.count) == ("loose-images", "warning", 1)
+    assert fault.text == f"{root}: skipped 1 image outside of the class folders"
+
+
+def test_a_tolerant_source_leaves_out_what_it_does_not_know(tree: Trees) -> None:
+    source = FolderSource(tree("a/1.png", "b/1.png", "c/1.png"), ("b", "d"), tolerant=True)
+    assert keys_of(source) == ["b/1.png"] and source.target(0) == 0
+    (fault,) = source.faults
+    assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 2)
+    assert fault.text.endswith("has unknown classes: a, c; the known classes are: b, d")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="taking on another user takes root")
+def test_a_folder_that_may_not_be_read_is_named(tree: Trees) -> None:
+    root = tree("a/1.png", "b/2.png")
+    (root / "b").chmod(0o711)
+    for parent in (root, *root.parents[:3]):
+        parent.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(DataError, match=r"^folder .*pictures/b cannot be read: Permission denied$"):
+            FolderSource(root)
+    finally:
+        os.seteuid(0)
 
 
 def test_a_folder_without_class_folders_is_refused(tree: Trees) -> None:

@@ -147,9 +147,59 @@ def test_one_class_is_refused(tree: Trees) -> None:
         open_data(str(tree(*many("rose"))), validation_share=0.1)
 
 
-def test_a_class_without_images_is_refused(tree: Trees) -> None:
-    with pytest.raises(DataError, match=r"class folder .*/bare has no images .*; add images or remove the folder"):
-        open_data(str(tree("full/1.png", "bare/")), validation_share=0.1)
+def test_what_is_harmless_is_a_note(tree: Trees) -> None:
+    root = tree(
+        "train/a/1.png", "train/b/1.png", "train/bare/", "val/a/2.png", "val/bare/", "__MACOSX/train/a/._1.png",
+        "train/@eaDir/x.jpg", ".DS_Store",
+    )  # fmt: skip
+    splits = open_data(str(root), validation_share=0.0)
+    assert splits.classes == ("a", "b") and splits.faults == ()
+    assert splits.notes == (
+        f"{root}: skipped 1 folder of the system or of other programs: __MACOSX",
+        f"{root}/train: skipped 1 class folder without images: bare",
+        f"{root}/train: skipped 1 folder of the system or of other programs: @eaDir",
+        f"{root}/val: skipped 1 class folder without images: bare",
+    )
+
+
+def test_what_is_a_fault_is_refused_in_one_message(tree: Trees) -> None:
+    root = tree("train/a/1.png", "train/b/1.png", "train/weed/", "val/weed/1.png", "valid/a/3.png", "test/a/2.png")
+    (root / "test/a/4.png").symlink_to(root / "train/a/1.png")
+    with pytest.raises(DataError) as caught:
+        open_data(str(root), validation_share=0.0)
+    assert str(caught.value).split("\n") == [
+        f"{root} has val and valid, but only one folder can be the validation split; rename or remove the others",
+        f"{root}/val has unknown classes: weed; the known classes are: a, b",
+        f"the training split and the test split share 1 file, such as {root}/train/a/1.png and {root}/test/a/4.png; "
+        "training must not see held-out images, so remove one copy of each",
+        f"{root}/train: skipped 1 class folder without images: weed",
+    ]
+    splits = open_whole(str(root), tolerant=True).whole
+    assert [fault.kind for fault in splits.faults] == [
+        "ambiguous-split", "empty-folder", "unknown-class", "shared-files"
+    ]  # fmt: skip
+    assert splits.validation is None and len(splits.test) == 2 and splits.classes == ("a", "b")
+
+
+def test_one_class_beside_an_empty_folder_names_both(tree: Trees) -> None:
+    root = tree("full/1.png", "bare/notes.txt")
+    with pytest.raises(DataError) as caught:
+        open_data(str(root), validation_share=0.0)
+    assert str(caught.value).split("\n") == [
+        f"data {str(root)!r} has only one class, 'full'; classification needs at least two",
+        f"{root}: skipped 1 class folder without images: bare",
+    ]
+
+
+def test_a_table_with_a_label_only_in_a_held_out_split(tree: Trees) -> None:
+    root = tree("1.png", "2.png", "3.png", "4.png", "5.png")
+    lines = ["1.png,a,train", "2.png,b,train", "3.png,weed,val", "4.png,a,val", "5.png,weed,test"]
+    (root / "labels.csv").write_text("path,label,split\n" + "\n".join(lines))
+    with pytest.raises(DataError, match=r"line 4: the label 'weed' is not among the classes"):
+        open_data(str(root / "labels.csv"), validation_share=0.0)
+    splits = open_whole(str(root / "labels.csv"), tolerant=True).whole
+    assert [(fault.kind, fault.count) for fault in splits.faults] == [("unknown-class", 1), ("unknown-class", 1)]
+    assert len(splits.validation) == 1 and splits.test is None
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def check_data(
     duplicates = find_duplicates(looks, list(sources.values()), threads=threads, progress=progress)
     counts = {name: count(name, source, len(part)) for (name, source), part in zip(sources.items(), rows, strict=True)}
     found = [
+        *(Finding(**vars(fault)) for fault in splits.faults),
         *image_findings(Examined(sources, looks, duplicates, max_skipped)),
         *label_findings(splits.classes, counts),
     ]

@@ -8,21 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from vitrail.data.faults import refuse
 from vitrail.data.overlap import shared_images
 from vitrail.data.selection import CutMethod, take, take_per_class
 from vitrail.data.source import Mixture, Source, Target, TargetKind, Widened, target_kind
 from vitrail.data.sources import fashion_mnist
-from vitrail.data.sources.files import FileSource, refuse_shared
-from vitrail.data.sources.folder import FolderSource, class_folders, has_images
+from vitrail.data.sources.files import FileSource, shared_files
 from vitrail.data.sources.fractals import open_fractals
 from vitrail.data.sources.hub_data import open_hub_data
 from vitrail.data.sources.idx import IdxSource, find_idx
 from vitrail.data.sources.shards.shard_paths import looks_like_shards
 from vitrail.data.sources.shards.shards import open_shards
+from vitrail.data.sources.split_folders import open_folders
 from vitrail.data.sources.tables.parquet import looks_like_parquet, open_parquet
 from vitrail.data.sources.tables.table import SUFFIXES as TABLES
 from vitrail.data.sources.tables.table import open_table, tables_in
-from vitrail.data.splits import SPLITS, Splits, check_classes, with_validation
+from vitrail.data.splits import Splits, check_classes, one_class, with_validation
 from vitrail.errors import ConfigError, DataError, nearest, plural
 from vitrail.page import printable
 
@@ -119,10 +120,13 @@ def open_whole(
     classes: tuple[str, ...] | None = None,
     numbers: tuple[str, ...] = (),
     unlabelled: bool = False,
+    tolerant: bool = False,
 ) -> OpenedData:
     """Open the data that `spec` names. `OpenedData.splits` then makes the splits.
 
-    The arguments and exceptions are the same as for `open_data`.
+    The other arguments and the exceptions are the same as for `open_data`. If `tolerant` is true, faults in the
+    structure of the data, such as a class without training images, are collected in `Splits.faults` if the rest of the
+    data can be opened. Otherwise such a fault is a `DataError`, and a harmless fault is a note.
     """
     if classes is not None and numbers:
         raise ConfigError(f"numbers={numbers} cannot be combined with classes: targets are either numbers or classes")
@@ -141,12 +145,18 @@ def open_whole(
             f"data {spec!r} has the classes {', '.join(splits.classes)}, but the model has {', '.join(classes)}; "
             "both must have the same classes in the same order"
         )
+    faults = list(splits.faults)
     if not unlabelled and splits.target_kind != "numbers":
-        check_classes(splits)
+        if len(splits.classes) == 1:
+            faults.append(one_class(splits))
+        else:
+            check_classes(splits)
     for split, source in (("validation", splits.validation), ("test", splits.test)):
         if isinstance(splits.train, FileSource) and isinstance(source, FileSource):
-            refuse_shared(splits.train, source, split)
-    return OpenedData(spec, splits)
+            faults += shared_files(splits.train, source, split)
+    if tolerant:
+        return OpenedData(spec, replace(splits, faults=tuple(faults)))
+    return OpenedData(spec, replace(splits, faults=(), notes=(*splits.notes, *refuse(faults))))
 
 
 def mix_in(splits: Splits, more: tuple[str, ...]) -> Splits:
@@ -250,7 +260,7 @@ def _open_classes(location: str, path: Path, classes: tuple[str, ...] | None, un
         )
     if find_idx(path, "train"):
         return _idx(path, classes)
-    return _folders(path, classes, unlabelled)
+    return open_folders(path, classes, unlabelled)
 
 
 def _without_unlabelled(splits: Splits) -> Splits:
@@ -334,52 +344,3 @@ def _idx(root: Path, classes: tuple[str, ...] | None) -> Splits:
         classes = classes or (opened["train"].classes if opened["train"] else None)
     assert opened["train"] is not None, "find_idx saw a training split before this was called"
     return Splits(opened["train"], opened["validation"], opened["test"])
-
-
-def _folders(root: Path, classes: tuple[str, ...] | None, unlabelled: bool) -> Splits:
-    found = class_folders(root)
-    if not found and not (unlabelled and has_images(root)):
-        if has_images(root):
-            raise DataError(
-                f"{root} has images but no class folders, so its images have no labels; put the images of each class "
-                "into a folder of its own, or choose a task that needs no labels"
-            )
-        raise DataError(
-            f"{root} has no class folders, and no train/, val/ or test/ with class folders; put the images of each "
-            "class into a folder of its own"
-        )
-    places = {split: [f for f in found if f.name.lower() in names] for split, names in SPLITS.items()}
-    if not any(places.values()):
-        train = FolderSource(root, classes, unlabelled=unlabelled and not _has_classes(root))
-        return Splits(train, None, None, _ignored(train))
-    for split, folders in places.items():
-        if len(folders) > 1:
-            raise DataError(
-                f"{root} has {' and '.join(folder.name for folder in folders)}, but only one folder can be the "
-                f"{split} split; rename or remove the others"
-            )
-    if not places["train"]:
-        raise DataError(f"{root} has {', '.join(folder.name for folder in found)} but no train/ with training images")
-    plain = unlabelled and not _has_classes(places["train"][0])
-    train = FolderSource(places["train"][0], classes, unlabelled=plain)
-    rest = {
-        split: FolderSource(places[split][0], train.classes, unlabelled=plain) if places[split] else None
-        for split in ("validation", "test")
-    }
-    skipped = [folder.name for folder in found if not any(folder in folders for folders in places.values())]
-    notes = [f"{root}: skipped {', '.join(skipped)}, because only train/, val/ and test/ are read"] if skipped else []
-    for source in (train, *rest.values()):
-        notes += _ignored(source) if source else ()
-    return Splits(train, rest["validation"], rest["test"], tuple(notes))
-
-
-def _has_classes(root: Path) -> bool:
-    """Return True if the folders in `root` can be classes: there are at least two folders, and `root` itself has no
-    images."""
-    return len(class_folders(root)) > 1 and not has_images(root)
-
-
-def _ignored(source: FolderSource) -> tuple[str, ...]:
-    if not source.ignored:
-        return ()
-    return (f"{source.root}: skipped {plural(source.ignored, 'file')} without a suffix of an image format",)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from vitrail.data.faults import Fault
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.tables.number_column import NumberColumns
-from vitrail.errors import DataError, UndecodableImage, plural
+from vitrail.errors import UndecodableImage, plural
 
-__all__ = ["FileSource", "inode_of", "refuse_shared"]
+__all__ = ["FileSource", "inode_of", "shared_files"]
 
 
 class FileSource:
@@ -79,8 +80,8 @@ class FileSource:
         return f"file {self.inodes[index]}"
 
 
-def refuse_shared(train: FileSource, other: FileSource, split: str) -> None:
-    """Raise `DataError` if the training split and another split contain the same file, even under different names."""
+def shared_files(train: FileSource, other: FileSource, split: str) -> Iterator[Fault]:
+    """Yield a fault if the training split and another split contain the same file, even under different names."""
     common = np.intersect1d(train.inodes, other.inodes)
     pairs = []
     for inode in common:
@@ -90,10 +91,13 @@ def refuse_shared(train: FileSource, other: FileSource, split: str) -> None:
         if mine.samefile(theirs):  # files on two disks can have the same inode
             pairs.append((mine, theirs))
     if pairs:
-        raise DataError(
+        yield Fault(
+            "shared-files", "error", len(pairs),
             f"the training split and the {split} split share {plural(len(pairs), 'file')}, such as {pairs[0][0]} and "
-            f"{pairs[0][1]}; training must not see held-out images, so remove one copy of each"
-        )
+            f"{pairs[0][1]}; training must not see held-out images, so remove one copy of each",
+            "Training refuses the data.",
+            "Remove one copy of each file.",
+        )  # fmt: skip
 
 
 def inode_of(entry: os.DirEntry[str]) -> int:

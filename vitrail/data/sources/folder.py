@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
+from vitrail.data.faults import Fault, is_system_folder
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.sources.files import FileSource, inode_of
-from vitrail.errors import DataError
+from vitrail.errors import DataError, listed, plural
 
-__all__ = ["FolderSource", "class_folders", "has_images"]
+__all__ = ["FolderSource", "class_folders", "has_images", "system_folders"]
 
 ENDINGS = tuple(SUFFIXES)
 """The suffixes as the tuple that `str.endswith` expects."""
+
+ALL = ", ".join(sorted(SUFFIXES))
+"""The suffixes in messages."""
 
 
 class FolderSource(FileSource):
     """The images in class folders and their subfolders, in the order of their paths.
 
-    By default the classes are the sorted names of the folders. If `classes` of another split or a model is given, a
-    folder with any other name is an error. If `unlabelled` is true, all images in `root` and its subfolders are samples
-    without a target. Hidden files and folders are skipped. Files without an image suffix are skipped and counted in
-    `ignored`. Links are followed, but each folder is read only once. Raises `DataError`.
+    By default the classes are the sorted names of the folders that hold images. If `classes` of another split or a
+    model is given, a folder with any other name is an error; with `tolerant`, the folder is left out, and is a fault.
+    If `unlabelled` is true, all images in `root` and its subfolders are samples without a target. Hidden files, hidden
+    folders and the folders of operating systems are skipped. Files without an image suffix are skipped and counted in
+    `ignored`. `faults` describes these folders, folders without images and images outside of class folders. Links are
+    followed, but each folder is read only once. Raises `DataError`.
     """
 
-    def __init__(self, root: Path, classes: tuple[str, ...] | None = None, *, unlabelled: bool = False) -> None:
+    def __init__(
+        self, root: Path, classes: tuple[str, ...] | None = None, *, unlabelled: bool = False, tolerant: bool = False
+    ) -> None:
         self.ignored = 0
+        self.faults: tuple[Fault, ...] = ()
+        self._system: list[str] = []
         if unlabelled:
             images = sorted(self._images(root, "", set()))
             if not images:
-                raise DataError(
-                    f"{root} has no images ({', '.join(sorted(SUFFIXES))}), neither in it nor in its folders"
-                )
+                raise DataError(f"{root} has no images ({ALL}), neither in it nor in its folders")
+            self.faults = tuple(self._skipped(root))
             super().__init__(root, [key for key, _ in images], None, [inode for _, inode in images], ())
             return
         folders = [entry.name for entry in class_folders(root)]
@@ -40,25 +50,33 @@ class FolderSource(FileSource):
             raise DataError(f"{root} has no class folders; it needs one folder of images for each class")
         if unprintable := [name for name in folders if not name.isprintable()]:
             raise DataError(f"{root} has class folders with unprintable names: {unprintable}; rename them")
-        classes = tuple(folders) if classes is None else classes
-        if unknown := [name for name in folders if name not in classes]:
-            raise DataError(
-                f"{root} has unknown classes: {', '.join(unknown)}; the known classes are: {', '.join(classes)}"
-            )
-        keys: list[str] = []
-        labels, inodes = array("q"), array("Q")
+        self._system = [name for name in _subfolders(root) if is_system_folder(name) and not name.startswith(".")]
         entered: set[tuple[int, int]] = set()
-        for name in folders:
-            found = sorted(self._images(root, name, entered))
-            if not found:
-                raise DataError(
-                    f"class folder {root / name} has no images ({', '.join(sorted(SUFFIXES))}); add images or remove "
-                    "the folder"
-                )
-            keys += [key for key, _ in found]
-            inodes.extend(inode for _, inode in found)
-            labels.extend([classes.index(name)] * len(found))
-        super().__init__(root, keys, labels, inodes, classes)
+        found = {name: sorted(self._images(root, name, entered)) for name in folders}
+        empty = [name for name, images in found.items() if not images]
+        if len(empty) == len(folders) and not tolerant:
+            raise DataError(f"{root} has no images ({ALL}) in its class folders: {listed(empty)}; add images")
+        classes = tuple(name for name in folders if found[name]) if classes is None else classes
+        unknown = [name for name in folders if found[name] and name not in classes]
+        strange = f"{root} has unknown classes: {', '.join(unknown)}; the known classes are: {', '.join(classes)}"
+        if unknown and not tolerant:
+            raise DataError(strange)
+        kept = {name: images for name, images in found.items() if images and name in classes}
+        labels, inodes = array("q"), array("Q")
+        for name, images in kept.items():
+            inodes.extend(inode for _, inode in images)
+            labels.extend([classes.index(name)] * len(images))
+        self.faults = (
+            *(_unknown(strange, sum(len(found[name]) for name in unknown), root) for _ in unknown[:1]),
+            *(_empty(root, empty) for _ in empty[:1]),
+            *self._skipped(root),
+            *_loose(root),
+        )
+        super().__init__(root, [key for images in kept.values() for key, _ in images], labels, inodes, classes)
+
+    def _skipped(self, root: Path) -> Iterator[Fault]:
+        if self._system:
+            yield system_folders(root, self._system)
 
     def _images(self, root: Path, folder: str, entered: set[tuple[int, int]]) -> list[tuple[str, int]]:
         """Return the relative paths and inodes of the images in a folder and its subfolders."""
@@ -69,12 +87,19 @@ class FolderSource(FileSource):
         entered.add((status.st_dev, status.st_ino))
         folders = []
         start = f"{folder}/" if folder else ""
-        with os.scandir(root / folder) as entries:
+        try:
+            scanned = os.scandir(root / folder)
+        except OSError as error:
+            raise DataError(f"folder {root / folder} cannot be read: {error.strerror}") from None
+        with scanned as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    folders.append(f"{start}{entry.name}")
+                    if is_system_folder(entry.name):
+                        self._system.append(f"{start}{entry.name}")
+                    else:
+                        folders.append(f"{start}{entry.name}")
                 elif entry.name.lower().endswith(ENDINGS):
                     found.append((f"{start}{entry.name}", inode_of(entry)))
                 else:
@@ -84,15 +109,62 @@ class FolderSource(FileSource):
         return found
 
 
+def _unknown(text: str, images: int, root: Path) -> Fault:
+    return Fault(
+        "unknown-class", "error", images, text,
+        "Training refuses the data, because a network cannot learn a class without training images. This check leaves "
+        f"out {plural(images, 'image')} of {root.name}/.",
+        "Add training images of these classes, or remove their folders.",
+    )  # fmt: skip
+
+
+def _empty(root: Path, names: list[str]) -> Fault:
+    return Fault(
+        "empty-folder", "warning", len(names),
+        f"{root}: skipped {plural(len(names), 'class folder')} without images: {listed(names)}",
+        "These folders are skipped, so they are not classes.",
+        f"Add images ({ALL}), or remove the folders.",
+    )  # fmt: skip
+
+
+def system_folders(root: Path, names: list[str]) -> Fault:
+    """Return the fault of folders that operating systems and other programs make."""
+    return Fault(
+        "system-folder", "note", len(names),
+        f"{root}: skipped {plural(len(names), 'folder')} of the system or of other programs: "
+        f"{listed(sorted(names), 3)}",
+        "These folders are skipped, with the copies and thumbnails of images in them.",
+        "Nothing needs to be done.",
+    )  # fmt: skip
+
+
+def _loose(root: Path) -> Iterator[Fault]:
+    """Yield a fault if images lie beside the class folders."""
+    with os.scandir(root) as entries:
+        count = sum(_is_image(entry) for entry in entries)
+    if count:
+        yield Fault(
+            "loose-images", "warning", count,
+            f"{root}: skipped {plural(count, 'image')} outside of the class folders",
+            "These images have no label, so they are skipped.",
+            "Move the images into the folders of their classes, or remove them.",
+        )  # fmt: skip
+
+
+def _subfolders(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") and entry.is_file()
+
+
 def class_folders(root: Path) -> list[Path]:
-    """Return the folders directly below `root` that are not hidden, sorted."""
-    return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    """Return the folders directly below `root`, sorted, without hidden folders and those of operating systems."""
+    return [root / name for name in _subfolders(root) if not is_system_folder(name)]
 
 
 def has_images(root: Path) -> bool:
     """Return True if at least one image lies directly in `root`."""
     with os.scandir(root) as entries:
-        return any(
-            entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".") and entry.is_file()
-            for entry in entries
-        )
+        return any(map(_is_image, entries))

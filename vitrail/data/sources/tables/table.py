@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitrail.data.faults import Fault
 from vitrail.data.source import Target
 from vitrail.data.sources.files import FileSource, inode_of
 from vitrail.data.sources.tables.number_column import NumberColumns, number_of, places_of
@@ -76,10 +77,7 @@ class TableSource(FileSource):
         for row in rows:
             keys.append(_inside(table, row))
             if unknown := [name for name in row.names if name not in numbers]:
-                raise DataError(
-                    f"{table}, line {row.line}: the label {unknown[0]!r} is not among the classes; "
-                    f"{nearest(unknown[0], classes)}"
-                )
+                raise DataError(_unknown_label(table, row.line, unknown[0], classes))
             found = tuple(sorted({numbers[name] for name in row.names}))
             labels.append(found if isinstance(row.label, tuple) else found[0] if found else None)
         super().__init__(table.parent, keys, labels if classes else None, _inodes(table, rows, keys), classes)
@@ -102,9 +100,11 @@ def open_table(
     """Return the splits of one table, or of one table per split.
 
     If `numbers` names columns, the numbers in these columns are the targets. Otherwise the labels are the targets. If
-    `unlabelled` is true, a table without labels is accepted. Raises `DataError`.
+    `unlabelled` is true, a table without labels is accepted. If `classes` is None, rows of held-out splits with a
+    label that no training row has are left out, and are a fault. Raises `DataError`.
     """
     where = str(tables[0].parent if len(tables) > 1 else tables[0])
+    faults: list[Fault] = []
     if len(tables) == 1:
         parts = _divided(_read(tables[0], numbers, unlabelled))
     else:
@@ -124,8 +124,15 @@ def open_table(
         classes = numbers
     elif classes is None:
         classes = _classes(parts["train"], unlabelled)
+        for split in [split for split in parts if split != "train"]:
+            part, known = parts[split], set(classes)
+            strange = [row for row in part.rows if not known.issuperset(row.names)]
+            if strange:
+                faults.append(_unknown_class(part.path, split, strange, classes))
+                parts[split] = part._replace(rows=[row for row in part.rows if known.issuperset(row.names)])
+        parts = {split: part for split, part in parts.items() if part.rows}
     sources = {split: TableSource(part.path, part.rows, classes) for split, part in parts.items()}
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"))
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), faults=tuple(faults))
 
 
 def _read(path: Path, numbers: Sequence[str], unlabelled: bool) -> _Table:
@@ -283,6 +290,21 @@ def _classes(table: _Table, unlabelled: bool) -> tuple[str, ...]:
     if not names and not unlabelled:
         raise DataError(f"{table.path} has no labels: the cells of the label column are all empty")
     return tuple(sorted(names, key=int if all(name.isdecimal() for name in names) else None))
+
+
+def _unknown_class(table: Path, split: Split, rows: list[_Row], classes: tuple[str, ...]) -> Fault:
+    """Return the fault of rows of a held-out split with labels that no training row has."""
+    unknown = next(name for name in rows[0].names if name not in classes)
+    return Fault(
+        "unknown-class", "error", len(rows), _unknown_label(table, rows[0].line, unknown, classes),
+        "Training refuses the data, because a network cannot learn a class without training images. This check leaves "
+        f"out {plural(len(rows), 'row')} of the {split} split.",
+        "Add training images of the class, or correct or remove these rows.",
+    )  # fmt: skip
+
+
+def _unknown_label(table: Path, line: int, name: str, classes: tuple[str, ...]) -> str:
+    return f"{table}, line {line}: the label {name!r} is not among the classes; {nearest(name, classes)}"
 
 
 def _inside(table: Path, row: _Row) -> str:
