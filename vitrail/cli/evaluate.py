@@ -17,6 +17,7 @@ from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:  # without PyTorch, --help is faster
     from vitrail.data.source import Source
+    from vitrail.evaluation.evaluators import Evaluator
     from vitrail.evaluation.outputs import Outputs
     from vitrail.evaluation.predictions.report import ClassificationReport
     from vitrail.weights.bundle import Bundle
@@ -24,8 +25,8 @@ if TYPE_CHECKING:  # without PyTorch, --help is faster
 __all__ = ["main"]
 
 BY_SUITE = (
-    "by", "numbers", "split", "per_class", "confusion", "bootstrap", "real", "class_names", "shots", "seeds", "l2",
-    "allow_fewer", "k", "temperature",
+    "by", "numbers", "split", "validation_share", "per_class", "confusion", "bootstrap", "real", "class_names", "shots",
+    "seeds", "l2", "allow_fewer", "k", "temperature",
 )  # fmt: skip
 """Options that cannot be combined with --suite, because the suite sets them."""
 
@@ -41,8 +42,9 @@ USED_BY = {
 class Evaluate:
     """Options of `vitrail evaluate`."""
 
-    model: Annotated[str, Positional("MODEL")]
-    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
+    models: Annotated[tuple[str, ...], Positional("MODEL...")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub. Several
+    models are measured on the same images, which none of them learned from."""
     data: str = ""
     """Data set, in any form that `vitrail train` accepts. With --suite, a folder that can hold a folder of data per
     task, named like the task."""
@@ -59,6 +61,9 @@ class Evaluate:
     split: Literal["held-out", "train", "validation", "test", "all"] = "held-out"
     """Split to measure. held-out is the test split if there is one, else the images that training holds out for
     validation. all measures every image, including training images."""
+    validation_share: float | None = None
+    """Fraction of the training images to measure if the data has no test or validation split. Images that a model
+    learned from are left out. By default the fraction that the model's training held out, or 0.1."""
     per_class: bool = False
     """Show the metrics of the model's own head for each class."""
     confusion: bool = False
@@ -110,10 +115,11 @@ class Evaluate:
 COMMAND = Command(
     name="evaluate",
     summary="""Measure a model on a data set: the accuracy of the model's own head, or of a simple classifier that is
-    trained on the model's features. With --suite, measure the model on many data sets.""",
+    trained on the model's features. Several models are compared on the same images. With --suite, measure a model on
+    many data sets.""",
     examples=(
         Example("vitrail evaluate runs/flowers --data flowers", "Measure the model of a run on held-out images."),
-        Example("vitrail evaluate vit.npz --data flowers --by linear,knn", "Compare the features of another model."),
+        Example("vitrail evaluate runs/a runs/b --data flowers --by linear,knn", "Compare the features of two models."),
         Example("vitrail evaluate vit.npz --suite vtab-1k --data datasets", "Measure a model on a suite of tasks."),
     ),
     options=(Evaluate,),
@@ -151,8 +157,11 @@ def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
             raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
         if options.strict:
             raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
+        _check_images(options)
         _check_evaluators(options, given)
         return
+    if len(options.models) > 1:
+        raise ConfigError("--suite measures one model; name only one MODEL")
     if options.data and not Path(options.data).expanduser().is_dir():
         raise ConfigError(
             f"data={options.data!r} is not a folder; with --suite, name a folder that can hold a folder of data per "
@@ -160,6 +169,23 @@ def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
         )
     if decided := [flag(name) for name in BY_SUITE if name in given]:
         raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
+
+
+def _check_images(options: Evaluate) -> None:
+    """Raise `ConfigError` if --validation-share is out of range or has no effect, or if the models cannot be compared
+    with these options."""
+    share = options.validation_share
+    if share is not None and not 0 < share < 1:
+        raise ConfigError(f"validation_share={share} is not between 0 and 1")
+    if share is not None and options.split not in ("held-out", "validation"):
+        raise ConfigError(
+            f"validation_share={share} chooses validation images, but --split {options.split} measures others; leave "
+            "one of them out"
+        )
+    if len(set(options.models)) < len(options.models):
+        raise ConfigError("MODEL: a model is named twice; name each model once")
+    if len(options.models) > 1 and (options.per_class or options.confusion):
+        raise ConfigError("--per-class and --confusion show one model; name only one MODEL")
 
 
 def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
@@ -190,46 +216,66 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
 
 
 def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
-    """Measure the model on one data set, and return the exit code."""
-    from vitrail.cli.evaluate_data import open_for_features, open_for_head
-    from vitrail.evaluation.evaluators import BY_HEAD, check_evaluators, evaluators_of, measure
+    """Measure one or several models on one data set, and return the exit code."""
+    from vitrail.cli.evaluate_common import common_images
+    from vitrail.cli.evaluate_plan import plan_of
 
-    heads = set(BY_HEAD.values())
-    bundle = _load(options)
-    evaluators = evaluators_of(options.by or BY_HEAD[bundle.output], _settings(options))
-    _check_used(set(evaluators), given, options.by or BY_HEAD[bundle.output])
-    by_head = {name: evaluator for name, evaluator in evaluators.items() if name in heads}
-    by_features = {name: evaluator for name, evaluator in evaluators.items() if name not in heads}
+    bundles = {name: _load(options, name) for name in options.models}
+    with _Bar(console) as bar:
+        prepared = {name: _evaluators(bundle, options, given) for name, bundle in bundles.items()}
+        common = None
+        if len(bundles) > 1 or options.validation_share is not None:
+            common = common_images(bundles, options.data, options.split, options.validation_share)
+        plans = {
+            name: plan_of(bundle, prepared[name], options, common, _outputs(bundle, options, console, bar))
+            for name, bundle in bundles.items()
+        }
+        notes = [(name, note) for name, plan in plans.items() for note in plan.notes]
+        if common is not None and common.note and options.split in ("held-out", "validation"):
+            console.print(common.note, style="yellow", markup=False)
+        for name, note in dict.fromkeys(notes):
+            console.print(f"{name}: {note}" if len(bundles) > 1 else note, style="yellow", markup=False)
+        rows: dict[str, dict[str, dict[str, Any]]] = {}
+        for name, plan in plans.items():
+            if len(bundles) > 1:
+                bar.begin(name)
+            rows[name] = plan.measure()
+    skipped = {key: reason for plan in plans.values() for key, reason in plan.outputs.skipped.items()}
+    for key, reason in skipped.items():
+        console.print(f"skipped {key}: {reason}", style="yellow", markup=False)
+    if len(bundles) > 1:
+        _show_several(rows, options, console)
+        return 0
+    (name,) = options.models
+    details = plans[name].head if options.per_class or options.confusion else {}
+    _show(rows[name], _reports(plans[name].outputs, details), bundles[name], options, console)
+    return 0
+
+
+def _evaluators(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) -> dict[str, Evaluator]:
+    """Return the evaluators for a model by name. Raise `ConfigError` for options that do not fit the model."""
+    from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of
+
+    by = options.by or BY_HEAD[bundle.output]
+    evaluators = evaluators_of(by, _settings(options))
+    _check_used(set(evaluators), given, by)
     if (options.per_class or options.confusion) and bundle.output == "numbers":
         raise ConfigError(
             "--per-class and --confusion are for classes, but this model predicts numbers; leave them out"
         )
-    learned = open_for_features(bundle, options.data, options.split, options.numbers) if by_features else None
-    judged = open_for_head(bundle, options.data, options.split, options.class_names, learned) if by_head else None
-    if learned is not None and list(learned.sources) == ["train"]:
-        raise ConfigError(
-            f"--split train: {', '.join(by_features)} cannot be measured on the images that it learns from; leave out "
-            "--split to measure held-out images"
-        )
-    chosen = [each for each in (judged, learned) if each is not None]
-    for note in dict.fromkeys((*bundle.notes, *(note for each in chosen for note in each.notes))):
-        console.print(COMMAND.note(note), style="yellow", markup=False)
-    rows: dict[str, dict[str, Any]] = {}
-    with _Bar(console) as bar:
-        outputs = _outputs(bundle, options, console, bar)
-        jobs = [(name, by_head, source, source) for name, source in (judged.sources if judged else {}).items()]
-        if learned is not None:
-            tested = {name: source for name, source in learned.sources.items() if name != "train"}
-            jobs += [(name, by_features, learned.train, source) for name, source in tested.items()]
-        for _, some, train, source in jobs:
-            check_evaluators(some, outputs, train, source)
-        for name, some, train, source in jobs:
-            rows[name] = rows.get(name, {}) | measure(some, outputs, train, source)
-    for key, reason in outputs.skipped.items():
-        console.print(f"skipped {key}: {reason}", style="yellow", markup=False)
-    detailed = judged.sources if judged is not None and (options.per_class or options.confusion) else {}
-    _show(rows, _reports(outputs, detailed), bundle, options, console)
-    return 0
+    return evaluators
+
+
+def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
+    """Print the results of several models: one table per split, with a column per model."""
+    from vitrail.cli.output.evaluate_tables import metrics_table
+
+    if options.json:
+        print(json.dumps(rows))
+        return
+    splits = dict.fromkeys(split for row in rows.values() for split in row)
+    for split in splits:
+        console.print(metrics_table({name: row[split] for name, row in rows.items() if split in row}, split))
 
 
 def _show(
@@ -259,7 +305,8 @@ def _suite(options: Evaluate, console: Console) -> int:
     from vitrail.transfer.suite import read_suite, run_suite, suite_as_plain
 
     suite = read_suite(options.suite)
-    bundle = _load(options)
+    (name,) = options.models
+    bundle = _load(options, name)
     for note in bundle.notes:
         console.print(COMMAND.note(note), style="yellow", markup=False)
     with _Bar(console) as bar:
@@ -281,10 +328,10 @@ def _suite(options: Evaluate, console: Console) -> int:
     return 0
 
 
-def _load(options: Evaluate) -> Bundle:
+def _load(options: Evaluate, name: str) -> Bundle:
     from vitrail.weights.load import load
 
-    return load(options.model, device=options.device, image_size=options.image_size)
+    return load(name, device=options.device, image_size=options.image_size)
 
 
 def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from vitrail.data.selection import CutMethod
+from vitrail.cli.evaluate_common import USUAL_SHARE, CommonImages, cut_of, is_data_of
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_whole
 from vitrail.data.splits import Splits
@@ -14,9 +13,6 @@ from vitrail.evaluation.predictions.imagenet import ClassMap, MappedSource, map_
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Measured", "open_for_features", "open_for_head"]
-
-USUAL_SHARE = 0.1
-"""Fraction of images to hold out if the model does not record the fraction that its training held out."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +26,36 @@ class Measured:
     opened: OpenedData
 
 
-def open_for_features(bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...]) -> Measured:
+def open_for_features(
+    bundle: Bundle, spec: str, split: str, numbers: tuple[str, ...], common: CommonImages | None = None
+) -> Measured:
     """Return the data with its own classes as targets, and the splits to measure.
 
     For regression the targets are the columns `numbers`, by default the columns that the model predicts. Images are
     held out for validation only if the validation split is measured. For any other split, a classifier can learn from
-    all training images.
+    all training images. `common` is the validation split, if several models are compared.
     """
     opened = open_whole(spec, numbers=numbers or _numbers_of(bundle))
+    if common is not None:
+        return _measured(bundle, opened, _common(common, opened, split), split, is_common=True)
     splits = _splits_of(bundle, opened, share=0.0)
     if split == "validation" or (split != "all" and splits.held_out is None):
         splits = _splits_of(bundle, opened)
     return _measured(bundle, opened, splits, split)
 
 
-def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: Measured | None) -> Measured:
+def open_for_head(
+    bundle: Bundle,
+    spec: str,
+    split: str,
+    class_names: str,
+    own: Measured | None,
+    common: CommonImages | None = None,
+) -> Measured:
     """Return the data with the model's classes or numbers as targets. Raise `DataError` if they do not match.
 
     `class_names` is a file with the WordNet id and name of each model output, or "". `own` is the data with its own
-    classes, if it is already open.
+    classes, if it is already open. `common` is the validation split, if several models are compared.
     """
     opened = None if own is None or class_names or own.opened.whole.classes != bundle.classes else own.opened
     class_map = None
@@ -61,12 +68,15 @@ def open_for_head(bundle: Bundle, spec: str, split: str, class_names: str, own: 
     if opened is None:
         opened = open_whole(spec, numbers=_numbers_of(bundle)) if own is None else own.opened
         class_map = map_classes(bundle.classes, opened.whole.classes, mapping=class_names or None)
-    splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened)
-    found = _measured(bundle, opened, splits, split)
+    if common is not None:
+        splits = _common(common, opened, split)
+    else:
+        splits = opened.splits(validation_share=0.0) if split == "all" else _splits_of(bundle, opened)
+    found = _measured(bundle, opened, splits, split, is_common=common is not None)
     return found if class_map is None else _mapped(found, class_map, bundle.classes)
 
 
-def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) -> Measured:
+def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str, *, is_common: bool = False) -> Measured:
     """Return the splits to measure, with notes for the user. Raise `DataError` if the data lacks the split."""
     named = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     existing = {name: source for name, source in named.items() if source is not None}
@@ -75,9 +85,8 @@ def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) ->
         assert splits.held_out is not None, "a validation split was cut if there was none"
         name, source = splits.held_out
         chosen = {name: source}
-        notes = (
-            [] if name == "test" else [*notes, "measuring the validation split; use --split all to measure every image"]
-        )
+        usual = [*notes, "measuring the validation split; use --split all to measure every image"]
+        notes = [] if name == "test" or is_common else usual
     elif split == "all":
         chosen = existing
     elif split in existing:
@@ -87,7 +96,7 @@ def _measured(bundle: Bundle, opened: OpenedData, splits: Splits, split: str) ->
     known = bundle.provenance
     was_cut = opened.whole.validation is None or known.get("validation", "auto") != "auto"
     held_nothing_out = known.get("validation_share") == 0 and was_cut
-    if "validation" in chosen and split != "all" and held_nothing_out:
+    if "validation" in chosen and split != "all" and not is_common and held_nothing_out:
         notes.append(
             "this model was trained without held-out images; if it was trained on this data, the measured "
             "images were among its training images"
@@ -115,18 +124,14 @@ def _splits_of(bundle: Bundle, opened: OpenedData, share: float | None = None) -
     `share` replaces the fraction of the training.
     """
     known = bundle.provenance
-    earlier: CutMethod = "threshold" if "validation_share" in known else "stratified"
-    return opened.splits(
-        validation_share=float(known.get("validation_share") or USUAL_SHARE) if share is None else share,
-        validation=known.get("validation", "auto") if _is_data_of(bundle, opened.spec) else "auto",
-        cut_method=known.get("cut_method", earlier),
-    )
+    if share is None:
+        share = float(known.get("validation_share") or USUAL_SHARE)
+    return cut_of(known, opened, share=share, own=is_data_of(known, opened))
 
 
-def _is_data_of(bundle: Bundle, spec: str) -> bool:
-    """Return True if the model was trained on the data that `spec` names."""
-    trained_on = str(bundle.provenance.get("data", ""))
-    return trained_on == spec or Path(trained_on).expanduser().resolve() == Path(spec).expanduser().resolve()
+def _common(common: CommonImages, opened: OpenedData, split: str) -> Splits:
+    """Return the splits for several models. Without a held-out split, all training images are in the training split."""
+    return opened.splits(validation_share=0.0) if split in ("train", "all") else common.split(opened)
 
 
 def _numbers_of(bundle: Bundle) -> tuple[str, ...]:

@@ -47,9 +47,9 @@ CONFUSED = 20
 classes are shown."""
 
 
-def metrics_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return a table with a row per metric and a column per split."""
-    table = Table("", *rows, box=SIMPLE_HEAD, pad_edge=False)
+def metrics_table(rows: Mapping[str, Mapping[str, float]], corner: str = "") -> Table:
+    """Return a table with a row per metric and a column per split or model. `corner` is the text of the first cell."""
+    table = Table(corner, *map(escape, rows), box=SIMPLE_HEAD, pad_edge=False)
     names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(EXTRAS))
     named = SEVERAL if "exact_match" in names else {}
     for name in sorted(names, key=lambda name: FORMATS.get(name) == ",.0f"):  # puts counts last

@@ -1,0 +1,190 @@
+"""Tests that `vitrail evaluate` compares models on the same images, which none of them learned from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from vitrail.cli import main
+from vitrail.cli.evaluate_common import CommonImages, common_images
+from vitrail.cli.evaluate_data import open_for_features, open_for_head
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Source, fingerprint
+from vitrail.data.sources import open_data, open_whole
+from vitrail.errors import ConfigError, DataError
+from vitrail.models.variants import create
+from vitrail.weights.bundle import Bundle
+
+
+@pytest.fixture
+def birds(tmp_path: Path) -> str:
+    """60 images of two classes, without a held-out split."""
+    for name, count in (("crow", 40), ("finch", 20)):
+        folder = tmp_path / "birds" / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (5, 4), (number, 9, 200)).save(folder / f"{name}-{number}.png")
+    return str(tmp_path / "birds")
+
+
+def bundle_of(*, classes: tuple[str, ...] = ("crow", "finch"), **provenance: Any) -> Bundle:
+    torch.manual_seed(0)
+    network = create("ViT-Pico/4", width=8, depth=1, heads=2, mlp_width=8, num_classes=2, image_size=(4, 8))
+    return Bundle(network, classes, Preprocess(image_size=(4, 8)), provenance=provenance)
+
+
+def trained_on(spec: str, share: float, validation: str = "auto", **more: Any) -> Bundle:
+    return bundle_of(data=spec, validation_share=share, validation=validation, cut_method="stratified", **more)
+
+
+def keys_of(source: Source | None) -> set[str]:
+    assert source is not None
+    return {source.key(index) for index in range(len(source))}
+
+
+def held_out(spec: str, share: float, validation: str = "auto") -> set[str]:
+    return keys_of(open_data(spec, validation_share=share, validation=validation).validation)
+
+
+def test_models_with_different_cuts_are_measured_on_what_all_of_them_held_out(birds: str) -> None:
+    models = {"a": trained_on(birds, 0.3), "b": trained_on(birds, 0.1), "c": trained_on(birds, 0.4, "train[:30]")}
+    expected = held_out(birds, 0.3) & held_out(birds, 0.1) & held_out(birds, 0.4, "train[:30]")
+    common = common_images(models, birds, "held-out", None)
+    assert common.keys == expected
+    assert 0 < len(expected) < 6
+    assert "that no model learned from (a held out 18, b held out 6, c held out 30)" in common.note
+    for bundle in models.values():
+        judged = open_for_head(bundle, birds, "held-out", "", None, common)
+        assert {name: keys_of(source) for name, source in judged.sources.items()} == {"validation": expected}
+        learned = open_for_features(bundle, birds, "held-out", (), common)
+        assert keys_of(learned.train) == keys_of(open_whole(birds).whole.train) - expected
+        assert not judged.notes and not learned.notes
+
+
+def test_the_images_are_the_same_for_models_with_classes_in_another_order(birds: str) -> None:
+    turned = bundle_of(classes=("finch", "crow"))
+    common = common_images({"a": trained_on(birds, 0.3), "b": turned}, birds, "held-out", None)
+    (source,) = open_for_head(turned, birds, "held-out", "", None, common).sources.values()
+    assert keys_of(source) == held_out(birds, 0.3)
+    assert {source.target(at) for at in range(len(source)) if source.key(at).startswith("crow")} == {1}
+
+
+def test_without_common_images_the_message_names_the_cuts_and_the_way_out(birds: str) -> None:
+    models = {"a": trained_on(birds, 0.3), "b": trained_on(birds, 0.0)}
+    message = (
+        r"has no image that all models held out of training \(a held out 18, b held out 0\); measure them on other"
+    )
+    for split in ("held-out", "validation"):
+        with pytest.raises(DataError, match=message):
+            common_images(models, birds, split, None)
+    with pytest.raises(DataError, match=r"\(b held out 0\)"):
+        common_images(
+            {"b": trained_on(birds + "[:50%]", 0.0), "c": bundle_of(data="elsewhere")}, birds, "held-out", 0.2
+        )
+
+
+def test_models_of_other_data_are_measured_on_the_usual_fraction_or_the_given_one(birds: str) -> None:
+    models = {"a": bundle_of(data="elsewhere", validation_share=0.5), "b": bundle_of()}
+    common = common_images(models, birds, "held-out", None)
+    assert common.keys == held_out(birds, 0.1)
+    assert "measuring 6 images of 60" in common.note and "no model records that it learned from it" in common.note
+    assert common_images(models, birds, "held-out", 0.25).keys == held_out(birds, 0.25)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.1, 0.1), (0.6, 0.3)])
+def test_a_given_fraction_never_adds_images_that_a_model_learned_from(
+    birds: str, share: float, expected: float
+) -> None:
+    models = {"a": trained_on(birds, 0.3), "b": bundle_of()}
+    assert common_images(models, birds, "validation", share).keys == held_out(birds, expected)
+
+
+def test_data_that_was_moved_is_recognised(birds: str, tmp_path: Path) -> None:
+    splits = open_data(birds, validation_share=0.3)
+    known = trained_on(birds, 0.3, data_fingerprint=fingerprint(splits.train, splits.validation, splits.test))
+    moved = str(Path(birds).rename(tmp_path / "renamed"))
+    common = common_images({"a": known, "b": bundle_of()}, moved, "held-out", None)
+    assert common.keys == held_out(moved, 0.3)
+
+
+def test_the_cut_of_the_model_that_a_model_was_fine_tuned_from_counts_too(birds: str, tmp_path: Path) -> None:
+    trained_on(birds, 0.1).save(tmp_path / "first" / "model")
+    second = trained_on(birds, 0.4, init=str(tmp_path / "first"))
+    third = bundle_of(data="elsewhere", init=str(tmp_path / "first" / "model"))
+    for model in (second, third):
+        assert common_images({"a": model, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.1)
+    gone = trained_on(birds, 0.4, init=str(tmp_path / "gone"))
+    assert common_images({"a": gone, "b": bundle_of()}, birds, "held-out", None).keys == held_out(birds, 0.4)
+
+
+def test_a_held_out_split_of_the_data_is_measured_as_it_is(birds: str, tmp_path: Path) -> None:
+    (tmp_path / "split").mkdir()
+    Path(birds).rename(tmp_path / "split" / "train")
+    for name in ("crow", "finch"):
+        (tmp_path / "split" / "test" / name).mkdir(parents=True)
+        Image.new("L", (4, 4), 7).save(tmp_path / "split" / "test" / name / "new.png")
+    spec = str(tmp_path / "split")
+    models = {"a": trained_on(spec, 0.3), "b": trained_on(spec, 0.1)}
+    common = common_images(models, spec, "held-out", None)
+    assert common == CommonImages(None, 0.0, "")
+    found = open_for_features(models["a"], spec, "held-out", (), common)
+    assert list(found.sources) == ["test"] and len(found.train) == 60
+    assert common_images(models, spec, "validation", None).keys == held_out(spec, 0.1)
+    with pytest.raises(ConfigError, match=r"validation_share=0.2: data .* has a test split of its own"):
+        common_images(models, spec, "held-out", 0.2)
+
+
+def test_generated_images_are_generated_anew() -> None:
+    spec = "fractals:2:20"
+    common = common_images({"a": trained_on(spec, 0.2), "b": bundle_of()}, spec, "held-out", 0.5)
+    splits = common.split(open_whole(spec))
+    assert splits.validation is not None and len(splits.validation) >= 20
+    assert not keys_of(splits.validation) & keys_of(splits.train)
+
+
+def test_several_models_are_one_table(
+    birds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    trained_on(birds, 0.3).save("first")
+    trained_on(birds, 0.2).save("second")
+    words = ["evaluate", "first", "second", "--data", birds, "--device", "cpu", "--no-cache", "--by", "accuracy,knn"]
+    assert main([*words, "--json"]) == 0
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)
+    assert list(rows) == ["first", "second"]
+    assert rows["first"] == rows["second"], "the weights and the images are the same"
+    assert rows["first"]["validation"]["images"] == 12 == len(held_out(birds, 0.2))
+    assert rows["first"]["validation"]["training_images"] == 48
+    assert "measuring 12 images of 60" in captured.err.replace("\n", " ")
+    assert main(words) == 0
+    heading, _, *lines = capsys.readouterr().out.split("validation", 1)[1].splitlines()
+    assert heading.split() == ["first", "second"]
+    assert any(line.split()[:2] == ["images", "12"] for line in lines)
+    assert main([*words[:-1], "accuracy", "--split", "all", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["second"]["train"]["images"] == 60
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "a", "--data", "x"], "MODEL: a model is named twice; name each model once"),
+        (["a", "b", "--data", "x", "--confusion"], "--per-class and --confusion show one model; name only one MODEL"),
+        (["a", "b", "--suite", "offline"], "--suite measures one model; name only one MODEL"),
+        (["a", "--data", "x", "--validation-share", "0"], "--validation-share: 0.0 is not between 0 and 1"),
+        (["a", "--data", "x", "--validation-share", "1"], "--validation-share: 1.0 is not between 0 and 1"),
+        (["a", "--data", "x", "--validation-share", "0.2", "--split", "all"], "but --split all measures others"),
+        (["a", "--suite", "offline", "--validation-share", "0.2"], "leave out --validation-share"),
+    ],
+)
+def test_mistakes_are_named_before_a_model_is_read(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", *words]) == 2
+    assert message in capsys.readouterr().err
