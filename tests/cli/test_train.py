@@ -34,6 +34,7 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     assert run("--data", str(colour_folder), *TINY, *more) == 0
     shown = capsys.readouterr().out
     assert "has no validation split" in shown and "validation accuracy" in shown
+    assert "; training accuracy " in shown and "(last training steps, with augmentation)" in shown
     assert "waiting for data" in shown and "first step after" in shown and "peak memory" in shown
     assert "vitrail predict runs/colours/model runs/colours/examples" in shown
     description = json.loads((tmp_path / "runs/colours/model/model.json").read_text())

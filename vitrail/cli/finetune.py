@@ -268,6 +268,8 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
         display.console.print(table)
         if result.split == "validation" and run.bundle.provenance["kept"] == "best":
             display.say("the best weights were chosen on these images, so expect slightly worse metrics on new images")
+        if texts := ", ".join(run.texts("train")):
+            display.say(f"training {texts} (last training steps, with augmentation)")
         for line in _worst_classes(found):
             display.say(line)
     summary = run.summary

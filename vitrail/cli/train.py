@@ -160,6 +160,8 @@ def _report(console: Console, result: RunResult) -> None:
             escape(example.path.name), escape(example.label), escape(guess.label), f"{guess.probability:.1%}", mark
         )
     console.print(table)
+    if result.texts("validation") and (texts := ", ".join(result.texts("train"))):
+        console.print(f"training [bold]{texts}[/] (last training steps, with augmentation)", highlight=False)
     for split, meaning in (("validation", "held out of training"), ("test", "held out of everything")):
         if texts := ", ".join(result.texts(split)):
             chosen = (

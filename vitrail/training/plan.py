@@ -28,6 +28,7 @@ class Plan:
     preprocess: Preprocess
     precision: TrainingPrecision
     device: torch.device
+    batch_size: int = 1
     classes: int = 0
     """Number of classes in the data, which is the number of columns of the targets that mixup and CutMix make."""
     patience: int | None = None

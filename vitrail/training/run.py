@@ -73,9 +73,11 @@ class RunResult:
     """The task that the model was trained for."""
 
     def texts(self, split: str) -> list[str]:
-        """Return the metrics of a split as texts with their names, such as "accuracy 89.30%"."""
-        start = f"{split}_"
-        values = {name.removeprefix(start): value for name, value in self.metrics.items() if name.startswith(start)}
+        """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".
+
+        Those of "train" are means over the last training steps, with augmentation."""
+        start, found = f"{split}_", self.summary | self.metrics
+        values = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
         return self.task.texts(values)
 
 

@@ -193,6 +193,7 @@ def make_plan(setup: Setup) -> Plan:
         preprocess=config.images,
         precision=config.run.precision,
         device=setup.device,
+        batch_size=config.run.batch_size,
         classes=len(setup.splits.classes),
         patience=config.run.patience,
         most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),

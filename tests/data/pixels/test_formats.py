@@ -118,6 +118,18 @@ def test_damaged_files_are_refused(kind: str) -> None:
             decode(data[:length], 3)
 
 
+def test_a_header_with_another_size_than_the_pixels_is_refused(kind: str) -> None:
+    data = bytearray(encoded(np.ascontiguousarray(np.tile(UPRIGHT, (2, 2, 1))), kind))
+    start = 0
+    while (start := data.find(b"ispe", start) + 8) > 8:
+        data[start : start + 4] = (90).to_bytes(4, "big")
+    if kind == "HEIF":
+        with pytest.raises(UndecodableImage):
+            decode(bytes(data), 3)
+    else:  # the stream decides
+        assert decode(bytes(data), 3).shape == (*image_size_of(bytes(data)), 3)
+
+
 def test_the_limit_of_pixels_holds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "MAX_PIXELS", 32 * 48 - 1)
     with pytest.raises(UndecodableImage, match=r"^claims 48 x 32 pixels; at most 1,535 are allowed$"):

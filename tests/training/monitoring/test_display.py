@@ -13,35 +13,63 @@ from vitrail.tasks import TASKS
 from vitrail.training.monitoring import display as display_module
 from vitrail.training.monitoring.display import ConsoleDisplay
 
-REPORTS = ((20.0, 10), (30.0, 20), (90.0, 30), (91.0, 31))
-"""Seconds and steps: a start-up of 20 s, then 1 s per step, and an evaluation of 50 s."""
-LEFT = (180, 80, 245, 233)
-"""Seconds left of 100 steps. The first is the mean of everything, the others exclude the start-up."""
+REPORTS = ((4.0, 10, None), (13.9, 11, 80.0), (14.1, 20, 245.4), (30.0, 31, 233.0))
+"""Seconds, steps and seconds left."""
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> str:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, force_terminal=terminal, width=120))
-    display.LINE_SECONDS = 0.0
     monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     display.begin(0, 100, TASKS["classification"]())
-    for seconds, step in REPORTS:
+    for seconds, step, left in REPORTS:
         monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda seconds=seconds: seconds))
-        display.step(step, {"loss": 1.25, "accuracy": 0.5, "images_per_second": 894.4})
+        known = {} if left is None else {"seconds_left": left}
+        display.step(step, {"loss": 1.25, "accuracy": 0.5, "images_per_second": 894.4, **known})
         if display._progress is not None:
             display._progress.refresh()
     display.end()
     return file.getvalue()
 
 
-def test_the_time_left_is_a_mean_without_the_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = shown(monkeypatch, terminal=False).splitlines()
-    assert [line.split("  ")[-1] for line in lines] == [f"{left} s left" for left in LEFT]
-    assert lines[0].startswith("step 10/100  loss 1.250  ") and "  894 images/s  " in lines[0]
+def test_lines_are_ten_seconds_apart_and_the_first_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, terminal=False).splitlines() == [
+        "step 10/100  loss 1.250  accuracy 50.0%  894 images/s",
+        "step 20/100  loss 1.250  accuracy 50.0%  894 images/s  245 s left",
+        "step 31/100  loss 1.250  accuracy 50.0%  894 images/s  233 s left",
+    ]
 
 
 def test_a_terminal_shows_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(monkeypatch, terminal=True)
     found = re.findall(r"(\d):(\d\d):(\d\d) left", text)
     times = [int(hours) * 3600 + int(minutes) * 60 + int(seconds) for hours, minutes, seconds in found]
-    assert tuple(dict.fromkeys(times)) == LEFT
+    assert tuple(dict.fromkeys(times)) == (80, 245, 233)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_time_left_is_shown_before_the_first_report(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, force_terminal=terminal, width=120))
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    display.begin(0, 100, TASKS["classification"]())
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda: 4.0))
+    display.tick(2, 196.0)
+    if display._progress is not None:
+        display._progress.refresh()
+    display.end()
+    expected = ("step 2/100", "0:03:16 left") if terminal else ("step 2/100  196 s left\n",)
+    assert all(text in file.getvalue() for text in expected)
+
+
+def test_training_accuracy_stands_beside_that_of_validation() -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, width=120))
+    display.begin(0, 100, TASKS["classification"]())
+    result = {"accuracy": 0.5, "cross_entropy": 1.25, "images": 40.0, "skipped": 0.0}
+    display.evaluated(10, result, False)
+    display.evaluated(20, result | {"train_accuracy": 0.75, "train_loss": 0.9}, True)
+    assert file.getvalue().splitlines() == [
+        "step 10: validation accuracy 50.00% on 40 images",
+        "step 20: validation accuracy 50.00% on 40 images; training accuracy 75.00%  (best so far)",
+    ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitrail.errors import NonFiniteLoss
-from vitrail.training.monitoring.meter import Meter
+from vitrail.training.monitoring.meter import Meter, RunningMeans
 
 
 def test_means_since_the_last_reading() -> None:
@@ -44,3 +44,13 @@ def test_it_keeps_no_graph_and_reads_the_device_once() -> None:
     meter.add(1, {"loss": weight * 2})
     assert not any(row.requires_grad for row in meter._rows)
     assert meter.read() == {"loss": 2.0}
+
+
+def test_running_means_weigh_reports_by_their_steps() -> None:
+    means = RunningMeans()
+    assert means.read() == {}
+    means.add(3, {"loss": 1.0})
+    means.add(1, {"loss": 3.0})
+    assert means.read() == {"loss": 1.5} == means.read(), "the last means stay until there are new ones"
+    means.add(2, {"loss": 0.5})
+    assert means.read() == {"loss": 0.5}

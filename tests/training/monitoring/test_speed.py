@@ -11,7 +11,7 @@ import pytest
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
-from vitrail.training.monitoring.speed import SmoothedRate
+from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.run import train
 
 
@@ -58,3 +58,41 @@ def test_the_display_shows_the_smoothed_rate_and_the_journal_that_of_each_report
     for event, (step, shown) in zip(events, display.rates, strict=True):
         images, last = 20 * (step - last), step
         assert shown == pytest.approx(rate.add(images, images / event["images_per_second"]))
+
+
+def test_the_time_left_counts_steps_and_all_pauses() -> None:
+    left = TimeLeft(100, {"evaluation": 10, "checkpoint": 40}, batch_size=20, evaluated=30, at_end=50)
+    assert left.seconds(0) is None
+    left.add(1, 20.0)
+    assert left.seconds(1) is None, "the first step contains the start-up"
+    left.add(1, 3.0)
+    # 98 steps, 10 evaluations of 30 images and the last 50 images, each a third of the time of a training image
+    assert left.seconds(2) == pytest.approx(98 * 3 + (10 * 30 + 50) * 3 / (3 * 20))
+    for _ in range(8):
+        left.add(1, 3.0)
+    left.pause("evaluation", 6.0)
+    left.pause("checkpoint", 2.0)
+    # 9 more evaluations, checkpoints after steps 40, 80 and 100, and the last 50 images
+    assert left.seconds(10) == pytest.approx(90 * 3 + 9 * 6 + 3 * 2 + 50 * 6 / 30)
+    assert left.seconds(100) == pytest.approx(50 * 6 / 30)
+
+
+def test_without_evaluations_the_steps_alone_are_left() -> None:
+    left = TimeLeft(7, {})
+    left.add(1, 9.0)
+    left.add(2, 3.0)
+    assert left.seconds(3) == pytest.approx(4 * 1.5)
+
+
+def test_a_run_shows_the_time_left_from_its_second_step(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    class Shown(Display):
+        def __init__(self) -> None:
+            self.ticks: list[tuple[int, float]] = []
+
+        def tick(self, step: int, seconds_left: float) -> None:
+            self.ticks.append((step, seconds_left))
+
+    display = Shown()
+    train(small(tmp_path / "run"), display=display)
+    assert [step for step, _ in display.ticks] == list(range(2, 25))
+    assert all(left > 0 for _, left in display.ticks)

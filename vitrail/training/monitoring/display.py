@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from rich.console import Console
@@ -11,7 +11,15 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from vitrail.tasks import Task
 
-__all__ = ["ConsoleDisplay", "Display"]
+__all__ = ["TRAINING", "ConsoleDisplay", "Display", "training_metrics"]
+
+TRAINING = "train_"
+"""Beginning of the names of metrics of training steps, where they stand beside metrics of an evaluation."""
+
+
+def training_metrics(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of training steps among `values`, by their own names."""
+    return {name.removeprefix(TRAINING): value for name, value in values.items() if name.startswith(TRAINING)}
 
 
 class Display:
@@ -28,10 +36,15 @@ class Display:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Receive the means since the last call: the loss and the objective's metrics. images_per_second is the mean
-        over about the last minute."""
+        over about the last minute. seconds_left is missing while the time left is unknown."""
+
+    def tick(self, step: int, seconds_left: float) -> None:
+        """Receive the progress after a step without metrics. On a GPU, which computes several steps ahead, only `step`
+        is called."""
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
-        """Receive the metrics of an evaluation on the validation split."""
+        """Receive the metrics of an evaluation on the validation split. Metrics of the training steps since the last
+        evaluation begin with "train_"."""
 
     def end(self) -> None:
         """Called when the training loop ends, even if it ends with an error."""
@@ -44,6 +57,8 @@ class ConsoleDisplay(Display):
     """
 
     LINE_SECONDS = 10.0
+    FIRST_SECONDS = 3.0
+    """Seconds before the first line."""
 
     def __init__(self, console: Console, spell: Callable[[str], str] = str) -> None:
         """`spell` returns a note with the values that it recommends in the syntax of the command line."""
@@ -51,12 +66,12 @@ class ConsoleDisplay(Display):
         self._spell = spell
         self.steps = 0
         self._progress: Progress | None = None
+        self._metrics = ""
         self._last_line = 0.0
 
     def begin(self, step: int, steps: int, task: Task) -> None:
         self.steps, self.task = steps, task
-        self._begun = time.perf_counter(), step
-        self._is_started = False
+        self._last_line = time.perf_counter() - self.LINE_SECONDS + self.FIRST_SECONDS
         if not self.console.is_terminal:
             return
         self._progress = Progress(
@@ -80,30 +95,30 @@ class ConsoleDisplay(Display):
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
-        shown = "  ".join([*texts, f"{metrics['images_per_second']:,.0f} images/s"])
-        now = time.perf_counter()
-        left = self._seconds_left(step, now)
+        self._metrics = "  ".join([*texts, f"{metrics['images_per_second']:,.0f} images/s"])
+        self._show(step, metrics.get("seconds_left"), is_last=step == self.steps)
+
+    def tick(self, step: int, seconds_left: float) -> None:
+        self._show(step, seconds_left)
+
+    def _show(self, step: int, seconds_left: float | None, *, is_last: bool = False) -> None:
+        """Update the progress bar, or print a line if the last one is about ten seconds ago."""
         if self._progress is not None:
-            text = f"{timedelta(seconds=round(left))} left"
-            self._progress.update(self._task, completed=step, metrics=shown, left=text)
-        elif now - self._last_line >= self.LINE_SECONDS or step == self.steps:
+            left = "" if seconds_left is None else f"{timedelta(seconds=round(seconds_left))} left"
+            self._progress.update(self._task, completed=step, metrics=self._metrics, left=left)
+            return
+        now = time.perf_counter()
+        if now - self._last_line >= self.LINE_SECONDS or is_last:
             self._last_line = now
-            self.say(f"step {step:,}/{self.steps:,}  {shown}  {left:,.0f} s left")
-
-    def _seconds_left(self, step: int, now: float) -> float:
-        """Return the time left, from the mean time of all steps so far, evaluations and checkpoints included.
-
-        The time before the first report is excluded as soon as there is a second one, because it contains the start-up.
-        """
-        begun, first = self._begun
-        if not self._is_started:
-            self._is_started, self._begun = True, (now, step)
-        return (now - begun) / max(step - first, 1) * (self.steps - step)
+            left = "" if seconds_left is None else f"{seconds_left:,.0f} s left"
+            self.say("  ".join(filter(None, (f"step {step:,}/{self.steps:,}", self._metrics, left))))
 
     def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
         star = "  (best so far)" if best else ""
         texts = ", ".join(self.task.texts(result)) or "metrics unknown"
-        self.say(f"step {step:,}: validation {texts} on {result['images']:,.0f} images{star}")
+        train = ", ".join(self.task.texts(training_metrics(result)))
+        beside = f"; training {train}" if train else ""
+        self.say(f"step {step:,}: validation {texts} on {result['images']:,.0f} images{beside}{star}")
 
     def end(self) -> None:
         if self._progress is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -17,7 +18,7 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import without_adapters, write_weights
-from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.display import TRAINING, Display
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.state.state import Best, TrainState
@@ -79,10 +80,11 @@ class Examiner:
         self.best_in = best_in
         self.probes = tuple(probes)
 
-    def evaluate(self) -> None:
+    def evaluate(self, training: Mapping[str, float] = MappingProxyType({})) -> None:
         """Measure the weights on the validation split, if there is one. Save the weights if they are the best so far.
 
-        If weights are averaged, the weights in training are measured as well. Raises `NonFiniteLoss`.
+        If weights are averaged, the weights in training are measured as well. `training` has the metrics of the
+        training steps since the last evaluation, which the display shows beside. Raises `NonFiniteLoss`.
         """
         state, validation = self.state, self.splits.validation
         if validation is None:
@@ -103,7 +105,8 @@ class Examiner:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
         self.journal.write("evaluation", step=state.step, split="validation", **values)
-        self.display.evaluated(state.step, result, best)
+        beside = {f"{TRAINING}{name}": value for name, value in training.items()}
+        self.display.evaluated(state.step, result | beside, best)
 
     def due(self, *, over: bool) -> list[Probe]:
         """Return the probes that are due after this step. After the last step of the run (`over`), all probes are

@@ -1,15 +1,16 @@
-"""Losses and metrics of training steps, which stay on the device until they are read."""
+"""Losses and metrics of training steps, which stay on the device until they are read, and their means."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import NonFiniteLoss
 
-__all__ = ["Meter", "check_finite"]
+__all__ = ["Meter", "RunningMeans", "check_finite"]
 
 
 def check_finite(result: dict[str, float], metric: str, step: int) -> None:
@@ -48,3 +49,24 @@ class Meter:
                 f"{self._names[column]} is {table[row, column].item()} at step {self._first_step + row}"
             )
         return dict(zip(self._names, table.mean(dim=0).tolist(), strict=True))
+
+
+class RunningMeans:
+    """Means of metrics over the steps of several reports."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+        self._last: dict[str, float] = {}
+
+    def add(self, steps: int, metrics: Mapping[str, float]) -> None:
+        """Add the means over some steps."""
+        self._sums = {name: self._sums.get(name, 0.0) + steps * value for name, value in metrics.items()}
+        self._steps += steps
+
+    def read(self) -> dict[str, float]:
+        """Return the means since the last call that had any steps, and begin again with the next report."""
+        if self._steps:
+            self._last = {name: total / self._steps for name, total in self._sums.items()}
+            self._sums, self._steps = {}, 0
+        return self._last

@@ -13,11 +13,11 @@ from torch import Tensor
 from vitrail.data.pipeline import Batch
 from vitrail.errors import DataError, Stopped
 from vitrail.machine import peak_memory
-from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.display import TRAINING, Display
 from vitrail.training.monitoring.examiner import Examiner
 from vitrail.training.monitoring.journal import Journal
-from vitrail.training.monitoring.meter import Meter
-from vitrail.training.monitoring.speed import SmoothedRate
+from vitrail.training.monitoring.meter import Meter, RunningMeans
+from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.plan import Plan
 from vitrail.training.state.checkpoint import Checkpoints
@@ -97,6 +97,10 @@ class Monitor:
         self.clock = Clock(started)
         self.meter = Meter()
         self.speed = SmoothedRate()
+        self.means = RunningMeans()
+        self.left = self._time_left()
+        self._ticked = time.perf_counter()
+        self._reported = state.step
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -114,6 +118,8 @@ class Monitor:
         step = self.state.step
         self.clock.images += len(batch)
         self.meter.add(step, metrics)
+        if self.plan.device.type == "cpu":
+            self._tick()
         if not self.clock.to_first_step:
             self.clock.to_first_step = time.perf_counter() - self.clock.started
         if batch.skipped:
@@ -122,19 +128,19 @@ class Monitor:
             self.report()
         if self._due(self.intervals.evaluate):
             self.report()
-            with self._pause():
-                self.examiner.evaluate()
+            with self._pause("evaluation"):
+                self.examiner.evaluate(self.means.read())
         over = self.plan.is_over(self.state)
         if due := self.examiner.due(over=over):
             self.report()
-            with self._pause():
+            with self._pause("probe"):
                 self.examiner.probe(due)
         if over and step < self.plan.steps:
             self._say_early()
         stopping = self.stop.requested and not over
         if self._due(self.intervals.checkpoint) or over or stopping:
             self.report()  # raises if the loss is not finite, so that no broken state is saved
-            with self._pause():
+            with self._pause("checkpoint"):
                 path = self.sinks.checkpoints.save(self.state)
                 self.sinks.journal.write("checkpoint", step=step, path=path.name)
         if stopping:
@@ -152,6 +158,10 @@ class Monitor:
             return
         clock, now = self.clock, time.perf_counter()
         seconds = now - clock.mark - clock.paused
+        steps, self._reported = self.state.step - self._reported, self.state.step
+        self.means.add(steps, metrics)
+        if self.plan.device.type != "cpu":
+            self.left.add(steps, seconds)
         metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
         images = clock.images - clock.marked_images
         metrics["images_per_second"] = images / seconds
@@ -159,12 +169,17 @@ class Monitor:
         clock.training += seconds
         clock.mark, clock.paused, clock.marked_images = now, 0.0, clock.images
         self.sinks.journal.write("step", step=self.state.step, **metrics)
-        self.sinks.display.step(self.state.step, metrics | {"images_per_second": smoothed})
+        metrics["images_per_second"] = smoothed
+        if (left := self.left.seconds(self.state.step)) is not None:
+            metrics["seconds_left"] = left
+        self.sinks.display.step(self.state.step, metrics)
 
     def summary(self, device: torch.device) -> dict[str, float]:
-        """Return the run's length, speed and memory: steps, seconds, fractions and bytes."""
+        """Return the run's length, speed and memory: steps, seconds, fractions and bytes. Metrics of the training steps
+        before the last evaluation begin with "train_"."""
         return {
             "steps": float(self.state.step),
+            **{f"{TRAINING}{name}": value for name, value in self.means.read().items()},
             **self.clock.summary(),
             "peak_memory_bytes": float(peak_memory(device)),
         }
@@ -194,8 +209,32 @@ class Monitor:
             f"after {best.waited} more evaluations"
         )
 
+    def _tick(self) -> None:
+        """Measure the time of a step, and show the progress."""
+        now = time.perf_counter()
+        self.left.add(1, max(now - self._ticked, 1e-9))
+        self._ticked = now
+        if (left := self.left.seconds(self.state.step)) is not None:
+            self.sinks.display.tick(self.state.step, left)
+
+    def _time_left(self) -> TimeLeft:
+        intervals, splits = self.intervals, self.examiner.splits
+        every = {"evaluation": intervals.evaluate, "checkpoint": intervals.checkpoint}
+        if self.examiner.probes:
+            every["probe"] = min(probe.every for probe in self.examiner.probes)
+        validation, test = (0 if source is None else len(source) for source in (splits.validation, splits.test))
+        return TimeLeft(
+            self.plan.steps,
+            {name: steps for name, steps in every.items() if steps is not None},
+            batch_size=self.plan.batch_size,
+            evaluated=validation,
+            at_end=validation + test,
+        )
+
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def _pause(self, name: str = "evaluation") -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.clock.paused += time.perf_counter() - begin
+        self._ticked = time.perf_counter()
+        self.clock.paused += self._ticked - begin
+        self.left.pause(name, self._ticked - begin)
