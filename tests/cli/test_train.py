@@ -78,7 +78,6 @@ SIZES = ("--width", "--depth", "--heads", "--mlp-width")
         (["--init", "{model}", "--lora-rank", "2", "--lora-on", "fc1"], "query"),
         (["--init={model}/nowhere"], "does not exist"),
         (["--train-blocks", "0"], "--train-blocks: 0 leaves weights untrained, so it needs a model to start from"),
-        (["--init", "{model}", "--channels", "3"], "; choose --channels 1, which also converts the images"),
     ],
 )  # fmt: skip
 def test_mistakes_in_starting_from_a_model_are_named(

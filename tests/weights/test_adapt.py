@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
-from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import ViTConfig
-from vitrail.weights.adapt import adapted, resize_network
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.adapt import adapted, in_colour, resize_network
+from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import load
 
 Make = Callable[..., Bundle]
@@ -199,3 +200,63 @@ def test_load_adapts_and_the_result_can_be_trained_and_saved(vit: Callable[..., 
     again = load(bundle.save(tmp_path / "new"), device="cpu")
     assert again.network.config == bundle.network.config and again.classes == ("cat", "dog")
     assert again.metrics == {} and again.preprocess.image_size == (8, 20)
+
+
+# --- channels
+
+GREY = {
+    "ViT": ViTConfig(
+        image_size=(12, 20), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=3, channels=1
+    ),
+    "hybrid": ViTConfig(
+        image_size=(32, 48), patch_size=(1, 1), width=12, depth=1, heads=3, mlp_width=20, num_classes=3, channels=1,
+        root=RootConfig(depths=(1, 1), width=32),
+    ),
+    "convolutional stem": ViTConfig(
+        image_size=(9, 12), patch_size=(1, 1), width=12, depth=1, heads=3, mlp_width=20, num_classes=3, channels=1,
+        root=RootConfig(stem="3x3+3x3", depths=(1, 1), width=32), head_hidden=7,
+    ),
+    "BiT": ResNetConfig(image_size=(31, 28), depths=(1, 1), width=32, num_classes=3, channels=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GREY)
+def test_a_grey_network_given_three_channels_has_the_same_outputs_for_grey_images(
+    name: str, random_bundle: Make
+) -> None:
+    grey = random_bundle(GREY[name], metrics={"test_accuracy": 0.9})
+    new = adapted(grey, channels=3)
+    config = new.network.config
+    assert (config.channels, new.preprocess.channels) == (3, 3)
+    assert config == replace(GREY[name], channels=3)
+    assert new.metrics == {} and "the weights of its first layer were repeated for each" in new.notes[-1]
+    images = torch.rand(3, 1, *config.image_size, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    with torch.inference_mode():
+        expected = grey.network(images)
+        torch.testing.assert_close(new.network(images.repeat(1, 3, 1, 1)), expected, rtol=2e-4, atol=2e-5)
+        coloured = torch.cat([images, images.flip(2), images.flip(3)], dim=1)
+        assert (new.network(coloured) - expected).abs().max() > 1e-3
+    old, changed = grey.network.state_dict(), new.network.state_dict()
+    shared = [each for each in old if old[each].data_ptr() == changed[each].data_ptr()]
+    assert len(shared) == len(old) - 1
+
+
+def test_the_patch_embedding_of_three_channels_has_the_same_sum(random_bundle: Make) -> None:
+    grey = random_bundle(GREY["ViT"])
+    weight = in_colour(grey.network, 3).state_dict()["patches.projection.weight"]
+    old = grey.network.state_dict()["patches.projection.weight"]
+    torch.testing.assert_close(weight.unflatten(1, (3, 4 * 5)).sum(dim=1), old)
+    pixel = np.random.default_rng(0).integers(0, 256, (12, 20), dtype=np.uint8)
+    predicted, repeated = (bundle.predict([pixel])[0] for bundle in (grey, adapted(grey, channels=3)))
+    assert isinstance(predicted, Prediction) and isinstance(repeated, Prediction)
+    assert [name for name, _ in predicted.ranking] == [name for name, _ in repeated.ranking]
+    assert [value for _, value in predicted.ranking] == pytest.approx([value for _, value in repeated.ranking])
+
+
+def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle], random_bundle: Make) -> None:
+    bundle = vit()
+    assert adapted(bundle, channels=3) is bundle
+    with pytest.raises(BundleError, match=r"channels=1 does not fit a network of 3 channels; only a grey network can"):
+        adapted(bundle, channels=1)
+    with pytest.raises(BundleError, match=r"channels=4 does not fit a network of 1 channels"):
+        adapted(random_bundle(GREY["ViT"]), channels=4)

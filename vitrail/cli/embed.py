@@ -12,6 +12,7 @@ from rich.console import Console
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.bars import images_bar
+from vitrail.data.colour import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, Interrupted
@@ -93,7 +94,8 @@ def main(call: Call) -> int:
     sources, notes = _sources(options)
     targets = {split: _target(options, split) for split in sources}
     bundle = load(options.model, device=options.device, image_size=options.image_size)
-    for note in (*bundle.notes, *notes):
+    colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
+    for note in (*bundle.notes, *notes, *filter(None, [colour])):
         console.print(COMMAND.note(note), style="yellow", markup=False)
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():

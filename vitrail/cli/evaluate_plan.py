@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.cli.evaluate_common import CommonImages
 from vitrail.cli.evaluate_data import open_for_features, open_for_head
+from vitrail.data.colour import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import BY_HEAD, Evaluator, check_evaluators, measure
@@ -76,5 +77,6 @@ def plan_of(
     for job in jobs:
         check_evaluators(job.evaluators, outputs, job.train, job.source)
     opened = [each for each in (judged, learned) if each is not None]
-    notes = dict.fromkeys((*bundle.notes, *(note for each in opened for note in each.notes)))
+    colour = colour_note(images_of(jobs[0].source), bundle.preprocess.channels)
+    notes = dict.fromkeys((*bundle.notes, *(note for each in opened for note in each.notes), *filter(None, [colour])))
     return Plan(outputs, tuple(jobs), head, tuple(notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
+from vitrail.data.colour import MAX_LOOKS, colour_note
 from vitrail.data.faults import is_system_folder
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.errors import ConfigError, DataError, UndecodableImage
@@ -80,7 +82,8 @@ def main(call: Call) -> int:
     paths = _image_paths(options.images)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     top = _top(options, bundle)
-    for note in bundle.notes:
+    colour = colour_note(_some_images(paths), bundle.preprocess.channels)
+    for note in (*bundle.notes, *filter(None, [colour])):
         print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
     results = bundle.predict(paths, top=top, precision=options.precision, undecodable="return")
     named = list(zip(paths, results, strict=True))
@@ -152,6 +155,13 @@ def _plain(path: Path, result: AnyPrediction | UndecodableImage) -> dict[str, ob
         return {"image": str(path), "numbers": dict(zip(result.names, result.values, strict=True))}
     ranking = dict(result.ranking)
     return {"image": str(path), "label": result.label, "probability": result.probability, "probabilities": ranking}
+
+
+def _some_images(paths: Sequence[Path]) -> Iterator[bytes]:
+    """Yield the content of some of the files. Files that cannot be read are skipped."""
+    for path in paths[:: len(paths) // MAX_LOOKS + 1]:
+        with contextlib.suppress(OSError):
+            yield path.read_bytes()
 
 
 def _image_paths(places: Sequence[Path]) -> list[Path]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vitrail.data.check import quick_check
+from vitrail.data.colour import colour_note, images_of
 from vitrail.data.pipeline import Skipped
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
@@ -272,6 +273,8 @@ class _Run:
         setup = self.setup
         for note in (*notes, *setup.splits.notes):
             self.display.note(note)
+        if note := colour_note(images_of(setup.splits.train), setup.config.images.channels):
+            self.display.note(f"{note}; to learn from colours, choose channels=3")
         for line in quick_check(setup.splits):
             self.display.say(line)
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")

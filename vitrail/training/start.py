@@ -119,10 +119,10 @@ def fitted(
 ) -> AnyConfig:
     """Return the config of a model's network, changed to the run's images and to a new head for `num_classes` classes.
 
-    Raises `ConfigError` for images with a wrong number of channels, and for overrides that the model's architecture
-    does not have.
+    A grey model can take images of three channels. Raises `ConfigError` for any other number of channels, and for
+    overrides that the model's architecture does not have.
     """
-    if images.channels != model.channels:
+    if images.channels != model.channels and (model.channels, images.channels) != (1, 3):
         raise ConfigError(
             f"channels={images.channels} does not fit model {init!r}, which takes {model.channels}; choose "
             f"channels={model.channels}, which also converts the images"
@@ -132,7 +132,8 @@ def fitted(
         if name not in known:
             raise ConfigError(f"{name}={value} is a setting of transformers, but model {init!r} is a ResNet")
     hidden = {"head_hidden": 0} if "head_hidden" in known else {}
-    return replace(model, image_size=images.image_size, num_classes=num_classes, **{**overrides, **hidden})
+    shape = {"image_size": images.image_size, "channels": images.channels, "num_classes": num_classes}
+    return replace(model, **{**shape, **overrides, **hidden})
 
 
 def network_from(
@@ -150,6 +151,7 @@ def network_from(
     no hidden layer (paper, section 3.2). Classes that have only numbers never match, because class "3" of one data set
     is not class "3" of another.
     """
+    bundle = adapted(bundle, channels=images.channels)
     if "cut_uneven" in overrides:  # before the size changes to one that needs it
         settings: dict[str, Any] = {"cut_uneven": overrides["cut_uneven"]}
         config = replace(bundle.network.config, **settings)

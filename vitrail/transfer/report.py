@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.augmentation.augment import Augment
+from vitrail.data.colour import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import plural
@@ -81,7 +82,7 @@ def write_report(
     events = read_journal(folder / "journal.jsonl")
     metric = config.task.selection(Splits(source, None, None))
     parts = [
-        *_headline(config, split, report),
+        *_headline(config, split, report, source),
         table(("metric", split, f"{LEVEL:.0%} interval"), summary_rows(report)),
         *_settings(config, record, events, bundle),
         *_curves(config, events, bundle, metric),
@@ -117,7 +118,7 @@ def _results(report: AnyReport, source: Source) -> Iterator[str]:
         yield from mistakes_section(report, source)
 
 
-def _headline(config: TrainConfig, split: str, report: AnyReport) -> Iterator[str]:
+def _headline(config: TrainConfig, split: str, report: AnyReport, source: Source) -> Iterator[str]:
     """Yield the heading: the main metric, the model and the data."""
     if isinstance(report, RegressionReport):
         (main, interval), outputs = number_sections.headline(report), plural(len(report.names), "number")
@@ -128,6 +129,8 @@ def _headline(config: TrainConfig, split: str, report: AnyReport) -> Iterator[st
     yield f"<p><strong>{escape(main)}</strong>{level} {escape(images)}.</p>"
     method = "trained from scratch" if config.start.init is None else "fine-tuned"
     yield f'<p class="dim">{escape(f"{_model(config)}, {method} on {config.data.spec}.")}</p>'
+    if note := colour_note(images_of(source), config.images.channels):
+        yield f"<p>Note: {escape(note)}. To learn from colours, train with --channels 3.</p>"
     if split == "validation" and config.run.keep == "best":
         yield (
             '<p class="dim">The best weights were chosen on the same images, so expect slightly worse metrics on new '

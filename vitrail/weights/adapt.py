@@ -12,7 +12,10 @@ from vitrail.models.network import with_weights
 from vitrail.models.variants import AnyNetwork
 from vitrail.weights.bundle import Bundle, FirstPositions
 
-__all__ = ["adapted", "resize_network"]
+__all__ = ["adapted", "in_colour", "resize_network"]
+
+STANDARDISED_STEMS = ("root.before.weight", "root.stem.weight", "stem.weight")
+"""Names of the first convolution of a hybrid with a convolutional stem, of another hybrid, and of a ResNet."""
 
 
 def adapted(
@@ -21,11 +24,13 @@ def adapted(
     image_size: tuple[int, int] | None = None,
     num_classes: int | None = None,
     classes: Sequence[str] | None = None,
+    channels: int | None = None,
     drop_head_hidden: bool = False,
 ) -> Bundle:
     """Return a bundle with the requested changes, and with a note on each change. If nothing changes, return the given
     bundle. The given bundle is not modified, and shares all unchanged tensors with the result. Raise `BundleError` if
-    the number of class names is not `num_classes`, or if patches do not divide the image size.
+    the number of class names is not `num_classes`, if patches do not divide the image size, or if `channels` is
+    neither the network's number of channels nor 3 for a grey network (`in_colour`).
     """
     if classes is not None:
         if num_classes is not None and num_classes != len(classes):
@@ -35,6 +40,12 @@ def adapted(
         num_classes = len(classes)
     notes = list(bundle.notes)
     network, preprocess, first = bundle.network, bundle.preprocess, bundle.first_positions
+    if channels is not None and channels != network.config.channels:
+        network, preprocess = in_colour(network, channels), replace(preprocess, channels=channels)
+        notes.append(
+            f"the grey model was given {channels} channels: the weights of its first layer were repeated for each; its "
+            "outputs for grey images stay the same"
+        )
     if image_size is not None and image_size != network.config.image_size:
         old = network.config.image_size
         network, first = _resized(bundle, image_size)
@@ -90,3 +101,28 @@ def _resized(bundle: Bundle, image_size: tuple[int, int]) -> tuple[AnyNetwork, F
         return resized, None
     positions = {name: tensor for name, tensor in network.state_dict().items() if name.startswith("positions.")}
     return resized, FirstPositions(network.config.image_size, positions)
+
+
+def in_colour(network: AnyNetwork, channels: int) -> AnyNetwork:
+    """Return a grey network that takes images of three channels. If all channels are equal, the outputs stay the same.
+
+    The weights of the first layer are repeated for each channel. Those of a patch embedding are divided by three, so
+    that their sum is unchanged. The filters of a hybrid or a ResNet are standardised in every call, which would undo a
+    division; the norm behind them divides their sum by three instead.
+
+    Raise `BundleError` unless the network has one channel and `channels` is 3.
+    """
+    config = network.config
+    if (config.channels, channels) != (1, 3):
+        raise BundleError(
+            f"channels={channels} does not fit a network of {config.channels} channels; only a grey network can be "
+            "given 3 channels"
+        )
+    weights = dict(network.state_dict())
+    stem = next((name for name in STANDARDISED_STEMS if name in weights), None)
+    if stem is not None:
+        weights[stem] = weights[stem].repeat(1, channels, 1, 1)
+    else:
+        name = "patches.projection.weight"
+        weights[name] = weights[name].repeat(1, channels) / channels
+    return with_weights(network, replace(config, channels=channels), weights)
