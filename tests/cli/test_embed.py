@@ -13,8 +13,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from vitrail import machine
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.evaluation.features import precision
 from vitrail.evaluation.features.files import load_features
 from vitrail.models.variants import create
 from vitrail.weights.bundle import Bundle
@@ -63,7 +65,7 @@ def embed(
 def test_each_split_is_written_as_the_bundle_embeds_it(
     embed: Embed, headless: Path, data: Path, tmp_path: Path
 ) -> None:
-    code, shown, errors = embed("--batch-size", "33")
+    code, shown, errors = embed("--batch-size", "33", "--precision", "float32")
     assert code == 0 and errors == ""
     assert f"train: features of 33 images, 16 numbers each, in {tmp_path}/out/train" in shown
     assert "test: features of 3 images" in shown
@@ -173,19 +175,38 @@ def test_a_stopped_command_continues_if_it_is_repeated(
     batches, normalise = 0, Preprocess.normalise
     before = signal.getsignal(number)
     monkeypatch.setattr(Preprocess, "normalise", stop)
-    code, _, errors = embed("--batch-size", "6", "--json")
+    code, _, errors = embed("--precision", "float32", "--batch-size", "6", "--json")
     assert code == 75 and f"stopped: features of 0 of 3 images are kept in {tmp_path}/cache/features\n" in errors
     hint = errors.split("Continue with: vitrail embed ")[1]
     assert hint.endswith("--batch-size 6 --json --overwrite\n")
     assert main(["embed", *shlex.split(hint)]) == 0
     assert len(load_features(tmp_path / "out" / "test")) == 3
-    batches = 2
-    code, _, errors = embed("--batch-size", "6", "--overwrite", "--cache", str(tmp_path / "other"))
+    batches, words = 2, ("--precision", "float32", "--batch-size", "6")
+    code, _, errors = embed(*words, "--overwrite", "--cache", str(tmp_path / "other"))
     assert code == 75 and "stopped: features of 24 of 33 images are kept" in errors
     assert errors.endswith(f"--batch-size 6 --overwrite --cache {tmp_path}/other\n")
     batches = 6
-    assert embed("--batch-size", "6", "--overwrite", "--no-cache")[0] == 130
+    assert embed("--precision", "float32", "--batch-size", "6", "--overwrite", "--no-cache")[0] == 130
     assert signal.getsignal(number) is before
+
+
+def test_features_are_bf16_where_that_is_safe(embed: Embed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_bf16_matrix_units", lambda device: True)
+    code, shown, _ = embed("--split", "train")
+    assert code == 0
+    assert (
+        "train: features are computed in bf16: the smallest cosine of 8 images with their float32 features is" in shown
+    )
+    assert "use --precision float32 for the exact ones" in shown
+    about = json.loads((tmp_path / "out" / "train" / "features.json").read_text())["about"]
+    assert about["precision"] == "bf16"
+    monkeypatch.setattr(precision, "SAFE_COSINE", 1.1)
+    assert "read from the cache" in embed("--split", "train", "--overwrite")[1]
+    _, shown, _ = embed("--split", "test", "--no-cache")
+    assert (
+        "test: features are computed in float32, because bf16 changes them too much: the smallest cosine of 3" in shown
+    )
+    assert json.loads((tmp_path / "out" / "test" / "features.json").read_text())["about"]["precision"] == "float32"
 
 
 def test_a_cache_that_cannot_be_written_is_skipped_with_a_note(embed: Embed, tmp_path: Path) -> None:

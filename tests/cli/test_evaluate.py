@@ -193,9 +193,11 @@ def test_a_stopped_evaluation_names_the_command_that_continues_it(
     model = make_model(tmp_path / "model", ())
     with monkeypatch.context() as patch:
         patch.setattr(Preprocess, "normalise", stop)
-        code, _, errors = evaluate(model, colours, "--by", "knn", "--json")
+        code, _, errors = evaluate(model, colours, "--by", "knn", "--json", "--precision", "float32")
     assert code == 75 and "stopped: features of 0 of 27 images are kept in" in errors
-    assert errors.endswith(f"Continue with: vitrail evaluate {model} --data {colours} --by knn --json\n")
+    assert errors.endswith(
+        f"Continue with: vitrail evaluate {model} --data {colours} --by knn --json --precision float32\n"
+    )
     assert evaluate(model, colours, "--by", "knn", "--json")[0] == 0
 
 

@@ -44,12 +44,14 @@ class Embed:
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
-    batch_size: int = 256
-    """Images per forward pass."""
+    batch_size: int | None = None
+    """Images per forward pass. The default follows from the model's arithmetic and memory, and becomes smaller if a
+    batch takes more than five seconds."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    precision: Precision = "float32"
-    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
+    precision: Precision = "auto"
+    """Number format of matrix products. auto is bf16 if the processor has units for it and the features of a few images
+    hardly change, else float32."""
     cache: Path | None = None
     """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
@@ -85,7 +87,7 @@ def main(call: Call) -> int:
     options = Embed(**call.options)
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
-    if options.batch_size < 1:
+    if options.batch_size is not None and options.batch_size < 1:
         raise ConfigError(f"batch_size={options.batch_size} is less than 1")
     if options.format == "parquet":
         parquet_library()
@@ -108,7 +110,7 @@ def main(call: Call) -> int:
         if options.format == "parquet":
             save_parquet(features, targets[split])
         else:
-            save_features(features, targets[split], _about(bundle, split, options))
+            save_features(features, targets[split], _about(bundle, split, options, features.precision))
         for item in features.skipped:
             console.print(f"skipped {item.key}: {item.reason}", style="yellow", markup=False)
         summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
@@ -160,13 +162,13 @@ def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console
             precision=options.precision,
             cache=None if options.no_cache else options.cache or default_cache(),
             on_progress=lambda done: bar.update(task, completed=done),
-            on_note=lambda note: console.print(f"{split}: {note}", style="yellow", markup=False),
+            on_note=lambda note: console.print(f"{split}: {COMMAND.note(note)}", style="yellow", markup=False),
         )
 
 
-def _about(bundle: Bundle, split: str, options: Embed) -> dict[str, Any]:
+def _about(bundle: Bundle, split: str, options: Embed, precision: str) -> dict[str, Any]:
     """Return a description of the model, the data and the settings, which is saved with the features."""
     return {
-        "model": options.model, "data": options.data, "split": split, "precision": options.precision,
+        "model": options.model, "data": options.data, "split": split, "precision": precision,
         "image_size": list(bundle.preprocess.image_size),
     }  # fmt: skip

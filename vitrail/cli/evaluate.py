@@ -97,12 +97,12 @@ class Evaluate:
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
-    batch_size: int = 256
-    """Images per forward pass."""
+    batch_size: int | None = None
+    """Images per forward pass. The default follows from the model's cost."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    precision: Literal["auto", "bf16", "float32"] = "float32"
-    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
+    precision: Literal["auto", "bf16", "float32"] | None = None
+    """Number format of matrix products. By default features use bf16 if it hardly changes them."""
     cache: Path | None = None
     """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
@@ -150,7 +150,7 @@ def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
     for name in ("seeds", "batch_size"):
-        if (number := getattr(options, name)) < 1:
+        if (number := getattr(options, name)) is not None and number < 1:
             raise ConfigError(f"{name}={number} is less than 1")
     if not options.suite:
         if not options.data:
@@ -356,7 +356,8 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
     return Outputs(
         bundle,
         batch_size=options.batch_size,
-        precision=options.precision,
+        precision=options.precision or "float32",
+        feature_precision=options.precision or ("float32" if options.suite else "auto"),
         cache=None if options.no_cache else options.cache or default_cache(),
         on_progress=bar.update,
         on_note=lambda note: console.print(COMMAND.note(note), style="yellow", markup=False),

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -319,7 +319,7 @@ def evaluation_batches(
     batch_size: int,
     readers: Readers = Readers(),
     ranks: Ranks = Ranks(),
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield every sample once, in the order of the source. The last batch may be smaller.
 
     Each rank reads different samples. The number of samples per rank differs by at most one.

@@ -12,6 +12,7 @@ from vitrail.data.source import Source
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions.predict import Predictions, each_batch, predict_all
 from vitrail.machine import Precision
+from vitrail.models.cost.batch import prediction_batch
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Outputs"]
@@ -23,15 +24,18 @@ class Outputs:
     `cache` is the folder that stores features between runs. With None, features are not stored. `on_progress` is called
     with the numbers of finished samples and of all samples, `on_note` with messages for the user, and `on_skip` with
     each sample that cannot be decoded. `skipped` maps the key of each skipped sample to the reason.
+    With the batch size None, `prediction_batch` chooses it. `feature_precision` is the precision of features, by
+    default `precision`.
     """
 
     def __init__(
         self,
         bundle: Bundle,
         *,
-        batch_size: int = 256,
+        batch_size: int | None = 256,
         readers: Readers = Readers(),
         precision: Precision = "float32",
+        feature_precision: Precision | None = None,
         cache: Path | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
@@ -41,6 +45,7 @@ class Outputs:
         self.batch_size = batch_size
         self.readers = readers
         self.precision: Precision = precision
+        self.feature_precision: Precision = feature_precision or precision
         self.cache = cache
         self.on_progress = on_progress or (lambda done, total: None)
         self.note = on_note or (lambda text: None)
@@ -70,7 +75,7 @@ class Outputs:
                 self.bundle.preprocess,
                 batch_size=self.batch_size,
                 readers=self.readers,
-                precision=self.precision,
+                precision=self.feature_precision,
                 layer=layer,
                 cache=self.cache,
                 on_progress=lambda done: self.on_progress(done, len(source)),
@@ -90,7 +95,7 @@ class Outputs:
                 source,
                 self.bundle.preprocess,
                 scores=self.bundle.output,
-                batch_size=self.batch_size,
+                batch_size=self._batch_of_head,
                 readers=self.readers,
                 precision=self.precision,
                 on_skip=self._skip,
@@ -108,10 +113,19 @@ class Outputs:
             source,
             self.bundle.preprocess,
             take,
-            batch_size=self.batch_size,
+            batch_size=self._batch_of_head,
             readers=self.readers,
             precision=self.precision,
             on_skip=self._skip,
+        )
+
+    @property
+    def _batch_of_head(self) -> int:
+        """Batch size for the outputs of the head."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return prediction_batch(
+            self.bundle.network, self.bundle.preprocess.image_size, self.bundle.device, self.precision
         )
 
     def _skip(self, item: Skipped) -> None:

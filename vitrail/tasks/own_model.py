@@ -37,7 +37,7 @@ class OwnModel(Bundle):
     def __post_init__(self) -> None:
         """Skip the checks of `Bundle`, because the network has no config. Training has checked the network."""
 
-    def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
+    def embed(self, images: Sequence[ImageLike], *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Raise `ConfigError`, because a network of the user's own class need not have embeddings."""
         raise ConfigError(
             "embed: Vitrail knows only the outputs of a network of your own class; call a method of the network"

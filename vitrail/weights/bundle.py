@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, UndecodableImage
 from vitrail.machine import Precision, pick_device
+from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyNetwork
 from vitrail.weights.prediction import (
@@ -95,7 +96,7 @@ class Bundle:
         images: Sequence[ImageLike],
         *,
         top: int | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         precision: Precision = "float32",
         undecodable: Literal["raise"] = "raise",
     ) -> list[AnyPrediction]: ...
@@ -105,7 +106,7 @@ class Bundle:
         images: Sequence[ImageLike],
         *,
         top: int | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         precision: Precision = "float32",
         undecodable: Literal["return"],
     ) -> list[AnyPrediction | UndecodableImage]: ...
@@ -114,7 +115,7 @@ class Bundle:
         images: Sequence[ImageLike],
         *,
         top: int | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         precision: Precision = "float32",
         undecodable: Literal["raise", "return"] = "raise",
     ) -> list[AnyPrediction] | list[AnyPrediction | UndecodableImage]:
@@ -123,7 +124,8 @@ class Bundle:
         A prediction is a `Prediction` of classes, or a `NumberPrediction` if the model's output is "numbers". A
         `Prediction` ranks the `top` likeliest classes, or all classes if `top` is None. Matrix products are computed in
         `precision`. "auto" is bf16 on processors with matrix units for bf16, else float32. bf16 is faster and changes
-        probabilities slightly (docs/performance.md).
+        probabilities slightly (docs/performance.md). The default `batch_size` follows from the network's arithmetic
+        and memory.
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist, and
@@ -134,7 +136,7 @@ class Bundle:
         count = self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
         predictor = Predictor(self.network, precision)
-        for batch in _batches(images, batch_size):
+        for batch in _batches(images, self._batch_size(batch_size, precision)):
             loaded = [self._pixels(image) for image in batch]
             broken = [item for item in loaded if isinstance(item, UndecodableImage)]
             if broken and undecodable == "raise":
@@ -144,11 +146,11 @@ class Bundle:
             results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
         return results
 
-    def embed(self, images: Sequence[ImageLike], *, batch_size: int = 64) -> Float[Tensor, "b embed_width"]:
+    def embed(self, images: Sequence[ImageLike], *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
         predictor = Predictor(self.network)
         parts = [torch.empty(0, self.network.config.embed_width)]
-        for batch in _batches(images, batch_size):
+        for batch in _batches(images, self._batch_size(batch_size)):
             pixels = []
             for image in batch:
                 item = self._pixels(image)
@@ -176,6 +178,11 @@ class Bundle:
         check_model_folder(path := Path(path), overwrite=overwrite)
         write_bundle(self, path)
         return path
+
+    def _batch_size(self, given: int | None, precision: Precision = "float32") -> int:
+        if given is not None:
+            return given
+        return prediction_batch(self.network, self.preprocess.image_size, self.device, precision)
 
     def _count(self, top: int | None) -> int:
         """Return the number of classes that a prediction ranks."""

@@ -28,8 +28,10 @@ from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Subset, Target
 from vitrail.data.sources.folder import FolderSource
-from vitrail.errors import ConfigError
-from vitrail.evaluation.features.extract import FeatureSet, extract
+from vitrail.errors import ConfigError, Interrupted
+from vitrail.evaluation.features import cache as feature_cache
+from vitrail.evaluation.features.extract import FeatureSet, Layer, extract
+from vitrail.evaluation.features.precision import compare_precisions
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.bundle import Bundle
@@ -400,8 +402,48 @@ def test_another_batch_size_goes_on_too(tmp_path: Path) -> None:
     expected = watched(source, None)
     interrupt_after_ten(watched, source, tmp_path)
     features = watched(source, tmp_path, batch_size=4)
-    assert watched.seen == 13 + 10 + 5  # 8 of the 10 are in whole batches of 4
+    assert watched.seen == 13 + 10 + 3
     assert np.allclose(features.features, expected.features, atol=1e-5)
+
+
+def test_batches_become_smaller_if_one_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop after a slow batch keeps the images of all batches before it."""
+    monkeypatch.setattr(feature_cache, "RECORD_SECONDS", 0.0)
+    source, watched = Pictures(70, broken=(3, 66)), Watched()
+    features = watched(source, tmp_path, batch_size=None)
+    assert watched.progress == [64, 65, 66, 67, 68, 69, 70, 70] and watched.seen == 70
+    assert np.allclose(features.features, by_hand(watched.network, source), atol=1e-5)
+    watched.progress.clear()
+    watched(source, None, batch_size=32)
+    assert watched.progress == [32, 64, 70, 70], "a batch size that the user chose stays"
+
+
+def test_the_rows_of_a_smaller_batch_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_cache, "RECORD_SECONDS", 0.0)
+    source, watched = Pictures(70), Watched()
+
+    def interrupt(done: int) -> None:
+        if done == 67:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="features of 67 of 70 images are kept"):
+        extract(watched.network, source, PREPROCESS, readers=HERE, cache=tmp_path, on_progress=interrupt)
+    watched(source, tmp_path, batch_size=None)
+    assert watched.seen == 70
+
+
+@pytest.mark.parametrize("layer", ["embedding", "head-inputs"])
+def test_bf16_is_safe_unless_it_loses_what_distinguishes_images(layer: Layer) -> None:
+    network, source = make_network(), Pictures(13, broken=(0, 12))
+    by_head = layer == "head-inputs"
+    safe = compare_precisions(network, source, PREPROCESS, at_most=64, by_head=by_head)
+    assert safe.images == 8 and 0.9995 < safe.cosine < 1 and safe.is_safe
+    with torch.no_grad():  # the projection's bias hides the image in bfloat16, and the positions remove it in float32
+        network.patches.projection.bias += 1e4  # type: ignore[operator]
+        network.positions.embedding[:, 1:] -= 1e4  # type: ignore[union-attr]
+    unsafe = compare_precisions(network, source, PREPROCESS, at_most=5, by_head=by_head)
+    assert unsafe.images == 5 and not unsafe.is_safe
+    assert not compare_precisions(network, Pictures(2, broken=(0, 1)), PREPROCESS, at_most=5).images
 
 
 def test_a_batch_of_none_is_refused() -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import nn
 
 from vitrail.data.pipeline import Ranks, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
-from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage
+from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
+from vitrail.evaluation.features import cache as feature_cache
 from vitrail.evaluation.features.cache import (
     Entry,
     Identity,
@@ -25,8 +28,10 @@ from vitrail.evaluation.features.cache import (
     default_cache,
     weights_fingerprint,
 )
+from vitrail.evaluation.features.precision import SAFE_COSINE, compare_precisions
 from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision, resolve_precision
+from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.network import Network
 from vitrail.models.predictor import Predictor
 
@@ -55,6 +60,8 @@ class FeatureSet:
     classes: tuple[str, ...]
     skipped: tuple[Skipped, ...] = ()
     """Samples that could not be decoded. `features` has no row for a skipped sample."""
+    precision: str = "float32"
+    """Number format of the matrix products that computed the features."""
 
     def __post_init__(self) -> None:
         counts = {len(self.features), len(self.truth), len(self.keys)}
@@ -80,7 +87,7 @@ def extract(
     source: Source,
     preprocess: Preprocess,
     *,
-    batch_size: int = 256,
+    batch_size: int | None = None,
     readers: Readers = Readers(),
     precision: Precision = "float32",
     layer: Layer = "embedding",
@@ -91,11 +98,16 @@ def extract(
 ) -> FeatureSet:
     """Return a feature vector for every sample, as float32. Matrix products are computed in `precision`.
 
+    The precision "auto" is bf16 if the processor has matrix units for it and the features of a few images hardly differ
+    from float32 features (`SAFE_COSINE`). Otherwise it is float32, which is also used if float32 features are cached.
+    The default `batch_size` follows from the network's arithmetic and memory. It becomes smaller if a batch takes
+    longer than `RECORD_SECONDS`, so that a stop loses little.
+
     The features are the output of `network.embed`, or with the layer "head-inputs" the vectors that the head receives.
 
     `cache` is a folder, such as `default_cache()`, that stores new features. Features of the same weights, data,
     preprocessing and precision are memory-mapped from the folder. An interrupted extraction continues where it stopped.
-    The resulting bytes are the same as without the interruption if the batch size is the same. If another process is
+    The resulting bytes are the same as without the interruption if the batch sizes are the same. If another process is
     computing the same features, this call waits for it. If the cache cannot be written, the features are computed in
     memory and not stored.
 
@@ -107,20 +119,26 @@ def extract(
     the state of the cache. Raise `ConfigError` for invalid settings, and the `DataError`s of the source. Raise
     `Interrupted` for a `KeyboardInterrupt` if the finished features are stored.
     """
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} is less than 1")
-    layer = existing_layer(network, layer)
-    job = _Job(network, source, preprocess, batch_size, readers, precision, layer, on_progress or (lambda done: None))
-    note = on_note or (lambda text: None)
+    layer, note = existing_layer(network, layer), on_note or (lambda text: None)
+    device = next(network.parameters()).device
+    automatic = prediction_batch(network, preprocess.image_size, device, precision)
+    job = _Job(
+        network, source, preprocess, batch_size or automatic, readers, precision, layer,
+        on_progress or (lambda done: None), note, adapts=batch_size is None,
+    )  # fmt: skip
     kept = None
     if cache is not None:
         try:
-            kept = _from_cache(job, cache, ranks, note)
+            job, kept = _from_cache(job, cache, ranks)
         except SaveError as error:
             note(f"features are computed but not kept, because the cache cannot be written: {error}")
-    kept = _in_memory(job) if kept is None else kept
+    if kept is None:
+        job = job.with_safe_precision()
+        kept = _in_memory(job)
     job.on_progress(len(source))
-    return _gathered(source, kept)
+    return _gathered(source, kept, str(resolve_precision(job.precision, device)))
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,37 @@ class _Job:
     precision: Precision
     layer: Layer
     on_progress: Callable[[int], None]
+    note: Callable[[str], None]
+    adapts: bool = False
+    """True if batches become smaller when a batch takes long."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def with_safe_precision(self) -> _Job:
+        """Return the job with the precision "auto" replaced by bf16 or float32, and say which one is used."""
+        if self.precision != "auto" or not len(self.source):
+            return self
+        if resolve_precision("auto", self.device) == "float32":
+            return replace(self, precision="float32")
+        found = compare_precisions(
+            self.network, self.source, self.preprocess, at_most=self.batch_size, by_head=self.layer == "head-inputs"
+        )
+        if not found.images:
+            return replace(self, precision="float32")
+        images = plural(found.images, "image")
+        if not found.is_safe:
+            self.note(
+                f"features are computed in float32, because bf16 changes them too much: the smallest cosine of "
+                f"{images} is {found.cosine:.4f}, and {SAFE_COSINE} is needed"
+            )
+            return replace(self, precision="float32")
+        self.note(
+            f"features are computed in bf16: the smallest cosine of {images} with their float32 features is "
+            f"{found.cosine:.4f}; use precision=float32 for the exact ones"
+        )
+        return replace(self, precision="bf16")
 
     @property
     def width(self) -> int:
@@ -147,16 +196,24 @@ class _Job:
         """
         if not len(rows):
             return
-        predictor = Predictor(self.network, self.precision)
-        part = Subset(self.source, rows.tolist())
-        batches = evaluation_batches(part, self.preprocess, batch_size=self.batch_size, readers=self.readers)
-        for batch in batches:
-            images = self.preprocess.normalise(batch.to(predictor.device).images)
-            vectors = predictor.embed(images) if self.layer == "embedding" else predictor.head_inputs(images)
-            values = vectors.float().cpu().numpy()
-            keep(rows[batch.samples.numpy()], values, batch.valid.numpy(), batch.skipped)
-            done += len(batch)
-            self.on_progress(done)
+        predictor, size, first = Predictor(self.network, self.precision), self.batch_size, 0
+        while first < len(rows):
+            part = Subset(self.source, rows[first:].tolist())
+            begun = time.monotonic()
+            with contextlib.closing(
+                evaluation_batches(part, self.preprocess, batch_size=size, readers=self.readers)
+            ) as batches:
+                for batch in batches:
+                    images = self.preprocess.normalise(batch.to(predictor.device).images)
+                    vectors = predictor.embed(images) if self.layer == "embedding" else predictor.head_inputs(images)
+                    values = vectors.float().cpu().numpy()
+                    keep(rows[first : first + len(batch)], values, batch.valid.numpy(), batch.skipped)
+                    first += len(batch)
+                    self.on_progress(done + first)
+                    seconds, begun = time.monotonic() - begun, time.monotonic()
+                    if self.adapts and size > 1 and seconds > feature_cache.RECORD_SECONDS:
+                        size = _smaller(size, seconds)
+                        break
 
     def reason(self, row: int) -> str:
         """Return the reason why a sample cannot be decoded."""
@@ -165,6 +222,11 @@ class _Job:
         except UndecodableImage as error:
             return str(error)
         return "could not be decoded when its features were computed"
+
+
+def _smaller(size: int, seconds: float) -> int:
+    """Return a batch size that takes about half of `RECORD_SECONDS`, if a batch of `size` takes `seconds`."""
+    return max(1, min(size // 2, int(size * feature_cache.RECORD_SECONDS / (2 * seconds))))
 
 
 def _in_memory(job: _Job) -> Kept:
@@ -180,60 +242,74 @@ def _in_memory(job: _Job) -> Kept:
     return Kept(features[: len(features) - len(skipped)], skipped)
 
 
-def _from_cache(job: _Job, cache: Path, ranks: Ranks, note: Callable[[str], None]) -> Kept | None:
-    """Return features from the cache after computing the missing features. Return None if the file system has no
-    locks."""
-    device = next(job.network.parameters()).device
-    identity = Identity(
-        data_fingerprint(job.source), weights_fingerprint(job.network), job.preprocess,
-        str(resolve_precision(job.precision, device)), job.layer,
-    )  # fmt: skip
-    entry = Entry(cache, identity, len(job.source), job.width)
+def _from_cache(job: _Job, cache: Path, ranks: Ranks) -> tuple[_Job, Kept | None]:
+    """Return the job with its final precision, and features from the cache after computing the missing features. Return
+    None instead of features if the file system has no locks."""
+    note = job.note
+    precisions = ("float32", "bf16") if job.precision == "auto" else (str(job.precision),)
+    data, weights = data_fingerprint(job.source), weights_fingerprint(job.network)
+    entries = {
+        name: Entry(cache, Identity(data, weights, job.preprocess, name, job.layer), len(job.source), job.width)
+        for name in precisions
+    }
+    for name, entry in entries.items():
+        try:
+            if (kept := entry.read()) is not None:
+                note(f"features of {len(kept.features):,} images read from the cache, {entry.folder}")
+                return replace(job, precision=name), kept  # type: ignore[arg-type]
+        except DataError as error:
+            note(f"cached features are damaged, so they are computed again: {error}")
     try:
-        kept = entry.read()
-        if kept is not None:
-            note(f"features of {len(kept.features):,} images read from the cache, {entry.folder}")
-            return kept
-    except DataError as error:
-        note(f"cached features are damaged, so they are computed again: {error}")
+        job = job.with_safe_precision()
+    except KeyboardInterrupt:
+        raise Interrupted("stopped before more features were computed") from None
+    entry = entries[str(job.precision)]
+    return job, _computed(job, entry, ranks)
+
+
+def _computed(job: _Job, entry: Entry, ranks: Ranks) -> Kept | None:
+    """Return the features of an entry after computing the missing ones. Return None if the file system has no
+    locks."""
+    note = job.note
     with entry.locked() as lock:
         if lock is None:
-            note(f"features are computed but not kept, because the disk of {cache} does not support locks")
+            note(f"features are computed but not kept, because the disk of {entry.cache} does not support locks")
             return None
         if ranks.world > 1:
             lock.share()
             if entry.whole() is None:
-                _fill(job, entry, ranks, note)
+                _fill(job, entry, ranks)
         lock.alone(
             lambda: note("another process is computing the same features; waiting for it") if ranks.world == 1 else None
         )
         if (kept := entry.adopt()) is not None:
             return kept
-        _fill(job, entry, Ranks(), note)
+        _fill(job, entry, Ranks())
         return entry.finish(job.reason)
 
 
-def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) -> None:
-    """Compute the missing batches of one rank. With n ranks, each rank computes every n-th batch."""
+def _fill(job: _Job, entry: Entry, ranks: Ranks) -> None:
+    """Compute the missing rows in the batches of one rank. With n ranks, each rank has every n-th batch."""
     with contextlib.closing(Partial(entry)) as partial:
         done, size = partial.done() > 0, job.batch_size
         firsts = range(0, len(done), size)[ranks.rank :: ranks.world]
-        # Whole batches, because the last bits of a row can depend on the other rows in its batch.
-        batches = [np.arange(first, min(first + size, len(done))) for first in firsts]
-        rows = [rows for rows in batches if not done[rows].all()]
-        if not rows:
+        mine = [np.arange(first, min(first + size, len(done))) for first in firsts]
+        rows = np.concatenate([rows[~done[rows]] for rows in mine]) if mine else np.arange(0)
+        if not len(rows):
             return
-        before = sum(map(len, batches)) - sum(map(len, rows))
+        before = sum(map(len, mine)) - len(rows)
         if before:
-            note(f"continuing: features of {before:,} of {len(done):,} images are in the cache")
+            job.note(f"continuing: features of {before:,} of {len(done):,} images are in the cache")
         elif (others := entry.others()) is not None:
-            note(f"the cache has features of this data, but with {others}, so they are computed again")
+            job.note(f"the cache has features of this data, but with {others}, so they are computed again")
 
         def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
-            partial.write(int(rows[0]), values, valid)
+            gaps = np.flatnonzero(np.diff(rows) != 1) + 1  # other ranks have the rows between
+            for places in np.split(np.arange(len(rows)), gaps):
+                partial.write(int(rows[places[0]]), values[places], valid[places])
 
         try:
-            job.run(np.concatenate(rows), before, keep)
+            job.run(rows, before, keep)
         except KeyboardInterrupt:
             partial.record()
             kept = np.count_nonzero(partial.done())
@@ -242,7 +318,7 @@ def _fill(job: _Job, entry: Entry, ranks: Ranks, note: Callable[[str], None]) ->
             ) from None
 
 
-def _gathered(source: Source, kept: Kept) -> FeatureSet:
+def _gathered(source: Source, kept: Kept, precision: str) -> FeatureSet:
     rows = [row for row in range(len(source)) if row not in kept.skipped]
     return FeatureSet(
         kept.features,
@@ -250,4 +326,5 @@ def _gathered(source: Source, kept: Kept) -> FeatureSet:
         tuple(source.key(row) for row in rows),
         tuple(source.classes),
         tuple(Skipped(source.key(row), reason) for row, reason in sorted(kept.skipped.items())),
+        precision,
     )

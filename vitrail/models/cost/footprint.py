@@ -1,17 +1,25 @@
-"""Formulas for the memory that a training step needs on a CPU. The network is not built."""
+"""Formulas for the memory that a training step or a prediction needs on a CPU. The network is not built."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Footprint", "FootprintPrecision", "activation_bytes", "bytes_each", "tensor_bytes", "training_bytes"]
+__all__ = [
+    "Footprint",
+    "FootprintPrecision",
+    "activation_bytes",
+    "bytes_each",
+    "prediction_bytes",
+    "tensor_bytes",
+    "training_bytes",
+]
 
 FootprintPrecision = Literal["float32", "bf16"]
 
 
 class Footprint(NamedTuple):
-    """The memory that a training step needs. `config.footprint(size, precision)` returns it."""
+    """The memory that a training step or a prediction needs. `config.footprint(size, precision)` returns it."""
 
     parameters: int
     """Number of weights. Each weight and its two moments in AdamW are float32 numbers."""
@@ -29,6 +37,8 @@ class Footprint(NamedTuple):
     """Peak extra bytes per image during the backward pass, beyond the kept activations."""
     remaining: int = 0
     """Bytes per image that are still in use at the end of the backward pass."""
+    predicting: int = 0
+    """Peak bytes per image during a forward pass without a backward pass, besides the image itself."""
 
 
 def activation_bytes(
@@ -73,6 +83,20 @@ def training_bytes(
     footprint: Footprint = config.footprint(image_size or config.image_size, precision)
     gaps = footprint.gaps * (batch * footprint.activations)
     return tensor_bytes(config, batch, image_size, precision) + int(gaps)
+
+
+def prediction_bytes(
+    config: Any, batch: int, image_size: tuple[int, int] | None = None, precision: FootprintPrecision = "float32"
+) -> int:
+    """Return the bytes that a process needs to predict a batch on a CPU, besides Python and torch.
+
+    They are the weights, the batch as float32 and as bytes, and the peak of the forward pass. In bf16, a converted copy
+    of the weights is in memory as well.
+    """
+    size = image_size or config.image_size
+    footprint: Footprint = config.footprint(size, precision)
+    weights = (4 + 2 * (precision == "bf16")) * footprint.parameters
+    return weights + batch * (footprint.predicting + 5 * config.channels * math.prod(size))
 
 
 def bytes_each(precision: FootprintPrecision) -> int:

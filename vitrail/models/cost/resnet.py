@@ -20,6 +20,7 @@ __all__ = [
     "footprint",
     "macs",
     "parameters",
+    "predicting_bytes",
     "root_bytes",
     "root_first_macs",
     "root_macs",
@@ -115,7 +116,21 @@ def footprint(config: ResNetConfig, size: tuple[int, int], precision: FootprintP
         last_weights=4 * count,
         filters=filter_bytes(config),
         gaps=GAPS,
+        predicting=predicting_bytes(config, size, precision),
     )
+
+
+def predicting_bytes(shape: ResNetConfig | RootConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
+    """Return the peak bytes per image of a prediction. It is in a bottleneck, which holds its input, the normed input
+    and the maps of its convolutions, or in the stem."""
+    stem = 2 * shape.width * math.prod(cells(size, 2))
+    held = (
+        2 * unit.before * unit.cells_in
+        + 2 * unit.middle * (unit.cells_in + unit.cells_out)
+        + 2 * unit.after * unit.cells_out
+        for unit in units(shape, size)
+    )
+    return int((1 + GAPS) * bytes_each(precision) * max(stem, *held, 0))
 
 
 def root_parameters(root: RootConfig, channels: int) -> int:

@@ -22,6 +22,9 @@ GAPS = {"float32": 1 / 12, "bf16": 1 / 5}
 
 glibc's heap often does not reuse the memory of a freed tensor (measured: glibc 2.36, 3 to 24 blocks, 2026-11)."""
 
+PREDICTING_GAPS = 1.0
+"""Unused bytes between tensors during a prediction, as a fraction of a block's tensors (docs/performance.md)."""
+
 
 def parameters(config: ViTConfig) -> int:
     """Return the number of weights."""
@@ -85,6 +88,7 @@ def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrec
         gaps=gaps,
         passing=passing,
         remaining=remaining,
+        predicting=_predicting_bytes(config, size, precision),
     )
 
 
@@ -196,3 +200,14 @@ def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: Footprin
         return whole
     keys_and_values = each * 2 * n * width
     return max(keys_and_values, whole - _block_bytes(config, n, 1, precision))
+
+
+def _predicting_bytes(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
+    """Return the peak bytes per image of a prediction. It is in a block's attention or MLP, or in a hybrid's root."""
+    each, n, width = bytes_each(precision), math.prod(config.grid_of(*size)) + config.prefix, config.width
+    stream = 4 * n * width
+    normed = 4 * n * width + (each * n * width if precision == "bf16" else 0)  # norms are computed in float32
+    mlp = each * n * (3 if config.activation == "swiglu" else 2) * config.mlp_width
+    block = stream + normed + max(mlp, config.attention_kind.kept_bytes(n, n, precision)) + each * n * width
+    root = resnet.predicting_bytes(config.root, size, precision) if config.root else 0
+    return max(int((1 + PREDICTING_GAPS) * block), root)
