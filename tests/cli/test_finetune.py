@@ -301,6 +301,10 @@ def test_a_complete_run_without_a_report_gets_one(
     (run / "report.html").unlink()  # as if it was killed before it wrote it
     assert main(["finetune", "--resume", str(run)]) == 0
     assert (run / "report.html").read_bytes() == first
+    capsys.readouterr()
+    assert main(["finetune", "--resume", str(run), "--steps", "6"]) == 0
+    assert "continuing after step 4 of 6" in capsys.readouterr().out
+    assert (run / "report.html").read_bytes() != first, "the report is that of the longer run"
 
 
 def _stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor], None]:

@@ -148,7 +148,9 @@ def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, 
         (["--run", "{folder}", "--overwrite"], "is not the folder of a run"),
         (["--keep", "best", "--validation-share", "0"], "--keep: 'best' needs a validation split"),
         (["--resume", "{folder}/none"], "is not the folder of a run: it has no run.json"),
-        (["--resume", "{folder}/none", "--steps", "9"], "--steps: a run that --resume continues keeps its settings"),
+        (["--resume", "{folder}/none", "--seed", "9"],
+         "--seed: a run that --resume continues keeps its settings, and only --epochs or --steps can make it longer"),
+        (["--resume", "{folder}/none", "--steps", "9", "--epochs", "2"], "give one of them"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(
@@ -260,3 +262,15 @@ def test_a_folder_in_the_place_of_the_recipe_is_answered_with_data(
             "recipe 'my photos' does not exist; to train on data, name it with --data: "
             "vitrail train --data 'my photos'\n" in errors
         )
+
+
+def test_a_finished_run_is_extended(colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "run")
+    assert run("--data", str(colour_folder), "--run", folder, *TINY) == 0
+    assert run("--resume", folder) == 2
+    assert "To train it further, give a larger total with --steps or --epochs" in capsys.readouterr().err
+    assert run("--resume", folder, "--steps", "3") == 2
+    assert "has 3 steps (" in capsys.readouterr().err
+    assert run("--resume", folder, "--steps", "5") == 0
+    assert "continuing after step 3 of 5" in capsys.readouterr().out
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["step"] == 5

@@ -18,8 +18,8 @@ from vitrail.cli.options.fields import Option, Positional, flag
 from vitrail.cli.options.run_options import (
     check_effects,
     check_known_effects,
-    check_only_resume,
     default_texts,
+    length_of_resume,
     run_options,
     task_of,
     task_options,
@@ -32,6 +32,7 @@ from vitrail.machine import pick_device
 from vitrail.models.config import override_fields
 from vitrail.settings import bare_names
 from vitrail.training.config import WITHOUT_WEIGHTS, TrainConfig
+from vitrail.training.extension import Length
 from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.record import read_record
@@ -78,7 +79,7 @@ class Finetune:
     """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
     the paper's protocol tries the rates of its table, and the rule chooses one rate."""
     resume: Path | None = None
-    """Folder of a stopped run to continue, with the run's own settings."""
+    """Folder of a run to continue, or to extend with --epochs or --steps."""
     suite: str = ""
     """Suite of tasks to fine-tune on, one after the other: vtab-1k, paper-table-5, fewshot, offline, or a TOML file.
     --data is then a folder that can hold a folder of data per task, and --name is the folder of all runs."""
@@ -137,8 +138,8 @@ def main(call: Call) -> int:
         raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
     try:
         if (folder := given.get("resume")) is not None:
-            check_only_resume(given, COMMAND.known)
-            result = _resumed(folder, display, call.started)
+            length = length_of_resume(given, COMMAND.known)
+            result = _resumed(folder, length, display, call.started)
         elif "suite" in given:
             return _suite(given, display)
         else:
@@ -160,14 +161,14 @@ def main(call: Call) -> int:
     return 0
 
 
-def _resumed(folder: Path, display: Display, started: float) -> FinetuneResult:
-    """Finish a run that was stopped, and measure its model unless an earlier command did."""
+def _resumed(folder: Path, length: Length | None, display: Display, started: float) -> FinetuneResult:
+    """Finish a run that was stopped, or extend it, and measure its model unless an earlier command did."""
     if part := _part(folder):
         raise RunError(f"run {folder} is {part}; {AGAIN}")
     config = read_record(folder).config
     data = config.data.open_whole()
-    run = None if (folder / "report.html").exists() else finished(folder)
-    run = run or resume(folder, data=data, display=display, started=started)
+    run = None if length is not None or (folder / "report.html").exists() else finished(folder)
+    run = run or resume(folder, data=data, length=length, display=display, started=started)
     return evaluate_run(run, config, config.data.cut(data))
 
 

@@ -17,8 +17,8 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Option, Positional
 from vitrail.cli.options.run_options import (
     check_effects,
-    check_only_resume,
     default_texts,
+    length_of_resume,
     run_options,
     task_of,
     task_options,
@@ -43,7 +43,7 @@ class Train:
     recipe: Annotated[str, Positional("[RECIPE]")] = ""
     """Recipe to start from; vitrail recipes lists all. The default is demo, or folder if --data is given."""
     resume: Path | None = None
-    """Folder of a stopped run to continue, with the run's own settings."""
+    """Folder of a run to continue, or to extend with --epochs or --steps."""
 
 
 def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
@@ -110,8 +110,8 @@ def main(call: Call) -> int:
     display = ConsoleDisplay(console, COMMAND.note)
     try:
         if (folder := call.options.get("resume")) is not None:
-            check_only_resume(call.options, COMMAND.known)
-            result = resume(folder, display=display, started=call.started)
+            length = length_of_resume(call.options, COMMAND.known)
+            result = resume(folder, length=length, display=display, started=call.started)
         else:
             config, initial = _config(call.options)
             if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:

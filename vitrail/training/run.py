@@ -25,6 +25,7 @@ from vitrail.machine import keep_freed_memory
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import load_weights, without_adapters, write_weights
 from vitrail.training.config import TrainConfig
+from vitrail.training.extension import Length, check_extension, record_extension
 from vitrail.training.folder import new_folder
 from vitrail.training.lock import locked
 from vitrail.training.loop import fit
@@ -140,14 +141,19 @@ def resume(
     network: nn.Module | None = None,
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
+    length: Length | None = None,
     display: Display | None = None,
     started: float | None = None,
 ) -> RunResult:
-    """Continue a run that was stopped or killed, from its newest complete checkpoint.
+    """Continue a run that was stopped or killed, from its newest complete checkpoint. With `length`, make a finished or
+    stopped run longer.
 
     In float32 on the CPU, the result is bitwise equal to the result of a run that was not stopped. `data` and `network`
     are the objects that were passed to `train`, or None. A run that was killed before its first checkpoint starts
     again, so it needs the model that it started from. Raises the same errors as `train`.
+
+    The learning rate of a longer run is that of a run which had the new length from the beginning. A schedule that had
+    fallen to its end therefore rises again at the first new step.
     """
     started = time.perf_counter() if started is None else started
     record = read_record(folder)
@@ -157,18 +163,22 @@ def resume(
         model = None
         if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
             model = open_again(record.config.start, str(folder), record.origin.sha256)
-        setup = prepare(record.config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
+        config = record.config if length is None else length.apply(record.config)
+        setup = prepare(config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
         if record.fingerprint != setup.fingerprint:
             raise RunError(
                 f"the data of run {folder} has changed since the run began: it had {record.images:,} training "
                 f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names or "
                 "labels of images have changed, or another split has. To resume the run, restore its data"
             )
+        _check_unfinished(folder, record, setup.steps, extends=length is not None)
         check_probes((*setup.probes, *probes), setup.splits)
         recover_folder(folder / "model")
         torch.manual_seed(record.config.run.seed)
         trained, setup, notes = make_network(setup, model)
-        return _Run(setup, folder, display or Display(), started).go(trained, notes, probes, resuming=True)
+        run = _Run(setup, folder, display or Display(), started)
+        before = record.config.run.total_steps(record.images)
+        return run.go(trained, notes, probes, resuming=True, extends=None if length is None else before)
 
 
 def finished(folder: Path) -> RunResult | None:
@@ -198,6 +208,19 @@ def _check_objects(folder: Path, record: Record, objects: OwnObjects) -> None:
         )
 
 
+def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool) -> None:
+    """Raise `RunError` if a run is complete. A run that is extended to `steps` steps may be complete."""
+    ended = next((event for event in read_journal(folder / "journal.jsonl") if event["event"] == "finished"), None)
+    if extends:
+        check_extension(folder, record, steps, None if ended is None else ended["step"])
+    elif ended is not None:
+        did = f"ended early, after {ended['step']:,}" if ended["step"] < steps else "has done all"
+        raise RunError(
+            f"run {folder} is complete: it {did} of its {steps:,} steps. To train it further, give a larger total with "
+            "--steps or --epochs"
+        )
+
+
 def _arguments(names: Sequence[str]) -> str:
     return " and ".join(f"{name}=..." for name in names)
 
@@ -214,11 +237,16 @@ class _Run:
         self.started = started
 
     def go(
-        self, network: nn.Module, notes: tuple[str, ...], probes: Sequence[Probe], *, resuming: bool = False
+        self,
+        network: nn.Module,
+        notes: tuple[str, ...],
+        probes: Sequence[Probe],
+        *,
+        resuming: bool = False,
+        extends: int | None = None,
     ) -> RunResult:
+        """Train the network, and save the model. `extends` is the former number of steps of a run that is extended."""
         setup, journal, display = self.setup, self.journal, self.display
-        if resuming:
-            self._check_incomplete()
         keep_freed_memory()
         state, plan = make_state(setup, network), make_plan(setup)
         for note in self._restore(state) if resuming else ():
@@ -226,7 +254,11 @@ class _Run:
         self._announce(network, notes)
         if state.step:
             display.say(f"continuing after step {state.step:,} of {setup.steps:,}")
-        journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps)
+        extension = {} if extends is None else {"extends": extends}
+        journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps, **extension)
+        if extends is not None:
+            state.best.waited = 0  # otherwise a run that --patience ended would end again at once
+            record_extension(self.folder, setup.config, step=state.step, before=extends, steps=setup.steps)
         with StopRequest() as stop:
             examiner = self._examiner(state, probes)
             sinks = Sinks(journal, self.checkpoints, display)
@@ -241,13 +273,6 @@ class _Run:
                 display.end()
                 state.batches.close()
         return self._finish(state, monitor.summary(setup.device))
-
-    def _check_incomplete(self) -> None:
-        for event in read_journal(self.journal.path):
-            if event["event"] == "finished":
-                early = event["step"] < self.setup.steps
-                did = f"ended early, after {event['step']:,}" if early else "has done all"
-                raise RunError(f"run {self.folder} is complete: it {did} of its {self.setup.steps:,} steps")
 
     def _restore(self, state: TrainState) -> list[str]:
         """Load the newest checkpoint, and return notes for the user. Without a checkpoint, the run starts again."""

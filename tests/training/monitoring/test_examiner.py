@@ -19,6 +19,7 @@ from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
 from vitrail.tasks.classification import ClassificationObjective, Loss
 from vitrail.training.config import TrainConfig
+from vitrail.training.extension import Length
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.monitoring.journal import read_journal
@@ -125,7 +126,13 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
     assert said in notes
     with pytest.raises(RunError) as caught:
         resume(run)
-    assert str(caught.value) == f"run {run} is complete: it ended early, after 12 of its 24 steps"
+    assert str(caught.value) == (
+        f"run {run} is complete: it ended early, after 12 of its 24 steps. To train it further, give a larger total "
+        "with --steps or --epochs"
+    )
+    longer = resume(run, length=Length(steps=40))
+    (early,) = events_of(run, "ended early")
+    assert (early["step"], longer.summary["steps"]) == (21, 21), "patience counts again from the extension on"
 
 
 def test_patience_changes_no_learning_rate_and_lasts_while_there_is_progress(

@@ -15,12 +15,13 @@ from vitrail.models.vit import ViTConfig
 from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
+from vitrail.training.extension import Length
 
 __all__ = [
     "check_effects",
     "check_known_effects",
-    "check_only_resume",
     "default_texts",
+    "length_of_resume",
     "run_options",
     "task_of",
     "task_options",
@@ -135,14 +136,16 @@ def _value(section: Any, name: str) -> Any:
     return getattr(section, bare_names(type(section))[name])
 
 
-def check_only_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> None:
-    """Raise `ConfigError` if another option is combined with --resume."""
+def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> Length | None:
+    """Return the new length of the run that --resume continues, or None if it keeps its length. Raise `ConfigError` if
+    any other option is combined with --resume."""
     for name in given:
-        if name != "resume":
+        if name not in ("resume", "epochs", "steps"):
             raise ConfigError(
-                f"{labels[name].label}: a run that --resume continues keeps its settings; leave "
-                f"{labels[name].label} out"
+                f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
+                f"can make it longer; leave {labels[name].label} out"
             )
+    return Length(given.get("epochs"), given.get("steps")) if len(given) > 1 else None
 
 
 def check_effects(given: Mapping[str, Any], config: TrainConfig) -> None:

@@ -30,7 +30,9 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a run. If a resumed run repeated steps, only the events of the repetition are returned.
+    """Return the events of a run. If a resumed run repeated steps, only the events of the repetition are returned. If a
+    finished run was extended, the events of its earlier end are not returned.
+
     Incomplete lines, which a power failure can leave, are skipped. A run without a journal has no events.
     """
     if not path.exists():
@@ -42,6 +44,12 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if event["event"] == "resumed":
-            events = [old for old in events if old.get("step", 0) <= event["step"] and not old.get("kept")]
+            events = [old for old in events if _stays(old, event)]
         events.append(event)
     return events
+
+
+def _stays(event: dict[str, Any], resumed: dict[str, Any]) -> bool:
+    """Return True if an event still holds after the run was resumed. An extended run has a new end."""
+    ends = ("finished", "ended early") if "extends" in resumed else ("finished",)
+    return event.get("step", 0) <= resumed["step"] and not event.get("kept") and event["event"] not in ends

@@ -1,0 +1,124 @@
+"""Tests of runs that are made longer after their end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.errors import ConfigError, RunError, Stopped
+from vitrail.training.config import TrainConfig
+from vitrail.training.extension import Length
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.record import read_record
+from vitrail.training.run import finished, resume, train
+
+Small = Callable[..., TrainConfig]
+Outcome = Callable[[Path], dict[str, Any]]
+
+
+def rates(run: Path) -> dict[int, float]:
+    return {
+        event["step"]: event["learning_rate"]
+        for event in read_journal(run / "journal.jsonl")
+        if event["event"] == "step"
+    }
+
+
+def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length(
+    small: Small, outcome: Outcome, tmp_path: Path
+) -> None:
+    fields = {"schedule": "constant", "warmup": 0.0, "keep": "last", "average": 0.9}
+    train(small(tmp_path / "whole", steps=31, **fields))
+    train(small(tmp_path / "longer", steps=17, **fields))
+    result = resume(tmp_path / "longer", length=Length(steps=31))
+    whole, longer = outcome(tmp_path / "whole"), outcome(tmp_path / "longer")
+    assert longer["tensors"] == whole["tensors"] and longer["model"] == whole["model"]
+    assert longer["steps"] == whole["steps"] and longer["values"]["random"] == whole["values"]["random"]
+    assert result.summary["steps"] == 31 and result.bundle.provenance["steps"] == 31
+
+
+def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: Path) -> None:
+    train(small(tmp_path / "whole", steps=40))
+    train(small(tmp_path / "longer", steps=20))
+    before = rates(tmp_path / "longer")
+    resume(tmp_path / "longer", length=Length(epochs=4.0))  # 10 steps each
+    whole, longer = rates(tmp_path / "whole"), rates(tmp_path / "longer")
+    assert all(longer[step] == before[step] for step in range(1, 21))
+    assert all(longer[step] == whole[step] for step in range(21, 41))
+    assert longer[20] < longer[21], "the cosine had fallen to its end, and rises again"
+
+
+def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(small(run, steps=8))
+    said: list[str] = []
+
+    class Says(Display):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    resume(run, length=Length(steps=12), display=Says())
+    assert "continuing after step 8 of 12" in said
+    resume(run, length=Length(epochs=1.5))
+    record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    assert record["steps"] == 15 and record["extensions"] == [
+        {"after": 8, "from": 8, "to": 12}, {"after": 12, "from": 12, "to": 15}
+    ]  # fmt: skip
+    config = read_record(run).config.run
+    assert (config.steps, config.epochs) == (None, 1.5)
+    events = read_journal(run / "journal.jsonl")
+    resumed = [(event["step"], event["steps"], event["extends"]) for event in events if event["event"] == "resumed"]
+    assert resumed == [(8, 12, 8), (12, 15, 12)]
+    assert [event["step"] for event in events if event["event"] == "finished"] == [15]
+    result = finished(run)
+    assert result is not None and result.summary["steps"] == 15
+    with pytest.raises(RunError, match="is complete: it has done all of its 15 steps"):
+        resume(run)
+
+
+def test_a_stopped_run_can_be_made_longer_and_stopped_again(
+    small: Small, stop_at: Callable[[int], Display], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(Stopped):
+        train(small(run), display=stop_at(9))
+    with pytest.raises(Stopped, match="stopped at step 20 of 30"):
+        resume(run, length=Length(steps=30), display=stop_at(20))
+    assert finished(run) is None
+    assert resume(run).summary["steps"] == 30
+
+
+def test_a_length_that_is_not_larger_is_refused(small: Small, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(small(run, steps=12))
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    for length in (Length(steps=12), Length(epochs=1.0)):
+        with pytest.raises(RunError) as caught:
+            resume(run, length=length)
+        assert str(caught.value) == (
+            f"run {run} has 12 steps (1.2 epochs), and {length.steps or 10} steps are not more; a run can only be made "
+            "longer: choose a larger total"
+        )
+    with pytest.raises(ConfigError, match=r"epochs=-1.0 is not above 0"):
+        resume(run, length=Length(epochs=-1.0))
+    with pytest.raises(ConfigError, match=r"epochs=3.0 and steps=9: a run is extended to .*; give one of them"):
+        Length(epochs=3.0, steps=9)
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_without_the_checkpoint_of_the_end_the_way_out_is_named(small: Small, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(small(run, steps=12))
+    shutil.rmtree(run / "checkpoints" / "step-12")
+    with pytest.raises(RunError) as caught:
+        resume(run, length=Length(steps=20))
+    assert str(caught.value) == (
+        f"run {run} cannot be extended, because the checkpoint of its end, {run}/checkpoints/step-12, is gone; to "
+        f"train its model further, start a new run with --init {run}/model"
+    )
