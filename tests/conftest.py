@@ -93,13 +93,14 @@ def golden() -> Callable[[str], Golden]:
 class Page(HTMLParser):
     """Reads a page strictly: every tag is closed in its turn, no attribute is there twice, and nothing is fetched."""
 
-    VOID = frozenset({"meta", "img", "br"})
+    VOID = frozenset({"meta", "img", "br", "wbr"})
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
+        self.continues = False
         self.feed(text)
         self.close()
         assert self.open == []
@@ -117,6 +118,7 @@ class Page(HTMLParser):
         assert tag not in ("link", "script", "iframe", "object") and not {"href", "xlink:href", "srcset"} & {*names}
         assert not any(name.startswith("on") for name in names)
         self.tags.append((tag, dict(attrs)))
+        self.continues = tag == "wbr"  # a place within a name where a line may break
         if tag == "img":
             head, data = str(dict(attrs)["src"]).split(",")
             assert head == "data:image/jpeg;base64" and dict(attrs)["alt"]
@@ -129,7 +131,11 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text.append(data)
+        if self.continues:
+            self.text[-1] += data
+        else:
+            self.text.append(data)
+        self.continues = False
 
 
 @pytest.fixture(scope="session")

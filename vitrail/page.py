@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -39,13 +40,22 @@ article h3 { font-size: 1rem; margin: 0; overflow-wrap: anywhere; }
 .strip { display: flex; flex-wrap: wrap; gap: .6rem; margin-top: .7rem; }
 .group { display: flex; flex-wrap: wrap; gap: .4rem; border: 1px solid var(--line); padding: .4rem;
   width: max-content; max-width: 100%; }
-figure { margin: 0; width: 6.5rem; }
+figure { margin: 0; width: 8.5rem; }
 figure img, .none { display: block; width: 6rem; height: 6rem; object-fit: contain; background: var(--line); }
 .none { display: grid; place-items: center; color: var(--dim); font-size: .8rem; }
 figcaption { font-size: .72rem; line-height: 1.25; overflow-wrap: anywhere; margin-top: .2rem; }
+.beside { display: grid; gap: 0 2.5rem; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); }
+@media (max-width: 30rem) { table { font-size: .9rem; } th, td { white-space: normal; padding-right: .6rem; } }
 """
 """Style sheet with light and dark colours, chosen by the reader's system. Variables at the top define the colours."""
 
+
+LONG_WORD = re.compile(r"\S{20,}")
+"""Words that may be too long for a line of a caption."""
+
+SEPARATOR = re.compile(r"([/_.-])(?=\w)")
+"""Letters of a file name behind which a line may break."""
 
 GENERATOR = '<meta name="generator" content="vitrail">'
 """Tag in the head of every page that Vitrail writes. Vitrail recognises its pages by this tag."""
@@ -96,8 +106,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def figure(picture: str, lines: Iterable[str]) -> str:
-    """Return an HTML figure: a thumbnail above lines of text."""
-    return f"<figure>{picture}<figcaption>{'<br>'.join(escape(line) for line in lines)}</figcaption></figure>"
+    """Return an HTML figure: a thumbnail above lines of text. File names can break behind a separator."""
+    caption = "<br>".join(LONG_WORD.sub(_breakable, escape(line)) for line in lines)
+    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
+
+
+def _breakable(word: re.Match[str]) -> str:
+    return SEPARATOR.sub(r"\1<wbr>", word[0])
 
 
 def thumbnail(picture: Image.Image | None, name: str) -> str:

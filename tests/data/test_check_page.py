@@ -36,7 +36,7 @@ def test_names_are_text_and_never_markup(evil: Splits, read_page: Callable[[str]
     reader = read_page(page(check_data(evil), evil, "<h1>evil</h1>"))
     assert {*reader.names} <= {
         "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "article", "span", "div", "table",
-        "thead", "tbody", "tr", "th", "td", "figure", "img", "figcaption", "br", "strong",
+        "thead", "tbody", "tr", "th", "td", "figure", "img", "figcaption", "br", "strong", "wbr",
     }  # fmt: skip
     assert reader.names.count("h1") == 1
     assert EVIL in reader.text and "Check of <h1>evil</h1>" in reader.text
@@ -59,6 +59,22 @@ def test_a_clean_set_has_a_page_too(colour_folder: Path, read_page: Callable[[st
     assert "no problem found" in text and "prefers-color-scheme: dark" in text
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in reader.tags
     assert reader.names.count("img") == 15
+
+
+def test_the_table_of_the_terminal_comes_first(evil: Splits, tmp_path: Path) -> None:
+    text = page(check_data(evil), evil, "evil")
+    assert text.index("<h2>2 classes") < text.index("<td>images</td><td>14</td>") < text.index("<h2>Findings")
+    for number in range(23):
+        for name in "abc"[: 1 + (number < 20)]:
+            (tmp_path / "many" / f"{number:02}").mkdir(exist_ok=True, parents=True)
+            Image.new("L", (4, 4), 10 * number).save(tmp_path / "many" / f"{number:02}" / f"{name}.png")
+    splits = open_data(str(tmp_path / "many"), validation_share=0.0)
+    text = page(check_data(splits), splits, "many")
+    first = text[: text.index("</table>")]
+    assert "<td>19</td><td>2</td>" in first and "<td>20</td>" not in first
+    assert "<tr><td>3 more</td><td>3</td></tr>\n<tr><td>images</td><td>43</td></tr>" in first
+    rest = text[text.index("<h2>Images of all classes") :]
+    assert rest.count("<tr>") == 24 and "<td>22</td><td>1</td>" in rest
 
 
 def test_pictures_are_bounded(tmp_path: Path) -> None:

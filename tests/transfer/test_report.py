@@ -91,7 +91,7 @@ def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read
 
 
 SECTIONS = [
-    "Settings", "Training curves", "Confusion matrix", "Metrics per class, worst first",
+    "Training curves", "Settings", "Confusion matrix", "Metrics per class, worst first",
     "Calibration", "Largest errors", "2 images skipped", "Next steps",
 ]  # fmt: skip
 
@@ -172,13 +172,25 @@ def source(colour_folder: Path) -> Source:
 
 
 def settings_in(text: str) -> dict[str, str]:
-    text = text[text.index("<h2>Settings") :].partition("</table>")[0]
+    text = text[text.index("<h2>Settings") :].partition("<h2>Confusion")[0]
     return dict(re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td></tr>", text))
 
 
+def test_the_first_screen_has_the_metrics_beside_their_curve(written: Callable[..., str]) -> None:
+    text = written(
+        [evaluation(50, 0.5), evaluation(100, 0.6), ("step", {"step": 10, "loss": 2.0, "learning_rate": 0.1})]
+    )
+    first = text[text.index('<div class="beside">') : text.index("<h2>Training curves")]
+    assert "<td>accuracy</td>" in first and "<figcaption>Validation accuracy</figcaption>" in first
+    assert text.index("<figcaption>Training loss") < text.index("<h2>Settings") < text.index("<h2>Confusion")
+    settings = text[text.index('<div class="beside texts">') : text.index("<h2>Confusion")]
+    rows = [part.count("<tr>") for part in settings.split("</table>")[:2]]
+    assert abs(rows[0] - rows[1]) <= 1, "the settings are in two columns"
+
+
 def charts_in(text: str) -> dict[str, str]:
-    """Return the charts of "Training curves", by the first words of their captions."""
-    section = text[text.index("<h2>Training curves") :].partition("<h2>Confusion")[0]
+    """Return the charts of a run, by the first words of their captions."""
+    section = text.partition("<h2>Confusion")[0]
     found = re.findall(r"<figcaption>([A-Za-z ]+)(.*?)</figure>", section, re.S)
     return dict(found)
 
@@ -272,7 +284,7 @@ def test_the_curves_are_the_journal(written: Callable[..., str]) -> None:
     ]
     events += [evaluation(100, 0.8, best=True), evaluation(100, 0.8, kept=True)]
     charts = charts_in(written(events, kept=100, keep="last"))
-    assert [*charts] == ["Training loss", "Validation accuracy", "Learning rate"]
+    assert [*charts] == ["Validation accuracy", "Training loss", "Learning rate"]
     assert ends(charts["Training loss"])[2] == "3", "without the one that is not a number"
     assert 'aria-label="Training loss: 2 at step 10, 0.5 at step 100."' in charts["Training loss"]
     assert charts["Learning rate"].startswith(", in 10⁻⁴<") and ">3<" in charts["Learning rate"]

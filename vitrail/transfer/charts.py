@@ -74,6 +74,12 @@ fonts."""
 MAX_DOTS = 40
 """Maximum number of points that a line draws as dots. A line with more points has no dots."""
 
+PAGE_WIDTH = 980.0
+"""Width of a page's text in pixels on a desktop."""
+
+SHORTEST_NAME, LONGEST_NAME = 15, 32
+"""Numbers of letters between which a confusion matrix shortens class names, depending on the room beside its cells."""
+
 SERIES_CLASSES = ("one", "two")
 """CSS classes of the first and of the second series."""
 
@@ -139,7 +145,8 @@ def line_chart(
 def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[CalibrationBin] | None, *, label: str) -> str:
     """Return a reliability diagram: accuracy over confidence, with a dot for each bin (1706.04599, figure 4).
 
-    The area of a dot is the bin's fraction of the images. `before` and `after` are the bins before and after
+    The area of a dot is the bin's fraction of the images. A vertical line through the dot is the 95 % interval of the
+    accuracy (Wilson 1927), which is long for a bin of few images. `before` and `after` are the bins before and after
     temperature scaling. If both are given, `after` is drawn in front, as the first series.
     """
     width, height = 320.0, 310.0
@@ -158,7 +165,8 @@ def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[Calibr
             for one in bins
             if one.confidence is not None and one.accuracy is not None
         ]
-        parts.append(f'<path class="line faint {css}" d="{_path(area, [(x, y) for x, y, _ in filled])}"/>')
+        ranges = "".join(_range(area, x, *_wilson_interval(y / 100, count)) for x, y, count in filled)
+        parts.append(f'<path class="line faint {css}" d="{ranges}"/>')
         parts += [
             _dot(
                 area,
@@ -201,9 +209,10 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
     totals = [0] * len(names)
     for row, _, count in found:
         totals[row] += count
-    short = [shorten(name, 15) for name in names]
-    longest = DIGIT_WIDTH * max(map(_display_width, short))
     side = max(20, min(40, 480 // len(names)))
+    room = (PAGE_WIDTH - 20 - len(names) * side) / (1.75 * DIGIT_WIDTH)
+    short = [shorten(name, max(SHORTEST_NAME, min(LONGEST_NAME, math.floor(room)))) for name in names]
+    longest = DIGIT_WIDTH * max(map(_display_width, short))
     left, top = max(longest, BOLD_DIGIT_WIDTH * 11) + 12, max(0.75 * longest + 20, 36.0)  # the corner has text
     extent = len(names) * side
     width, height = left + extent + max(0.75 * longest - side / 2 + 6, 2.0), top + extent + 2
@@ -326,6 +335,19 @@ def _path(area: _PlotArea, points: Sequence[Point]) -> str:
         segments.append(f"{'M' if starts else 'L'}{area.x(x):.2f} {area.y(y):.2f}")
         starts = False
     return "".join(segments)
+
+
+def _range(area: _PlotArea, x: float, low: float, high: float) -> str:
+    """Return the path data of a vertical line at `x` between two fractions."""
+    return f"M{area.x(x):.2f} {area.y(100 * low):.2f}V{area.y(100 * high):.2f}"
+
+
+def _wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a fraction of `count` samples (Wilson 1927)."""
+    z = 1.959964
+    centre = (fraction + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
 def _isolated(points: Sequence[Point]) -> list[Point]:

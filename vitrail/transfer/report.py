@@ -49,6 +49,7 @@ STYLE = """
 pre { background: var(--soft); padding: .7rem 1rem; overflow-x: auto; font-size: .9rem; line-height: 1.6; }
 @media (max-width: 30rem) { th, td { padding-right: .5rem; } }
 td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7.7rem; max-width: 24rem; }
+.texts.beside td:first-child { min-width: 8.5rem; }
 .texts :is(th, td):nth-child(2) { text-align: left; }
 .texts td:nth-child(2) { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; max-width: 34rem; }
 """
@@ -81,11 +82,13 @@ def write_report(
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     events = read_journal(folder / "journal.jsonl")
     metric = config.task.selection(Splits(source, None, None))
+    summary = table(("metric", split, f"{LEVEL:.0%} interval"), summary_rows(report))
+    figures = _figures(config, events, bundle, metric)
     parts = [
         *_headline(config, split, report, source),
-        table(("metric", split, f"{LEVEL:.0%} interval"), summary_rows(report)),
+        *_overview(summary, next(iter(figures), "")),
+        *_curves(figures[1:]),
         *_settings(config, record, events, bundle),
-        *_curves(config, events, bundle, metric),
         *_results(report, source),
         *_skipped(report, split, events),
     ]
@@ -182,7 +185,10 @@ def _settings(
             memory = f"peak memory {event['peak_memory_bytes'] / 2**30:.2f} GiB"
             rows.append(("time", f"{_duration(event['seconds'])} on {record['machine']['device']}, {speed}, {memory}"))
     yield "<h2>Settings</h2>"
-    yield f'<div class="texts">{table(("setting", "value"), rows)}</div>'
+    half = (len(rows) + 1) // 2
+    yield '<div class="beside texts">'
+    yield from (table(("setting", "value"), part) for part in (rows[:half], rows[half:]))
+    yield "</div>"
     yield from (f'<p class="dim">{escape(note)}.</p>' for note in data["notes"])
     yield '<p class="dim">The file run.json beside this page has all settings.</p>'
 
@@ -217,8 +223,24 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundle, metric: TaskMetric) -> Iterator[str]:
-    """Yield charts of the training loss, the validation metric and the learning rate, as far as the journal has
+def _overview(summary: str, figure: str) -> Iterator[str]:
+    """Yield the table of the metrics, with the first figure beside it if there is one."""
+    if not figure:
+        yield summary
+        return
+    yield f'<div class="beside">\n{summary}\n<div class="charts">\n{figure}\n</div>\n</div>'
+
+
+def _curves(figures: Sequence[str]) -> Iterator[str]:
+    """Yield the remaining training curves."""
+    if figures:
+        yield '<h2>Training curves</h2>\n<div class="charts">'
+        yield from figures
+        yield "</div>"
+
+
+def _figures(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundle, metric: TaskMetric) -> list[str]:
+    """Return charts of the validation metric, the training loss and the learning rate, as far as the journal has
     them."""
     steps = [event for event in events if event["event"] == "step"]
     losses, group = _averaged([(float(event["step"]), event["loss"]) for event in steps])
@@ -227,11 +249,11 @@ def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundl
     power = math.floor(math.log10(highest)) if 0 < highest < 0.01 else 0
     scaled = [(step, rate / 10**power) for step, rate in rates]
     figures = [
+        _metric_chart(events, bundle.provenance.get("step"), config.run.keep, metric),
         (
             "Training loss" + (f", means of {group} reports" if group > 1 else ""),
             charts.line_chart([Series("loss", losses)], label=_description("Training loss", losses), from_zero=True),
         ),
-        _metric_chart(events, bundle.provenance.get("step"), config.run.keep, metric),
         (
             "Learning rate" + (f", in 10{str(power).translate(SUPERSCRIPT)}" if power else ""),
             charts.line_chart(
@@ -239,12 +261,7 @@ def _curves(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundl
             ),
         ),
     ]
-    if any(chart for _, chart in figures):
-        yield '<h2>Training curves</h2>\n<div class="charts">'
-        for caption, chart in figures:
-            if chart:
-                yield f"<figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure>"
-        yield "</div>"
+    return [f"<figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure>" for caption, chart in figures if chart]
 
 
 def _metric_chart(

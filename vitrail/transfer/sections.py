@@ -175,14 +175,16 @@ def calibration_section(report: ClassificationReport) -> Iterator[str]:
     )
     chart = reliability_diagram(before.bins, None if after is None else after.bins, label=label)
     names = [name for name, _ in reversed(columns)]
-    caption = f"Accuracy over confidence; a dot's area is its number of images{legend(names)}"
-    yield f'<div class="charts"><figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure></div>'
+    caption = f"Accuracy over confidence, with 95% intervals; a dot's area is its number of images{legend(names)}"
     rows = [
         ("expected calibration error", *(f"{one.error.value:.2%}" for _, one in columns)),
         ("cross-entropy, nats", *(f"{one.cross_entropy.value:.4f}" for _, one in columns)),
         ("Brier score", *(f"{one.brier.value:.4f}" for _, one in columns)),
     ]
+    yield '<div class="beside">'
+    yield f'<div class="charts"><figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure></div>'
     yield table(("metric", *(name for name, _ in columns)), rows)
+    yield "</div>"
     if after is not None:
         yield (
             '<p class="dim">The temperature was fitted on the validation split. It divides the logits, so no '

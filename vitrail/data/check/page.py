@@ -18,6 +18,12 @@ __all__ = ["page"]
 
 MOST_GROUPS = 12
 MOST_MEMBERS = 4
+MOST_ROWS = 20
+"""Largest number of classes in the table, as in the terminal. The other classes share a row."""
+
+MOST_LISTED = 200
+"""Largest number of classes in the second table, which follows if the first does not have all classes."""
+
 MOST_CLASSES = 24
 OF_EACH_CLASS = 5
 
@@ -30,20 +36,19 @@ def page(report: Report, splits: Splits, title: str) -> str:
     parts = [
         f'<p class="dim">{report.looked_at:,} of {plural(report.images, "image")} checked: {verdict}.</p>',
         *(f"<p>{escape(note)}</p>" for note in report.notes),
-        *(_finding(finding, sources) for finding in report.findings),
         *_counts(report),
+        *(["<h2>Findings</h2>"] if report.findings else []),
+        *(_finding(finding, sources) for finding in report.findings),
+        *_sizes_and_formats(report),
         *_classes(splits.train),
+        *_all_classes(report),
     ]
     return document(f"Check of {title}", parts)
 
 
 def _counts(report: Report) -> Iterator[str]:
-    counted = report.splits[0].per_class
-    shown = sorted(range(len(counted)), key=lambda one: -counted[one])
-    rows = [("images", *(f"{split.images:,}" for split in report.splits))]
-    if any(split.unlabelled for split in report.splits):
-        rows.append(("no label", *(f"{split.unlabelled:,}" for split in report.splits)))
-    rows += [(report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits)) for one in shown[:200]]
+    """Yield the number of images per class and split, as the terminal shows it."""
+    counted = bool(report.splits[0].per_class)
     if counted:
         yield f"<h2>{plural(len(report.classes), 'class')}</h2>"
     else:
@@ -53,9 +58,39 @@ def _counts(report: Report) -> Iterator[str]:
             f'<p class="dim">Training images per class: {report.balance.smallest:,} to {report.balance.largest:,}. The '
             f"classes have the entropy of {report.balance.effective:.1f} classes of equal size.</p>"
         )
+    rows, rest = _class_rows(report)[:MOST_ROWS], _largest_first(report)[MOST_ROWS:]
+    if rest:
+        sums = (f"{sum(split.per_class[one] for one in rest):,}" for split in report.splits)
+        rows.append((f"{len(rest):,} more", *sums))
+    if any(split.unlabelled for split in report.splits):
+        rows.append(("no label", *(f"{split.unlabelled:,}" for split in report.splits)))
+    rows.append(("images", *(f"{split.images:,}" for split in report.splits)))
     yield table(("class" if counted else "", *(split.name for split in report.splits)), rows)
-    if len(shown) > 200:
-        yield f'<p class="dim">and {plural(len(shown) - 200, "smaller class")}</p>'
+
+
+def _all_classes(report: Report) -> Iterator[str]:
+    """Yield the table of all classes if the first table has only the largest ones."""
+    rows = _class_rows(report)
+    if len(rows) > MOST_ROWS:
+        yield "<h2>Images of all classes</h2>"
+        yield table(("class", *(split.name for split in report.splits)), rows[:MOST_LISTED])
+        if len(rows) > MOST_LISTED:
+            yield f'<p class="dim">and {plural(len(rows) - MOST_LISTED, "smaller class")}</p>'
+
+
+def _largest_first(report: Report) -> list[int]:
+    counted = report.splits[0].per_class
+    return sorted(range(len(counted)), key=lambda one: -counted[one])
+
+
+def _class_rows(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (report.classes[one], *(f"{split.per_class[one]:,}" for split in report.splits))
+        for one in _largest_first(report)
+    ]
+
+
+def _sizes_and_formats(report: Report) -> Iterator[str]:
     if report.sizes is not None:
         sizes = report.sizes
         yield "<h2>Sizes and formats</h2>"
