@@ -19,7 +19,8 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.evaluation.features import precision
 from vitrail.evaluation.features.files import load_features
 from vitrail.models.variants import create
-from vitrail.weights.bundle import Bundle
+from vitrail.plain import to_plain
+from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 
 Embed = Callable[..., tuple[int, str, str]]
@@ -76,8 +77,11 @@ def test_each_split_is_written_as_the_bundle_embeds_it(
         assert np.array_equal(features.features, load(headless, device="cpu").embed(images).numpy())
         assert [features.classes[label] for label in features.truth.values] == [image.parent.name for image in images]
     about = json.loads((tmp_path / "out" / "train" / "features.json").read_text())["about"]
+    bundle = load(headless, device="cpu")
     assert about == {
         "model": str(headless), "data": str(data), "split": "train", "precision": "float32", "image_size": [14, 21],
+        "weights_sha256": weights_sha256(bundle.network), "folder": str(data / "train"),
+        "preprocess": json.loads(json.dumps(to_plain(bundle.preprocess))),
     }  # fmt: skip
 
 
@@ -223,5 +227,17 @@ def test_images_without_classes_are_embedded(
     assert main(["embed", str(headless), "--data", str(photos), "--out", str(tmp_path / "out"), "--no-cache"]) == 0
     features = load_features(tmp_path / "out" / "train")
     assert len(features) == len(list(photos.glob("*.png"))) and features.classes == ()
+    (photos / "list.csv").write_text("file\n03.png\n01.png\n")
+    words = [
+        "embed",
+        str(headless),
+        "--data",
+        str(photos / "list.csv"),
+        "--out",
+        str(tmp_path / "listed"),
+        "--no-cache",
+    ]
+    assert main(words) == 0
+    assert load_features(tmp_path / "listed" / "train").keys == ("03.png", "01.png")
     lines = (tmp_path / "out" / "train" / "keys.jsonl").read_text().splitlines()
     assert all(json.loads(line)["label"] is None for line in lines)

@@ -96,6 +96,22 @@ def test_csv_has_the_numbers_of_json(
     assert capsys.readouterr().out.splitlines()[0].endswith("class_3,probability_3,error")
 
 
+def test_a_table_of_paths_needs_no_labels(
+    model: Path, trained: RunResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = [example.path for example in trained.examples[:3]]
+    for path in examples:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "list.csv").write_text("path,split\n" + "".join(f"{path.name},train\n" for path in examples))
+    assert main(["predict", str(model), str(tmp_path / "list.csv"), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["image"] for row in rows] == [str(tmp_path / path.name) for path in examples]
+    assert [row["label"] for row in rows] == [example.prediction.label for example in trained.examples[:3]]
+    (tmp_path / "list.csv").write_text("path\ngone.png\n")
+    assert main(["predict", str(model), str(tmp_path / "list.csv")]) == 2
+    assert "gone.png" in capsys.readouterr().err
+
+
 def test_a_run_folder_stands_for_its_model(trained: RunResult, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(trained.folder), str(trained.examples[0].path)]) == 0
     assert trained.examples[0].prediction.label in capsys.readouterr().out

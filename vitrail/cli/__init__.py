@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vitrail import __version__
-from vitrail.errors import Interrupted, UserError, VitrailError, nearest
+from vitrail.errors import Interrupted, UserError, VitrailError
+from vitrail.errors import nearest as nearest_names  # a verb is called nearest, and its module is in this package
 
 __all__ = ["VERBS", "main"]
 
@@ -21,6 +22,7 @@ VERBS = {
     "evaluate": "measure a model on a data set",
     "predict": "classify images with a model",
     "embed": "save the features of every image of a data set",
+    "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
@@ -111,7 +113,7 @@ def _no_verb(typed: list[str]) -> int:
             return 0 if len(typed) > 1 else 2
         typed = typed[:2]
     name = " ".join(typed[: 2 if group else 1])
-    print(f"vitrail: unknown verb {name!r}; {nearest(name, VERBS)} (see vitrail --help)", file=sys.stderr)
+    print(f"vitrail: unknown verb {name!r}; {nearest_names(name, VERBS)} (see vitrail --help)", file=sys.stderr)
     return 2
 
 

@@ -15,13 +15,15 @@ from vitrail.cli.output.bars import images_bar
 from vitrail.data.colour import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
+from vitrail.data.sources.files import FileSource
 from vitrail.errors import ConfigError, DataError, Interrupted
 from vitrail.evaluation.features.extract import FeatureSet, default_cache, extract
 from vitrail.evaluation.features.files import check_features_folder, parquet_library, save_features, save_parquet
 from vitrail.files import check_new_file
 from vitrail.machine import Precision, keep_freed_memory
+from vitrail.plain import to_plain
 from vitrail.training.monitoring.stop import interrupted_by_signals
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
 
 __all__ = ["Embed", "main"]
@@ -110,7 +112,7 @@ def main(call: Call) -> int:
         if options.format == "parquet":
             save_parquet(features, targets[split])
         else:
-            save_features(features, targets[split], _about(bundle, split, options, features.precision))
+            save_features(features, targets[split], _about(bundle, split, source, options, features.precision))
         for item in features.skipped:
             console.print(f"skipped {item.key}: {item.reason}", style="yellow", markup=False)
         summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
@@ -166,9 +168,16 @@ def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console
         )
 
 
-def _about(bundle: Bundle, split: str, options: Embed, precision: str) -> dict[str, Any]:
-    """Return a description of the model, the data and the settings, which is saved with the features."""
+def _about(bundle: Bundle, split: str, source: Source, options: Embed, precision: str) -> dict[str, Any]:
+    """Return a description of the model, the data and the settings, which is saved with the features.
+
+    `vitrail nearest` finds and checks the model by it, and finds the images.
+    """
+    model = Path(options.model).expanduser()
+    root = source.root.absolute() if isinstance(source, FileSource) else None
     return {
-        "model": options.model, "data": options.data, "split": split, "precision": precision,
+        "model": str(model.absolute()) if model.exists() else options.model,
+        "weights_sha256": weights_sha256(bundle.network), "preprocess": to_plain(bundle.preprocess),
+        "data": options.data, "split": split, "folder": None if root is None else str(root), "precision": precision,
         "image_size": list(bundle.preprocess.image_size),
     }  # fmt: skip

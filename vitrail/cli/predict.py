@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from rich.text import Text
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
+from vitrail.cli.options.images import image_paths
 from vitrail.data.colour import MAX_LOOKS, colour_note
-from vitrail.data.faults import is_system_folder
-from vitrail.data.pixels.formats import SUFFIXES
-from vitrail.errors import ConfigError, DataError, UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.weights.bundle import AnyPrediction, Bundle, NumberPrediction, Prediction
 from vitrail.weights.load import load
@@ -43,7 +41,7 @@ class Predict:
     model: Annotated[str, Positional("MODEL")]
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     images: Annotated[tuple[Path, ...], Positional("IMAGE...")]
-    """Image files, or folders that are searched for images."""
+    """Image files, folders that are searched for images, or tables of paths. They need no labels."""
     top: int | None = None
     """Number of classes for each image, starting with the most probable. The default is 3, and all classes with
     --json."""
@@ -79,7 +77,7 @@ def main(call: Call) -> int:
         raise ConfigError("--csv and --json exclude each other; give only one of them")
     if options.top is not None and options.top < 1:
         raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show for each image")
-    paths = _image_paths(options.images)
+    paths = image_paths(options.images)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     top = _top(options, bundle)
     colour = colour_note(_some_images(paths), bundle.preprocess.channels)
@@ -162,31 +160,3 @@ def _some_images(paths: Sequence[Path]) -> Iterator[bytes]:
     for path in paths[:: len(paths) // MAX_LOOKS + 1]:
         with contextlib.suppress(OSError):
             yield path.read_bytes()
-
-
-def _image_paths(places: Sequence[Path]) -> list[Path]:
-    """Return the image files. A folder is replaced by all images in it and its subfolders, sorted.
-
-    Raise `DataError` if a path does not exist or a folder has no images.
-    """
-    paths: list[Path] = []
-    for path in places:
-        if not path.exists():
-            raise DataError(f"image {str(path)!r} does not exist")
-        if not path.is_dir():
-            paths.append(path)
-            continue
-        found = sorted(_images_in(path))
-        if not found:
-            raise DataError(f"folder {str(path)!r} has no images ({', '.join(sorted(SUFFIXES))})")
-        paths += found
-    return paths
-
-
-def _images_in(root: Path) -> Iterator[Path]:
-    """Yield the images in a folder and its subfolders, without hidden files and the folders of operating systems."""
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not is_system_folder(name)]
-        for file in files:
-            if Path(file).suffix.lower() in SUFFIXES and not file.startswith("."):
-                yield Path(folder) / file

@@ -22,7 +22,15 @@ from vitrail.evaluation.truth import Truth, target_from_plain, truth_of_targets
 from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.plain import from_plain, to_plain
 
-__all__ = ["check_features_folder", "load_features", "parquet_library", "save_features", "save_parquet"]
+__all__ = [
+    "about_features",
+    "check_features_folder",
+    "feature_folders",
+    "load_features",
+    "parquet_library",
+    "save_features",
+    "save_parquet",
+]
 
 FORMAT = 2
 """Version of the files. Version 1, which has `several_labels` instead of `target_kind`, can also be read."""
@@ -74,6 +82,37 @@ def load_features(path: str | Path) -> FeatureSet:
     Raise `DataError` if a file is missing or the files contradict each other.
     """
     folder = Path(path)
+    written = _read_about(folder)
+    features = map_features(folder / FEATURES, (written.images, written.width))
+    keys, truth = _read_keys(folder / KEYS, written)
+    return FeatureSet(
+        features, truth, keys, written.classes, written.skipped, str(written.about.get("precision", "float32"))
+    )
+
+
+def feature_folders(path: str | Path) -> list[Path]:
+    """Return the folders of features in an output of `vitrail embed`: `path` itself, or the folder of each split in it.
+
+    Raise `DataError` if there are none.
+    """
+    folder = Path(path)
+    if (folder / ABOUT).is_file():
+        return [folder]
+    found = sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
+    if not found:
+        raise DataError(
+            f"{folder} holds no features: neither it nor a folder in it has {ABOUT}; name a folder that vitrail embed "
+            "wrote"
+        )
+    return found
+
+
+def about_features(path: str | Path) -> dict[str, Any]:
+    """Return what `save_features` was told about the features in a folder. Raise `DataError` if it cannot be read."""
+    return dict(_read_about(Path(path)).about)
+
+
+def _read_about(folder: Path) -> _Written:
     if not (folder / ABOUT).is_file():
         inside = sorted(file.parent.name for file in folder.glob(f"*/{ABOUT}"))
         hint = f"; it has those of {', '.join(inside)}: name one" if inside else ""
@@ -87,9 +126,7 @@ def load_features(path: str | Path) -> FeatureSet:
             f"{folder / ABOUT}: format={written.format} is not one of 1 to {FORMAT}, which this version of Vitrail "
             "reads; install a newer one"
         )
-    features = map_features(folder / FEATURES, (written.images, written.width))
-    keys, truth = _read_keys(folder / KEYS, written)
-    return FeatureSet(features, truth, keys, written.classes, written.skipped)
+    return written
 
 
 def check_features_folder(path: Path, *, overwrite: bool) -> None:

@@ -1,0 +1,134 @@
+"""Tests of `vitrail nearest`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+from vitrail.cli import main
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.models.variants import create
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def make_model(path: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    network = create(
+        "ViT-Pico/7", image_size=(14, 21), num_classes=0, width=16, depth=1, heads=2, mlp_width=32, position_std=0.5
+    )
+    return Bundle(network, (), Preprocess(image_size=(14, 21), resize="crop", mean=(0.3,))).save(path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs the verb, and returns the exit code and everything that was printed."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        code = main(["nearest", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def features(tmp_path: Path, colour_folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The features of three classes of images, in two splits."""
+    root = tmp_path / "data"
+    root.mkdir()
+    colour_folder.rename(root / "train")
+    for name in ("blue", "green", "red"):
+        (root / "test" / name).mkdir(parents=True)
+        (root / "train" / name / "11.png").rename(root / "test" / name / "11.png")
+    model, out = make_model(tmp_path / "model"), tmp_path / "features"
+    words = ["embed", str(model), "--data", str(root), "--out", str(out), "--no-cache", "--precision", "float32"]
+    assert main(words) == 0
+    capsys.readouterr()
+    return out
+
+
+def test_neighbours_are_those_of_all_cosines(run: Run, features: Path, tmp_path: Path) -> None:
+    query = tmp_path / "data" / "train" / "green" / "03.png"
+    code, out, errors = run(features, query, "--json", "--top", "3")
+    assert code == 0 and errors == ""
+    row = json.loads(out)
+    images = sorted((tmp_path / "data").rglob("*.png"))
+    vectors = load(tmp_path / "model", device="cpu").embed(images)
+    cosines = cosine_similarity(vectors[images.index(query)][None], vectors, dim=1)
+    expected = [images[place] for place in cosines.argsort(descending=True).tolist() if images[place] != query][:3]
+    assert row["image"] == str(query)
+    assert [each["image"] for each in row["nearest"]] == [str(path) for path in expected]
+    assert [each["label"] for each in row["nearest"]] == [path.parent.name for path in expected]
+    found = [each["cosine"] for each in row["nearest"]]
+    assert found == pytest.approx([float(cosines[images.index(path)]) for path in expected], abs=1e-5)
+
+
+def test_csv_and_table_show_whole_paths(
+    run: Run, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, broken = tmp_path / "data" / "test" / "red" / "11.png", tmp_path / "page.jpg"
+    broken.write_text("<html>")
+    code, out, errors = run(features / "train", query, broken, "--csv", "--top", "2")
+    header, first, second, wrong = csv.reader(out.splitlines())
+    assert code == 2 and header == ["image", "rank", "nearest", "cosine", "label", "error"]
+    assert first[:2] == [str(query), "1"] and second[:2] == [str(query), "2"] and first[4:] == ["red", ""]
+    assert Path(first[2]).is_file() and "data/train/" in first[2]
+    assert wrong[0] == str(broken) and "is not an image" in wrong[5] and wrong[5] in errors
+    monkeypatch.setenv("COLUMNS", "20")
+    code, out, _ = run(features / "train", query, "--top", "2")
+    assert code == 0 and all(text in out for text in (str(query), first[2], second[2], f"{float(first[3]):.4f}"))
+
+
+def test_the_weights_of_the_model_are_checked(run: Run, features: Path, tmp_path: Path) -> None:
+    query = tmp_path / "data" / "test" / "red" / "11.png"
+    expected = run(features, query, "--json")
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "model").rename(moved)
+    code, _, errors = run(features, query)
+    assert code == 2 and "model, does not exist any more; name its new place with --model" in errors
+    assert run(features, query, "--json", "--model", moved) == expected
+    other = make_model(tmp_path / "other", seed=1)
+    code, _, errors = run(features, query, "--model", other)
+    assert code == 2 and f"{other} has other weights than the model that computed the features in" in errors
+    about = features / "train" / "features.json"
+    content = json.loads(about.read_text())
+    content["about"]["weights_sha256"] = "0"
+    about.write_text(json.dumps(content))
+    code, _, errors = run(features, query, "--model", moved)
+    assert code == 2 and "hold features of different models; name the folder of one split" in errors
+
+
+def test_features_of_earlier_versions_are_searched_with_a_warning(run: Run, features: Path, tmp_path: Path) -> None:
+    about = features / "test" / "features.json"
+    content = json.loads(about.read_text())
+    content["about"] = {"data": "x"}
+    about.write_text(json.dumps(content))
+    query = tmp_path / "data" / "train" / "red" / "01.png"
+    code, _, errors = run(features / "test", query)
+    assert code == 2 and "does not record the model that computed its features; name it with --model" in errors
+    code, out, errors = run(features / "test", query, "--model", tmp_path / "model", "--json", "--top", "99")
+    assert code == 0 and "does not record the weights of its model" in errors
+    assert {each["image"] for each in json.loads(out)["nearest"]} == {
+        f"{name}/11.png" for name in ("blue", "green", "red")
+    }
+
+
+def test_wrong_words(run: Run, features: Path, tmp_path: Path) -> None:
+    image = tmp_path / "data" / "test" / "red" / "11.png"
+    for words, message in (
+        ((features, image, "--top", "0"), "--top: 0 is less than 1; choose the number of neighbours"),
+        ((features, image, "--csv", "--json"), "--csv and --json exclude each other"),
+        ((features, tmp_path / "none.png"), "none.png' does not exist"),
+        ((tmp_path / "data", image), "holds no features: neither it nor a folder in it has features.json"),
+    ):
+        code, _, errors = run(*words)
+        assert code == 2 and message in errors and "Traceback" not in errors
