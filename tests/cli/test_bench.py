@@ -20,10 +20,11 @@ from vitrail.cli import main
 from vitrail.cli.output import bench_tables as tables
 from vitrail.models.variants import variant_config
 
-TINY = (
+SHAPE = (
     "--image-size", "28", "21", "--num-classes", "5", "--width", "32", "--depth", "2", "--heads", "2", "--mlp-width",
-    "48", "--batch-size", "4", "--repetitions", "2", "--warmup", "1",
+    "48",
 )  # fmt: skip
+TINY = (*SHAPE, "--batch-size", "4", "--repetitions", "2", "--warmup", "1")
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -105,14 +106,14 @@ def test_scaling(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "ViT-Pico/7", *TINY, "--image-size", "224", "224", "--largest-batch", "--memory-limit", "500MB"]
+    words = ["train", "ViT-Pico/7", *SHAPE, "--image-size", "224", "224", "--largest-batch", "--memory-limit", "500MB"]
     largest = result_of(capsys, *words)["largest_batch"]
     assert largest["limit"] == 500_000_000 and 1 <= largest["batch"] <= 2 * largest["predicted"]
 
 
 @pytest.mark.slow
 def test_loading(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["load", "ViT-Pico/7", *TINY, "--repetitions", "1"]
+    words = ["load", "ViT-Pico/7", *SHAPE, "--warmup", "1", "--repetitions", "1"]
     result = result_of(capsys, *words)
     assert list(result) == ["machine", "repetitions", "warmup", "variant", "file_bytes", "first", "loads", "processes"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from vitrail.bench.scaling import Axis, scaling
 from vitrail.bench.workload import Workload
 from vitrail.cli.models import OWN_SIZES
 from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional
+from vitrail.cli.options.fields import Positional, flag
 from vitrail.cli.output import bench_tables as tables
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
@@ -113,6 +114,7 @@ COMMAND = Command(
 def main(call: Call) -> int:
     options = Bench(**call.options)
     _check(options)
+    _check_used(options, call.options)
     device = pick_device(options.device)
     config = _config(options)
     threads = torch.get_num_threads()
@@ -205,6 +207,19 @@ def _check(options: Bench) -> None:
         raise ConfigError("--largest-batch: this is measured only for training steps; use bench train")
     if options.memory_limit is not None and not options.largest_batch:
         raise ConfigError(f"memory_limit={options.memory_limit!r} limits only --largest-batch; add that option")
+
+
+def _check_used(options: Bench, given: Collection[str]) -> None:
+    """Raise `ConfigError` if an option was typed that the chosen measurement does not use."""
+    unused = {
+        "bench load": ("batch_size", "precision", "profile") if options.task == "load" else (),
+        "--largest-batch": ("batch_size", "repetitions", "warmup", "profile") if options.largest_batch else (),
+        "--scaling": ("profile",) if options.scaling is not None else (),
+    }
+    for measurement, names in unused.items():
+        for name in names:
+            if name in given:
+                raise ConfigError(f"{flag(name)}: {measurement} does not use it; leave {flag(name)} out")
 
 
 def _peers(options: Bench) -> list[str]:

@@ -23,6 +23,7 @@ from vitrail.data.check.look import Progress
 from vitrail.data.check.page import page
 from vitrail.data.check.report import Sizes
 from vitrail.data.config import DataConfig
+from vitrail.data.selection import SLICE
 from vitrail.errors import ConfigError, DataError, DestinationError
 from vitrail.files import check_new_file, saving
 from vitrail.page import is_our_page
@@ -90,6 +91,11 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Check(**call.options)
+    if "validation_share" in call.options and SLICE.fullmatch(options.validation):
+        raise ConfigError(
+            f"validation_share={options.validation_share} has no effect, because --validation {options.validation} "
+            "chooses the images; give only one of them"
+        )
     data = DataConfig(
         spec=options.data,
         numbers=options.numbers,

@@ -36,6 +36,7 @@ EFFECTS_OF_GIVEN: dict[str, Effect] = {
         lambda config: config.data.per_class is not None or config.data.spec.endswith("]"),
         "with --per-class or an amount such as [:1000] behind --data",
     ),
+    "overwrite": (lambda config: config.run.folder is not None, "with --run, which names the folder to replace"),
     "validation_share": (
         lambda config: SLICE.fullmatch(config.data.validation) is None,
         "unless --validation is a slice of the training images",
