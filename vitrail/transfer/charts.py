@@ -49,7 +49,7 @@ svg text { fill: var(--dim); }
 .line { fill: none; stroke: var(--note); stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
 .line.two { stroke: var(--warning); stroke-dasharray: 5 4; }
 .dot { fill: var(--note); stroke: Canvas; } .dot.two { fill: var(--warning); }
-.faint { opacity: .45; }
+.line.range { opacity: .5; stroke-width: 1; }
 .dot.sample { fill-opacity: .5; stroke: none; }
 svg .strong { fill: CanvasText; font-weight: 600; }
 .heat { fill: var(--heat); }
@@ -166,7 +166,7 @@ def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[Calibr
             if one.confidence is not None and one.accuracy is not None
         ]
         ranges = "".join(_range(area, x, *_wilson_interval(y / 100, count)) for x, y, count in filled)
-        parts.append(f'<path class="line faint {css}" d="{ranges}"/>')
+        parts.append(f'<path class="line range {css}" d="{ranges}"/>')
         parts += [
             _dot(
                 area,
