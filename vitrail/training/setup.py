@@ -74,6 +74,8 @@ class Setup:
     """The model that the weights come from, or None."""
     probes: tuple[Probe, ...]
     objects: OwnObjects
+    network: AnyConfig | None
+    """The config of the run's network with a head for two classes, or None for a network of the user's own."""
 
 
 def prepare(
@@ -92,6 +94,7 @@ def prepare(
     device = pick_device(config.run.device)
     config = config.override(precision=resolve_precision(config.run.precision, device))
     compiled: Compiled = "off"
+    network_config: AnyConfig | None = None
     if objects.network is not None:
         check_settings(config)
         config = replace(config, model=ModelConfig())
@@ -128,6 +131,7 @@ def prepare(
         origin=origin,
         probes=_probes(config, steps),
         objects=objects,
+        network=network_config,
     )
 
 
