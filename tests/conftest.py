@@ -42,6 +42,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps downloads and cached features of tests out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VITRAIL_DATA", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def types_unchecked() -> Iterator[None]:
     """Lets values of wrong types reach the package's own checks, as they do outside of tests."""

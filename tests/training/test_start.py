@@ -117,7 +117,7 @@ def test_a_head_is_kept_for_named_classes_alone(
 
 
 def test_a_new_head_needs_a_model() -> None:
-    with pytest.raises(ConfigError, match="new_head=True replaces a model's head, so it needs a model"):
+    with pytest.raises(ConfigError, match="new_head=True is a new head for a model, so it needs a model"):
         StartConfig(new_head=True)
 
 

@@ -19,7 +19,7 @@ from vitrail.evaluation.features.extract import Layer
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import SingleLabels, Truth, check_known, truth_of
 
-__all__ = ["ByFewShot", "ByLinear", "ByNeighbours"]
+__all__ = ["ByFewShot", "ByLinear", "ByNeighbours", "Labelled", "labelled_features"]
 
 SHOTS = (1, 5, 10, 25)
 """Numbers of shots that are measured by default. A number is used only if every class has that many images."""
@@ -102,7 +102,7 @@ class ByFewShot:
         _single_labels(held_out)
         shots = self._shots(truth, train.classes)
         features, labelled, rows = self._drawn(outputs, train, truth, max(shots))
-        asked = _labelled(outputs, held_out, self.features)
+        asked = labelled_features(outputs, held_out, self.features)
         assert isinstance(asked.truth, SingleLabels)
         found = few_shot(
             features,
@@ -210,7 +210,7 @@ class ByNeighbours:
 
 
 @dataclass(frozen=True, eq=False)
-class _Labelled:
+class Labelled:
     """Features of the images whose target is known."""
 
     features: Float32[np.ndarray, "n d"]
@@ -223,17 +223,17 @@ class _Labelled:
 
 def _both_known(
     name: str, outputs: Outputs, train: Source, held_out: Source, layer: Layer
-) -> tuple[_Labelled, _Labelled]:
+) -> tuple[Labelled, Labelled]:
     """Return the features of the labelled images of `train` and `held_out`.
 
     Raise `DataError` before any feature is computed if one of the sources has no labelled image.
     """
     for source in (train, held_out):
         check_known(source, name)
-    return _labelled(outputs, train, layer), _labelled(outputs, held_out, layer)
+    return labelled_features(outputs, train, layer), labelled_features(outputs, held_out, layer)
 
 
-def _labelled(outputs: Outputs, source: Source, layer: Layer) -> _Labelled:
+def labelled_features(outputs: Outputs, source: Source, layer: Layer) -> Labelled:
     """Return the features of the labelled images of a source. Raise `DataError` if no image can be decoded."""
     found = outputs.features(source, layer)
     skipped = len(found.skipped)
@@ -241,8 +241,8 @@ def _labelled(outputs: Outputs, source: Source, layer: Layer) -> _Labelled:
         raise DataError(f"none of {len(source):,} images can be decoded; the first error: {found.skipped[0].reason}")
     known = found.truth.known
     if known.all():  # avoid copying features that are mapped from a file
-        return _Labelled(found.features, found.truth, skipped)
-    return _Labelled(found.features[known], found.truth.rows(known), skipped)
+        return Labelled(found.features, found.truth, skipped)
+    return Labelled(found.features[known], found.truth.rows(known), skipped)
 
 
 def _single_labels(source: Source) -> SingleLabels:

@@ -25,6 +25,7 @@ from vitrail.models.linear.float8 import check_float8, use_float8
 from vitrail.models.variants import AnyConfig, build
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
+from vitrail.training.linear_head import head_outputs, start_head
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.layers import check_choice, choose_weights
@@ -74,8 +75,6 @@ class Setup:
     """The model that the weights come from, or None."""
     probes: tuple[Probe, ...]
     objects: OwnObjects
-    network: AnyConfig | None
-    """The config of the run's network with a head for two classes, or None for a network of the user's own."""
 
 
 def prepare(
@@ -94,7 +93,6 @@ def prepare(
     device = pick_device(config.run.device)
     config = config.override(precision=resolve_precision(config.run.precision, device))
     compiled: Compiled = "off"
-    network_config: AnyConfig | None = None
     if objects.network is not None:
         check_settings(config)
         config = replace(config, model=ModelConfig())
@@ -131,7 +129,6 @@ def prepare(
         origin=origin,
         probes=_probes(config, steps),
         objects=objects,
-        network=network_config,
     )
 
 
@@ -151,7 +148,10 @@ def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[
         return network, setup, notes
     if model is not None:
         network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
-        if kept:
+        if config.start.linear_head:
+            outputs = head_outputs(network.to(setup.device), names, config)
+            notes = (*notes, start_head(outputs, splits, kept=kept))
+        if kept or config.start.linear_head:
             task.load_head(network, splits)
         origin = setup.origin or Origin(weights_sha256(model.network), network.config)
         setup = replace(setup, origin=origin)

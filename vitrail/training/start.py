@@ -45,6 +45,10 @@ class StartConfig:
     """Weights of each block that get LoRA updates: query, key, value, out, up, down."""
     new_head: bool = False
     """With --init: start from a new head of zeros even if the model and the data have the same class names."""
+    linear_head: bool = False
+    """With --init: fit a linear classifier to the model's features of the training images, and start from it as the
+    head (2202.10054). The initial weights are then evaluated as well, so they are kept unless training improves
+    them."""
 
     def __post_init__(self) -> None:
         problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]
@@ -53,8 +57,11 @@ class StartConfig:
                 problems.append(
                     f"{name}={value} leaves weights untrained, so it needs a model to start from; give init=..."
                 )
-        if self.new_head and self.init is None:
-            problems.append("new_head=True replaces a model's head, so it needs a model to start from; give init=...")
+        for name in ("new_head", "linear_head") if self.init is None else ():
+            if getattr(self, name):
+                problems.append(
+                    f"{name}=True is a new head for a model, so it needs a model to start from; give init=..."
+                )
         if self.lora_rank is None and self.lora_alpha is not None:
             problems.append(f"lora_alpha={self.lora_alpha} needs lora_rank; give both")
         if self.lora_rank is None and self.lora_on != StartConfig.lora_on:
@@ -164,7 +171,9 @@ def network_from(
         headed, note = resized, f"the head of model {start.init!r} is kept, because its outputs are the same"
     else:
         headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=names)
-        note = f"the new head has {plural(len(names), task.output_noun)}; its weights start at zero"
+        note = f"the new head has {plural(len(names), task.output_noun)}"
+        if not start.linear_head:
+            note += "; its weights start at zero"
         if same and numbered:
             note += ", because the classes have numbers instead of names, which may mean other things in the model"
     with torch.device("meta"):

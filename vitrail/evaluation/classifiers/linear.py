@@ -28,13 +28,25 @@ from vitrail.evaluation.classifiers.ridge import RidgeRegression
 from vitrail.evaluation.predictions.streaming import SELECTING, streaming_metrics
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth
 
-__all__ = ["PENALTIES", "RIDGE_PENALTIES", "LinearMap", "LinearResult", "SweepRow", "linear_probe"]
+__all__ = [
+    "PENALTIES",
+    "RIDGE_PENALTIES",
+    "LinearFit",
+    "LinearMap",
+    "LinearResult",
+    "SweepRow",
+    "fit_linear",
+    "linear_probe",
+]
 
 PENALTIES = tuple(10 ** (-step / 2) for step in range(13))
 """Default penalties of logistic regression, from 1 to 0.000001, two per decade."""
 
 RIDGE_PENALTIES = tuple(10 ** (2 - step / 2) for step in range(17))
 """Default penalties of ridge regression, from 100 to 0.000001, two per decade."""
+
+SINGLE_PENALTY = 0.01
+"""Default penalty if no class has two rows, because no row can then be held out to choose a penalty."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +84,21 @@ class SweepRow:
 
 
 @dataclass(frozen=True)
-class LinearResult:
-    """The result of `linear_probe`."""
+class LinearFit:
+    """The result of `fit_linear`."""
 
-    metrics: dict[str, float]
-    """Metrics on the test features. They are measured only with the chosen penalty."""
     penalty: float
     sweep: tuple[SweepRow, ...]
     """Results for each penalty, strongest penalty first. Empty if there was only one penalty."""
     model: LinearMap
+
+
+@dataclass(frozen=True)
+class LinearResult(LinearFit):
+    """The result of `linear_probe`."""
+
+    metrics: dict[str, float]
+    """Metrics on the test features. They are measured only with the chosen penalty."""
 
 
 def linear_probe(
@@ -94,38 +112,65 @@ def linear_probe(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> LinearResult:
-    """Fit a linear model to the training features, and measure it on the test features.
+    """Fit a linear model to the training features by `fit_linear`, and measure it on the test features.
 
-    Features are standardised by the mean and standard deviation of the fitted rows. Classes are fitted by logistic
-    regression, which is one-versus-rest if images can have several labels. The objective is mean cross-entropy in nats
-    + penalty / 2 * sum of squared weights. Numbers are fitted by ridge regression (`RidgeRegression`). The default
-    penalties are `PENALTIES` and `RIDGE_PENALTIES`.
-
-    If there are several penalties, a fraction `held_out` of the training rows of every class is held out. No row of a
-    class with a single row is held out. The remaining rows are fitted with every penalty. The penalty with the largest
-    accuracy, mean average precision or R² on the held-out rows is chosen; the strongest penalty wins a tie. Finally all
-    training rows are fitted with the chosen penalty. A float32 copy of the training features is kept on the device.
-
-    Raise `DataError` for unknown targets, different widths and features that are not finite. Raise `ConfigError` for
-    settings out of range.
+    Raise the errors of `fit_linear`, and `DataError` if the test features or targets do not fit the training features.
     """
-    if penalties is None:
-        penalties = RIDGE_PENALTIES if isinstance(train_truth, Numbers) else PENALTIES
+    penalties = _penalties(penalties, train_truth)
     _check_settings(penalties, held_out)
     check_truth("training features", train_features, train_truth)
     check_truth("test features", test_features, test_truth)
     check_pair(train_features, test_features)
     check_same_kind(train_truth, test_truth)
-    train = partial(_Problem, train_features, train_truth, torch.device(device))
+    fit = fit_linear(train_features, train_truth, penalties=penalties, held_out=held_out, seed=seed, device=device)
+    return LinearResult(fit.penalty, fit.sweep, fit.model, fit.model.measure(test_features, test_truth))
+
+
+def fit_linear(
+    features: Float[np.ndarray, "n d"],
+    truth: Truth,
+    *,
+    penalties: Sequence[float] | None = None,
+    held_out: float = 0.1,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> LinearFit:
+    """Fit a linear model to features, and choose its penalty on held-out rows.
+
+    Features are standardised by the mean and standard deviation of the fitted rows. Classes are fitted by logistic
+    regression, which is one-versus-rest if images can have several labels. The objective is mean cross-entropy in nats
+    + penalty / 2 * sum of squared weights. Numbers are fitted by ridge regression (`RidgeRegression`). The default
+    penalties are `PENALTIES` and `RIDGE_PENALTIES`, or `SINGLE_PENALTY` if no class has two rows.
+
+    If there are several penalties, a fraction `held_out` of the rows of every class is held out. No row of a class with
+    a single row is held out. The remaining rows are fitted with every penalty. The penalty with the largest accuracy,
+    mean average precision or R² on the held-out rows is chosen; the strongest penalty wins a tie. Finally all rows are
+    fitted with the chosen penalty. A float32 copy of the features is kept on the device.
+
+    Raise `DataError` for unknown targets and features that are not finite, and if no row can be held out. Raise
+    `ConfigError` for settings out of range.
+    """
+    check_truth("training features", features, truth)
+    if penalties is None and np.bincount(truth.groups()).max(initial=0) < 2:
+        penalties = (SINGLE_PENALTY,)
+    penalties = _penalties(penalties, truth)
+    _check_settings(penalties, held_out)
+    train = partial(_Problem, features, truth, torch.device(device))
     falling = sorted(set(penalties), reverse=True)
     sweep: tuple[SweepRow, ...] = ()
     penalty, start = falling[0], None
     if len(falling) > 1:
-        fitted, kept = _cut(train_truth, held_out, seed)
-        sweep, penalty, start = _sweep(train(fitted), falling, train_features[kept], train_truth.rows(kept))
-    problem = train(np.arange(len(train_features)))
-    model = problem.model(problem.regression.fit(penalty, start=start))
-    return LinearResult(model.measure(test_features, test_truth), penalty, sweep, model)
+        fitted, kept = _cut(truth, held_out, seed)
+        sweep, penalty, start = _sweep(train(fitted), falling, features[kept], truth.rows(kept))
+    problem = train(np.arange(len(features)))
+    return LinearFit(penalty, sweep, problem.model(problem.regression.fit(penalty, start=start)))
+
+
+def _penalties(penalties: Sequence[float] | None, truth: Truth) -> Sequence[float]:
+    """Return the penalties to try: those of the caller, or the default penalties for these targets."""
+    if penalties is not None:
+        return penalties
+    return RIDGE_PENALTIES if isinstance(truth, Numbers) else PENALTIES
 
 
 class _Problem:

@@ -118,7 +118,8 @@ class ConsoleDisplay(Display):
         texts = ", ".join(self.task.texts(result)) or "metrics unknown"
         train = ", ".join(self.task.texts(training_metrics(result)))
         beside = f"; training {train}" if train else ""
-        self.say(f"step {step:,}: validation {texts} on {result['images']:,.0f} images{beside}{star}")
+        start = f"step {step:,}" if step else "before the first step"
+        self.say(f"{start}: validation {texts} on {result['images']:,.0f} images{beside}{star}")
 
     def end(self) -> None:
         if self._progress is not None:

@@ -109,6 +109,14 @@ class Monitor:
         yield
         self.clock.waiting += time.perf_counter() - begin
 
+    def before_first_step(self) -> None:
+        """Measure the initial weights on the validation split, so that they are kept unless training improves them.
+
+        Raises `NonFiniteLoss`.
+        """
+        with self._pause():
+            self.examiner.evaluate()
+
     def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
         """Run the reports, evaluations and checkpoints that are due after a step.
 

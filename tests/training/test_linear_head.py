@@ -1,0 +1,136 @@
+"""Tests of runs whose head starts as a linear model of the initial model's features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import make_colour_folder
+from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.truth import truth_of
+from vitrail.training.config import TrainConfig
+from vitrail.training.linear_head import linear_score, start_head
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import train
+from vitrail.weights.bundle import Bundle, load_bundle
+
+Initial = Callable[..., Path]
+FromModel = Callable[..., TrainConfig]
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("colours")
+    make_colour_folder(root, images=12)
+    return root
+
+
+@pytest.fixture
+def splits(colours: Path) -> Splits:
+    return open_data(str(colours), validation_share=0.25)
+
+
+def accuracy(bundle: Bundle, splits: Splits) -> float:
+    assert splits.validation is not None
+    found = Outputs(bundle).predictions(splits.validation)
+    return float((found.logits.argmax(axis=1) == truth_of(splits.validation).values).mean())
+
+
+def headed(initial: Initial, names: tuple[str, ...]) -> Bundle:
+    bundle = load_bundle(initial(classes=names), device="cpu")
+    return replace(bundle, network=bundle.network.with_head(len(names)))
+
+
+def test_the_head_becomes_a_linear_model(initial: Initial, splits: Splits) -> None:
+    bundle = headed(initial, splits.classes)
+    note = start_head(Outputs(bundle), splits, kept=False)
+    assert note.startswith("the head starts as a linear model of the features of 27 training images (penalty ")
+    assert accuracy(bundle, splits) == 1.0, "colours tell the classes"
+
+
+def test_a_kept_head_stays_unless_a_linear_model_is_better(initial: Initial, splits: Splits) -> None:
+    bundle = headed(initial, splits.classes)
+    start_head(Outputs(bundle), splits, kept=False)
+    good = bundle.network.head.weight.detach().clone() * 1.01
+    with torch.no_grad():
+        bundle.network.head.weight.copy_(good)
+    note = start_head(Outputs(bundle), splits, kept=True)
+    assert "as good on the validation split" in note and torch.equal(bundle.network.head.weight, good)
+    with torch.no_grad():
+        bundle.network.head.weight.neg_()
+    assert "starts as a linear model" in start_head(Outputs(bundle), splits, kept=True)
+    assert accuracy(bundle, splits) == 1.0
+
+
+def test_without_a_validation_split_a_kept_head_stays(initial: Initial, splits: Splits) -> None:
+    bundle = headed(initial, splits.classes)
+    before = bundle.network.head.weight.detach().clone()
+    start_head(Outputs(bundle), replace(splits, validation=None), kept=True)
+    assert torch.equal(bundle.network.head.weight, before)
+
+
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R26x1"])
+def test_a_run_begins_and_is_measured_at_the_linear_model(
+    variant: str, initial: Initial, from_model: FromModel, colours: Path
+) -> None:
+    size = {} if variant == "ViT-Pico/7" else {"image_size": (32, 48)}
+    widths = {} if variant == "ViT-Pico/7" else {"width": 32, "depths": (1, 1, 1, 1)}
+    model = initial(variant, **widths)
+    config = from_model(model, colours, linear_head=True, steps=2, evaluations=1, learning_rate=1e-6, **size)
+    found = train(config)
+    first, *_ = [event for event in read_journal(found.folder / "journal.jsonl") if event["event"] == "evaluation"]
+    assert (first["step"], first["split"], first["best"]) == (0, "validation", True)
+    splits = config.data.open()
+    score = linear_score(config, load_bundle(model, device="cpu"), splits)
+    assert score == first["accuracy"] > 0.9
+    assert found.metrics["validation_accuracy"] >= first["accuracy"]
+    assert linear_score(config, load_bundle(model, device="cpu"), replace(splits, validation=None)) is None
+
+
+def test_numbers_start_at_ridge_regression(initial: Initial, from_model: FromModel, colours: Path) -> None:
+    lines = ["file,redness,split"]
+    for index, path in enumerate(sorted(colours.rglob("*.png"))):
+        split = "val" if index % 3 == 0 else "train"
+        lines.append(f"{path.relative_to(colours)},{1000 + 10 * (path.parent.name == 'red')},{split}")
+    (colours / "table.csv").write_text("\n".join(lines), encoding="utf-8")
+    config = from_model(
+        initial(), colours / "table.csv", numbers=("redness",), task="regression", linear_head=True, steps=1,
+        learning_rate=1e-9, keep="last",
+    )  # fmt: skip
+    found = train(config)
+    assert found.metrics["validation_r2"] > 0.8, "the head starts in standardised numbers"
+
+
+def test_a_linear_head_needs_a_model_and_labels(initial: Initial, splits: Splits) -> None:
+    with pytest.raises(ConfigError, match="linear_head=True is a new head for a model, so it needs a model"):
+        TrainConfig().override(linear_head=True)
+
+    class Unlabelled:
+        classes = splits.classes
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> object:
+            return replace(splits.train[index], target=None)
+
+        def key(self, index: int) -> str:
+            return str(index)
+
+        def target(self, index: int) -> None:
+            return None
+
+        target_kind = "class"
+
+    bundle = headed(initial, splits.classes)
+    with pytest.raises(DataError, match="no training image has a label"):
+        start_head(Outputs(bundle), Splits(Unlabelled(), None, None), kept=False)  # type: ignore[arg-type]
+    assert not np.any(bundle.network.head.weight.detach().numpy())
