@@ -19,8 +19,8 @@ from vitrail.evaluation.predictions.regression import RegressionReport
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.transfer.choices import Plan
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
-from vitrail.transfer.rules import Plan
 from vitrail.weights.bundle import Bundle
 
 
@@ -60,7 +60,7 @@ def test_the_plan_is_for_this_model_and_this_data(tiny_bundle: Bundle, model: Pa
 def test_a_model_learns_another_task_and_is_looked_at(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    config = planned(tiny_bundle, model, colours).override(steps=60, precision="float32")
+    config = planned(tiny_bundle, model, colours).override(steps=60, precision="float32", keep="last")
     found = finetuned(config, tiny_bundle)
     assert isinstance(found, FinetuneResult) and found.trials == ()
     assert found.split == "test" and found.report is not None and found.report.images == 12

@@ -17,9 +17,9 @@ from vitrail.models.resnet_config import ResNetConfig
 from vitrail.models.variants import build, variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.duration import RunLength
+from vitrail.transfer.choices import DataFacts, Plan, facts_of
 from vitrail.transfer.finetune import finetune, plan
 from vitrail.transfer.hyperrule import plan_by_hyperrule, schedule_for
-from vitrail.transfer.rules import DataFacts, Plan, facts_of
 from vitrail.weights.bundle import Bundle
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "pipeline" / "schedules.json").read_text())

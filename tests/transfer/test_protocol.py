@@ -19,6 +19,7 @@ from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.monitor import Monitor
+from vitrail.transfer.choices import DataFacts, Plan
 from vitrail.transfer.finetune import plan
 from vitrail.transfer.protocol import (
     TABLE_4,
@@ -31,7 +32,6 @@ from vitrail.transfer.protocol import (
     row_for,
     trials_folder,
 )
-from vitrail.transfer.rules import DataFacts, Plan
 from vitrail.weights.bundle import Bundle
 
 PLENTY = 10**12

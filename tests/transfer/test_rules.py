@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Subset
 from vitrail.data.sources import open_data
+from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import training_bytes
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.training.config import TrainConfig
-from vitrail.transfer.rules import DataFacts, Plan, facts_of, plan_by_rule
+from vitrail.transfer.choices import DataFacts, Findings, Plan, facts_of
+from vitrail.transfer.rules import enough_validation, plan_by_rule
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLENTY = 10**12
@@ -107,7 +110,7 @@ def test_what_is_given_is_kept_and_others_follow_it() -> None:
 
 def test_wide_networks_learn_slowly() -> None:
     rates = [ruled(facts(), name).config.optimizer.learning_rate for name in ("ViT-Ti/16", "ViT-B/16", "BiT-R50x1")]
-    assert rates == [0.001, 0.00026, 9.8e-05]
+    assert rates == [0.00028, 3.5e-05, 3e-05]
 
 
 @pytest.mark.parametrize("chosen", [{"train_blocks": 0}, {"lora_rank": 8}])
@@ -200,3 +203,54 @@ def test_the_data_is_looked_at(tmp_path: Path) -> None:
     assert found.images == len(splits.train) and found.side in (24, 42, 55)
     assert found.targets == "class" and found.has_validation
     assert not facts_of(replace(splits, validation=None)).has_validation
+
+
+def test_findings_replace_guesses() -> None:
+    found = Findings(flip=False, image_size=(160, 160), flip_reason="no mirroring: measured", size_reason="measured")
+    network = variant_config("ViT-B/16", num_classes=1000)
+    base = TrainConfig().override(data="photos", init="model")
+    chosen = plan_by_rule(
+        base, network, Preprocess(image_size=(224, 224)), facts(), device=CPU, memory=PLENTY, findings=found
+    )
+    assert chosen.config.augment.flip is False and chosen.config.images.image_size == (160, 160)
+    assert "no mirroring: measured" in chosen.reasons and "image size 160 x 160: measured" in chosen.reasons
+
+
+def candidates(variant: str = "ViT-B/16", **chosen: object) -> list[str]:
+    base = TrainConfig().override(data="photos", init="model")
+    network = variant_config(variant, num_classes=1000)
+    preprocess = Preprocess(image_size=network.image_size)
+    plan = plan_by_rule(base, network, preprocess, facts(), device=CPU, memory=PLENTY, explicit=chosen, seconds=60.0)
+    assert plan.search is not None and plan.search.seconds == 60
+    assert any(reason.startswith("at most 625 steps") for reason in plan.reasons) or "steps" in chosen
+    for one in plan.search.candidates:
+        plan.config.override(**one.settings)  # raises if settings contradict each other
+    return [one.name for one in plan.search.candidates]
+
+
+def test_rates_and_ways_of_training_are_tried() -> None:
+    assert candidates() == [
+        "learning rate 3.5e-05",
+        "learning rate 1e-05",
+        "learning rate 0.0001",
+        "the last 4 blocks, learning rate 7e-05",
+        "LoRA of rank 8, learning rate 0.0016",
+    ]
+    assert [name.split()[0] for name in candidates("BiT-R50x1")] == ["learning"] * 3 + ["the"], "ResNets have no LoRA"
+
+
+def test_what_the_user_chose_is_not_tried() -> None:
+    assert candidates(learning_rate=0.1) == candidates(train_blocks=0) == ["the chosen settings"]
+    assert len(candidates(lora_rank=4)) == len(candidates(layer_decay=0.5)) == 3
+
+
+def test_few_of_many_images_need_few_validation_images() -> None:
+    many = open_data("fractals:2:25000", validation_share=0.0).train
+
+    def sized(images: int) -> Subset:
+        return Subset(many, range(images))
+
+    cut = Splits(sized(500), sized(5000), None)
+    assert enough_validation(Splits(sized(50_000), None, None), cut, 0.1) == 0.02
+    assert enough_validation(Splits(sized(50_000), sized(5000), None), cut, 0.1) is None, "the data's own split"
+    assert enough_validation(Splits(sized(5000), None, None), Splits(sized(4500), sized(500), None), 0.1) is None

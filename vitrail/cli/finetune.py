@@ -37,11 +37,11 @@ from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay, Display
 from vitrail.training.record import read_record
 from vitrail.training.run import finished, resume
+from vitrail.transfer.choices import Plan
 from vitrail.transfer.finetune import FinetuneResult, Protocol, check_choices, evaluate_run, finetune, plan
 from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
 from vitrail.transfer.protocol import TableRow, is_trial
 from vitrail.transfer.report import AnyReport, summary_rows
-from vitrail.transfer.rules import Plan
 from vitrail.transfer.suite import read_suite
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
@@ -50,7 +50,7 @@ __all__ = ["main"]
 
 AGAIN = "to continue, give the first command again"
 
-OWN = ("model", "protocol", "learning_rates", "table_row", "suite", "strict")
+OWN = ("model", "protocol", "learning_rates", "table_row", "suite", "strict", "budget")
 """Options that are not settings of a run."""
 
 BY_SUITE = (
@@ -78,6 +78,9 @@ class Finetune:
     learning_rates: tuple[float, ...] | None = None
     """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
     the paper's protocol tries the rates of its table, and the rule chooses one rate."""
+    budget: str | None = None
+    """Time of the whole command: 90s, 3m, 1h, or quick or best (0.4 and 4 times the default). By default 4 minutes for
+    300 training images, 10 for 5,000."""
     resume: Path | None = None
     """Folder of a run to continue, or to extend with --epochs or --steps."""
     suite: str = ""
@@ -120,7 +123,7 @@ COMMAND = Command(
         "Data": ("data", "validation_share"),
         "Method": ("protocol", "train_blocks", "lora_rank", "task", "loss"),
         "Settings that are otherwise chosen": (
-            "image_size", "epochs", "batch_size", "learning_rate", "flip",
+            "budget", "image_size", "epochs", "flip",
         ),
         "Run": ("name", "resume", "device"),
     },
@@ -134,6 +137,8 @@ COMMAND = Command(
 def main(call: Call) -> int:
     display = ConsoleDisplay(Console(), COMMAND.note)
     given = call.options
+    if "budget" in given and "suite" in given:
+        raise ConfigError("--budget: every task of a --suite has its own length; leave --budget out")
     if "strict" in given and "suite" not in given:
         raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
     try:
@@ -149,6 +154,7 @@ def main(call: Call) -> int:
                 data,
                 initial,
                 rates=chosen.rates,
+                search=chosen.search,
                 display=display,
                 started=call.started,
                 on_trial=lambda trial: display.say(trial.text()),
@@ -229,15 +235,15 @@ def _suite(given: Mapping[str, Any], display: ConsoleDisplay) -> int:
 def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData, Bundle]:
     """Return the settings of the run, the opened data for which the settings were chosen, and the initial model."""
     model, protocol = given["model"], given.get("protocol", "rule")
-    rates, row = given.get("learning_rates"), given.get("table_row")
+    rates, row, budget = given.get("learning_rates"), given.get("table_row"), given.get("budget")
     explicit = _explicit(given)
-    check_choices(protocol, explicit, rates=rates, row=row)
+    check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
     base = TrainConfig().override(**{"init": model, "task": task_of(given, TrainConfig().task.name), **explicit})
     check_known_effects(given, base)
     check_request(base)
     initial = load(model, device="cpu")
     data = base.data.open_whole()
-    chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row)
+    chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)
     display.say("settings chosen for this data and machine:")
     for reason in chosen.reasons:
@@ -273,6 +279,8 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
             display.say(f"training {texts} (last training steps, with augmentation)")
         for line in _worst_classes(found):
             display.say(line)
+    if run.bundle.provenance["step"] == 0:
+        display.say("training did not improve on the linear model of frozen features, so that is the saved model")
     summary = run.summary
     display.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
     if result.page is not None:

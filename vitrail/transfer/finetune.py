@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +20,15 @@ from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.evaluation.predictions.regression import regression_report
 from vitrail.evaluation.predictions.report import report
 from vitrail.evaluation.truth import SingleLabels, truth_of
-from vitrail.machine import available_memory, pick_device
+from vitrail.machine import Precision, available_memory, pick_device, resolve_precision
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.monitoring.display import Display
 from vitrail.training.run import RunResult, train
+from vitrail.transfer.budget import seconds_of, usual_seconds
+from vitrail.transfer.choices import NO_SETTINGS, DataFacts, Explicit, Plan, Search, check_images, facts_of
+from vitrail.transfer.examination import examine
 from vitrail.transfer.hyperrule import plan_by_hyperrule
 from vitrail.transfer.protocol import (
     TableRow,
@@ -37,7 +41,8 @@ from vitrail.transfer.protocol import (
     with_all_images,
 )
 from vitrail.transfer.report import AnyReport, write_report
-from vitrail.transfer.rules import NO_SETTINGS, DataFacts, Explicit, Plan, facts_of, plan_by_rule
+from vitrail.transfer.rules import enough_validation, plan_by_rule
+from vitrail.transfer.search import read_tried, search_settings
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["FinetuneResult", "Protocol", "check_choices", "choose_best_rate", "evaluate_run", "finetune", "plan"]
@@ -73,6 +78,7 @@ def plan(
     *,
     rates: tuple[float, ...] | None = None,
     row: TableRow | None = None,
+    budget: str | None = None,
 ) -> Plan:
     """Return the settings for fine-tuning the bundle's network on this data, with the reasons for the settings.
 
@@ -81,29 +87,76 @@ def plan(
     (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. Raise `ConfigError` if the data has no
     training image, if the protocol is not for the network, or if settings contradict each other.
     """
-    check_choices(protocol, explicit, rates=rates, row=row)
+    check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
     usual = Regression.name if data.whole.target_kind == "numbers" else config.task.name
     config = config.override(**{"task": usual, **explicit})
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
     data = replace(data, mixed=())
     if protocol == "rule":
-        facts = facts_of(config.data.cut(data))
-        named = explicit if rates is None else {**explicit, "learning_rate": rates[0]}
-        chosen = plan_by_rule(config, network, preprocess, facts, device=device, memory=memory, explicit=named)
-        return chosen if rates is None else _with_rates(chosen, rates, facts, explicit)
+        return _plan_by_rule(bundle, data, config, explicit, rates=rates, budget=budget)
     facts = facts_of(with_all_images(config).data.cut(data))
     if protocol == "bit":
         return plan_by_hyperrule(config, network, preprocess, facts, memory=memory, explicit=explicit)
     return plan_by_paper(config, network, preprocess, facts, memory=memory, row=row, rates=rates, explicit=explicit)
 
 
+def _plan_by_rule(
+    bundle: Bundle,
+    data: OpenedData,
+    config: TrainConfig,
+    explicit: Explicit,
+    *,
+    rates: tuple[float, ...] | None,
+    budget: str | None,
+) -> Plan:
+    """Return the settings of our own rule, after an examination of the training images through the model."""
+    device = pick_device(config.run.device)
+    splits = config.data.cut(data)
+    if "validation_share" not in explicit:
+        share = enough_validation(data.whole, splits, config.data.validation_share)
+        if share is not None:
+            config = config.override(validation_share=share)
+            splits = config.data.cut(data)
+    facts = facts_of(splits)
+    check_images(config.data.spec, facts)
+    named = explicit if rates is None else {**explicit, "learning_rate": rates[0]}
+    precision: Precision = "float32" if resolve_precision(config.run.precision, device) == "float32" else "bf16"
+    findings = examine(
+        bundle, splits.train, facts, device=device, readers=config.run.readers, precision=precision, explicit=named
+    )
+    chosen = plan_by_rule(
+        config,
+        bundle.network.config,
+        bundle.preprocess,
+        facts,
+        device=device,
+        memory=available_memory(device),
+        explicit=named,
+        findings=findings,
+        seconds=seconds_of(budget, usual_seconds(facts.images)),
+    )
+    return chosen if rates is None else _with_rates(replace(chosen, search=None), rates, facts, explicit)
+
+
 def check_choices(
-    protocol: Protocol, explicit: Explicit, *, rates: tuple[float, ...] | None, row: TableRow | None
+    protocol: Protocol,
+    explicit: Explicit,
+    *,
+    rates: tuple[float, ...] | None,
+    row: TableRow | None,
+    budget: str | None = None,
 ) -> None:
     """Raise `ConfigError` if the choices of `plan` contradict each other. Neither the model nor the data is needed."""
     if row is not None and protocol != "paper":
         raise ConfigError(f"table_row={row!r} is a row of the paper's Table 4; choose protocol='paper' as well")
+    if budget is not None:
+        seconds_of(budget, 1.0)  # raises for a text that is not a time
+        if protocol != "rule" or rates is not None:
+            raise ConfigError(
+                f"budget={budget!r} limits the time of protocol='rule' without learning_rates; leave out budget, or "
+                "these options"
+            )
     if rates is None:
         return
     if not rates or not all(0 < rate < math.inf for rate in rates):
@@ -138,6 +191,7 @@ def finetune(
     initial: Bundle,
     *,
     rates: tuple[float, ...] = (),
+    search: Search | None = None,
     display: Display | None = None,
     started: float | None = None,
     on_trial: Callable[[Trial], None] = lambda trial: None,
@@ -146,11 +200,17 @@ def finetune(
 
     If there are several `rates`, a trial run for each learning rate is measured on held-out images first. The folder of
     the trials is beside the run's folder. The final run then trains on all training images with the best learning rate.
-    Raise the errors of `train` and `choose_rate`.
+    With a `search`, short trials choose settings on the validation split (`search_settings`). Raise the errors of
+    `train`, `choose_rate` and `search_settings`.
     """
+    started = time.perf_counter() if started is None else started
     folder = place_of(config)
-    if rates:
+    if rates or search:
         check_place(folder, config)
+    if search is not None:
+        say = (display or Display()).say
+        config, _ = search_settings(config, data, initial, search, folder, started=started, on_trial=say)
+        config = config.override(run=str(folder))
     config, trials = choose_best_rate(config, data, initial, rates, folder, display=display, on_trial=on_trial)
     run = train(config, data=data, initial=initial, display=display, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)
@@ -213,7 +273,15 @@ def evaluate_run(
     if split in names:
         measured = ("--data", config.data.spec, "--split", names[split], *_numbers(config))
         commands.append(("vitrail", "evaluate", str(model), *measured))
-    page = write_report(run.folder, run.bundle, source, split, found, next_commands=tuple(map(shlex.join, commands)))
+    page = write_report(
+        run.folder,
+        run.bundle,
+        source,
+        split,
+        found,
+        tried=read_tried(run.folder),
+        next_commands=tuple(map(shlex.join, commands)),
+    )
     return FinetuneResult(run, split, found, page, trials)
 
 

@@ -15,9 +15,9 @@ from vitrail.tasks import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.run import finished
+from vitrail.transfer.choices import Explicit, Plan
 from vitrail.transfer.finetune import Protocol, choose_best_rate, evaluate_run, plan
 from vitrail.transfer.protocol import TableRow, complete_run
-from vitrail.transfer.rules import Explicit, Plan
 from vitrail.transfer.suite import Suite, SuiteResult, SuiteTask, TaskResult, open_task, suite_as_plain
 from vitrail.weights.bundle import Bundle
 

@@ -13,7 +13,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.training.config import TrainConfig
 from vitrail.training.optimization.duration import Duration
 from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.transfer.rules import (
+from vitrail.transfer.choices import (
     FEW,
     MANY,
     NO_SETTINGS,

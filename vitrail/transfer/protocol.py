@@ -22,7 +22,7 @@ from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.record import read_record
 from vitrail.training.run import RunResult, resume, train
-from vitrail.transfer.rules import (
+from vitrail.transfer.choices import (
     FEW,
     MANY,
     NO_SETTINGS,

@@ -27,6 +27,7 @@ from vitrail.training.record import read_record
 from vitrail.transfer import charts, number_sections, sections
 from vitrail.transfer.charts import MarkedPoint, Point, Series
 from vitrail.transfer.number_sections import errors_section, number_rows, residuals_section, scatter_section
+from vitrail.transfer.search import Tried
 from vitrail.transfer.sections import (
     calibration_section,
     class_rows,
@@ -68,12 +69,14 @@ def write_report(
     split: str,
     report: AnyReport,
     *,
+    tried: Sequence[Tried] = (),
     next_commands: Sequence[str] = (),
 ) -> Path:
     """Write `report.html` into a run's folder, replace an earlier report, and return the path.
 
     `bundle` is the run's model. `report` holds its metrics on `source`, the split with the name `split`. The pictures
-    of the largest errors are read from `source`. `next_commands` are shown at the end of the page. Sections without
+    of the largest errors are read from `source`. `tried` are the trials that chose
+    the settings. `next_commands` are shown at the end of the page. Sections without
     data are omitted, for example the training curves of a run without evaluations.
 
     Raise `RunError` if `folder` is not the folder of a run, and `SaveError` if the file cannot be written.
@@ -88,6 +91,7 @@ def write_report(
         *_headline(config, split, report, source),
         *_overview(summary, next(iter(figures), "")),
         *_curves(figures[1:]),
+        *_trials(tried, bundle, metric),
         *_settings(config, record, events, bundle),
         *_results(report, source),
         *_skipped(report, split, events),
@@ -191,6 +195,18 @@ def _settings(
     yield "</div>"
     yield from (f'<p class="dim">{escape(note)}.</p>' for note in data["notes"])
     yield '<p class="dim">The file run.json beside this page has all settings.</p>'
+
+
+def _trials(tried: Sequence[Tried], bundle: Bundle, metric: TaskMetric) -> Iterator[str]:
+    """Yield a table of the trials, with the finished model as the last row."""
+    final = bundle.metrics.get(f"validation_{metric.name}")
+    if not tried or final is None:
+        return
+    rows = [(one.name, f"{one.steps:,}", "diverged" if one.value is None else metric.text(one.value)) for one in tried]
+    rows.append(("the saved model", f"{bundle.provenance.get('step', 0):,}", metric.text(final)))
+    yield "<h2>Trials</h2>"
+    yield table(("settings", "steps", "on the validation split"), rows)
+    yield '<p class="dim">Trials have fewer steps than the final run. These images also chose the settings.</p>'
 
 
 def _model(config: TrainConfig) -> str:

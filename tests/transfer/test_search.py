@@ -1,0 +1,133 @@
+"""Tests of the trials before a run: what they try, what they keep, and the time that they leave."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.transfer.choices import Candidate, Plan, Search
+from vitrail.transfer.finetune import FinetuneResult, finetune, plan
+from vitrail.transfer.search import LINEAR, Tried, read_tried, search_settings, trials_folder
+from vitrail.weights.bundle import Bundle
+
+LOW, HIGH, WILD = (
+    Candidate(name, {"learning_rate": rate}) for name, rate in (("low", 1e-5), ("high", 3e-3), ("wild", 1e6))
+)
+
+
+@pytest.fixture
+def model(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tiny_bundle.save(tmp_path / "model")
+
+
+def planned(bundle: Bundle, model: Path, data: Path, budget: str | None = None, **explicit: Any) -> Plan:
+    explicit = {"precision": "float32", **explicit}
+    base = TrainConfig().override(data=str(data), init=str(model), device="cpu", **explicit)
+    return plan(bundle, base.data.open_whole(), base, explicit=explicit, budget=budget)
+
+
+def searched(
+    config: TrainConfig, bundle: Bundle, search: Search, heard: list[str] | None = None
+) -> tuple[TrainConfig, tuple[Tried, ...]]:
+    return search_settings(
+        config,
+        config.data.open_whole(),
+        bundle,
+        search,
+        Path("runs/one"),
+        started=time.perf_counter(),
+        on_trial=[].append if heard is None else heard.append,
+    )
+
+
+def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config
+    heard: list[str] = []
+    candidates = (LOW, HIGH, WILD, Candidate("last block", {"train_blocks": 1, "layer_decay": 1.0}))
+    search = Search(candidates, 1e6, max_steps=96, is_limited=True, may_thin_evaluations=True)
+    final, tried = searched(config, tiny_bundle, search, heard)
+    names, first = [(one.name, one.steps) for one in tried], tried[1].steps
+    assert names[:5] == [(LINEAR, 0), *((one.name, first) for one in candidates)] and 10 <= first <= 12
+    assert [steps for _, steps in names[5:]] == [2 * first, 2 * first]
+    assert "wild" not in {name for name, steps in names if steps == 2 * first}
+    assert final.run.steps == 96 and final.run.evaluations == config.run.evaluations
+    assert max(one.value or 0 for one in tried[5:]) == next(
+        one.value for one in tried[5:] if heard[-1] == f"chosen: {one.name}, 96 steps"
+    )
+    assert any(text.startswith(f"{LINEAR}: validation accuracy") for text in heard)
+    for folder in trials_folder(Path("runs/one")).iterdir():
+        assert not (folder / "model").exists() and not (folder / "checkpoints").exists()
+    journals = trials_folder(Path("runs/one")).glob("*/journal.jsonl")
+    splits = {event["split"] for path in journals for event in read_journal(path) if event["event"] == "evaluation"}
+    assert splits == {"validation"}, "the test split has no say"
+
+    assert read_tried(Path("runs/one")) == tried
+    begin = time.perf_counter()
+    assert searched(config, tiny_bundle, search) == (final, tried), "finished trials are not repeated"
+    times = [path.stat().st_mtime for path in trials_folder(Path("runs/one")).glob("*/run.json")]
+    assert max(times) < time.time() - (time.perf_counter() - begin)
+
+
+def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    chosen = planned(tiny_bundle, model, colours, budget="1s")
+    assert chosen.search is not None and chosen.search.seconds == 1 and chosen.search.max_steps == 135
+    final, tried = search_settings(
+        chosen.config,
+        chosen.config.data.open_whole(),
+        tiny_bundle,
+        chosen.search,
+        Path("runs/one"),
+        started=time.perf_counter() - 10,
+    )
+    assert final.run.steps == 50 and [one.steps for one in tried] == [0]
+    assert final.optimizer == chosen.config.optimizer
+
+
+def test_steps_and_rates_of_the_user_are_kept(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    chosen = planned(tiny_bundle, model, colours, steps=3).search
+    assert chosen is not None and not chosen.is_limited and chosen.max_steps == 3 and len(chosen.candidates) > 3
+    chosen = planned(tiny_bundle, model, colours, learning_rate=0.1).search
+    assert chosen is not None and chosen.is_limited and len(chosen.candidates) == 1
+    chosen = planned(tiny_bundle, model, colours, lora_rank=4).search
+    assert chosen is not None and all(one.settings.keys() == {"learning_rate"} for one in chosen.candidates)
+
+
+def ends(config: TrainConfig, bundle: Bundle) -> FinetuneResult:
+    return finetune(config, config.data.open_whole(), bundle)
+
+
+def test_a_rule_that_fails_still_ends_at_the_linear_model(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    """The floor: a learning rate that destroys the network saves the linear model of frozen features."""
+    settings = {
+        "learning_rate": 5.0,
+        "clip": 0.0,
+        "warmup": 0.0,
+        "steps": 8,
+        "validation_share": 0.3,
+        "run": "runs/bad",
+    }
+    config = planned(tiny_bundle, model, colours, **settings).config
+    found = ends(config, tiny_bundle)
+    events = read_journal(Path("runs/bad/journal.jsonl"))
+    values = [event["accuracy"] for event in events if event["event"] == "evaluation" and not event.get("kept")]
+    assert values[0] > max(values[1:]), "training made the model worse"
+    assert found.run.bundle.provenance["step"] == 0 and found.run.metrics["validation_accuracy"] == values[0]
+    before, after = tiny_bundle.network.blocks[0].mlp.up.weight, found.run.bundle.network.blocks[0].mlp.up.weight
+    assert (before == after).all()
+    assert json.loads(Path("runs/bad/run.json").read_text())["config"]["start"]["linear_head"] is True
+
+
+def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    config = planned(tiny_bundle, model, colours, run="runs/one", validation_share=0.3).config.override(steps=10)
+    search = Search((LOW, HIGH), 1e6, max_steps=24, is_limited=True, may_thin_evaluations=True)
+    found = finetune(config, config.data.open_whole(), tiny_bundle, search=search)
+    assert found.page is not None
+    page = found.page.read_text(encoding="utf-8")
+    assert "<h2>Trials</h2>" in page and LINEAR in page and "the saved model" in page

@@ -1,0 +1,246 @@
+"""Short trials of several settings within a time budget, measured on the validation split (successive halving)."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vitrail.data.sources import OpenedData
+from vitrail.errors import NonFiniteLoss
+from vitrail.files import saving, write_json
+from vitrail.machine import Precision, pick_device, resolve_precision
+from vitrail.models.predictor import Predictor
+from vitrail.tasks.task import TaskMetric
+from vitrail.training.config import TrainConfig
+from vitrail.training.linear_head import linear_score
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.transfer.choices import Candidate, Search
+from vitrail.transfer.examination import on_device
+from vitrail.transfer.protocol import complete_run
+from vitrail.transfer.rules import MIN_STEPS
+from vitrail.weights.adapt import adapted
+from vitrail.weights.bundle import Bundle
+
+__all__ = ["Tried", "forward_seconds", "read_tried", "search_settings", "trials_folder"]
+
+TRIALS_SUFFIX = "-trials"
+"""Suffix of the folder with the trials of a run, beside the run's folder."""
+
+RESULTS = "trials.json"
+
+LINEAR = "a linear model of frozen features"
+
+TRIAL_SHARE = 0.35
+"""Fraction of the time for training that the trials may use."""
+
+MIN_TRIAL_STEPS = 10
+"""Minimum number of steps of a trial. With less time, nothing is tried."""
+
+FINAL_SHARE = 0.85
+"""Fraction of the remaining time that the steps of the final run may use. The rest is for evaluation and saving."""
+
+STEP_PER_FORWARD = 3.5
+"""Time of a training step as a multiple of the forward pass on the same images."""
+
+EVALUATION_SHARE = 0.2
+"""Fraction of the training time that evaluations on the validation split may use."""
+
+
+class Tried(NamedTuple):
+    """A finished trial."""
+
+    name: str
+    steps: int
+    value: float | None
+    """Metric on the validation split. None if the training diverged."""
+
+
+def forward_seconds(bundle: Bundle, precision: Precision, batch: int = 16) -> float:
+    """Return the time of a model's forward pass on its device, in seconds per image."""
+    config = bundle.network.config
+    predictor = Predictor(bundle.network, precision)
+    images = torch.zeros(batch, config.channels, *config.image_size, device=predictor.device)
+    best = math.inf
+    for _ in range(3):
+        begin = time.perf_counter()
+        predictor.embed(images).sum().item()  # waits for the device
+        best = min(best, time.perf_counter() - begin)
+    return best / batch
+
+
+def search_settings(
+    config: TrainConfig,
+    data: OpenedData,
+    initial: Bundle,
+    search: Search,
+    folder: Path,
+    *,
+    started: float,
+    on_trial: Callable[[str], None] = lambda text: None,
+) -> tuple[TrainConfig, tuple[Tried, ...]]:
+    """Return the config of the final run in `folder`, with the best candidate's settings, and the trials.
+
+    All candidates train for a few steps, each with a complete learning-rate schedule. The better half trains for twice
+    as many steps, and so on until one is left. The validation split decides, and the test split is not used. The
+    final run's steps are those that fit into the time that is left of `search.seconds`, counted from `started`
+    (`time.perf_counter()`).
+
+    Finished trials are reused if the same command is given again. Raise the errors of `train`.
+    """
+    device = pick_device(config.run.device)
+    config = config.override(precision=resolve_precision(config.run.precision, device))
+    trials = _Trials(config, data, initial, trials_folder(folder), on_trial)
+    trials.measure_start()
+    forward = forward_seconds(
+        on_device(adapted(initial, image_size=config.images.image_size), device),
+        "float32" if config.run.precision == "float32" else "bf16",
+    )
+    step_seconds = STEP_PER_FORWARD * forward * config.run.batch_size
+    evaluation = forward * trials.held_out
+
+    def left() -> float:
+        return max(0.0, search.seconds - (time.perf_counter() - started))
+
+    affordable = min(left() * TRIAL_SHARE / step_seconds, float(search.max_steps))
+    steps = trials.recorded_steps or _trial_steps(search, affordable, evaluation / step_seconds)
+    best = search.candidates[0]
+    if trials.held_out and steps >= MIN_TRIAL_STEPS and len(search.candidates) > 1:
+        on_trial(f"trying {len(search.candidates)} settings for {steps:,} steps each, the better half twice as long")
+        best, measured = trials.halve(search.candidates, steps)
+        step_seconds = measured or step_seconds
+    final = search.max_steps
+    if search.is_limited:
+        final = min(final, max(MIN_STEPS // 2, int(FINAL_SHARE * left() / step_seconds)))
+    settings: dict[str, Any] = {"steps": final, **best.settings}
+    if trials.held_out and search.may_thin_evaluations:
+        most = int(EVALUATION_SHARE * final * step_seconds / evaluation)
+        settings["evaluations"] = max(2, min(config.run.evaluations, most))
+    if len(search.candidates) > 1:
+        on_trial(f"chosen: {best.name}, {final:,} steps")
+    elif final < search.max_steps:
+        on_trial(f"{final:,} of {search.max_steps:,} steps, which fit into the time that is left")
+    return config.override(**settings), tuple(trials.tried)
+
+
+def trials_folder(folder: Path) -> Path:
+    """Return the folder with the trials of the run in `folder`."""
+    return folder.with_name(f"{folder.name}{TRIALS_SUFFIX}")
+
+
+def read_tried(folder: Path) -> tuple[Tried, ...]:
+    """Return the finished trials of the run in `folder`, in the order in which they ran."""
+    recorded = _read(trials_folder(folder))
+    return () if recorded is None else tuple(Tried(*row) for row in recorded["tried"])
+
+
+def _read(place: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((place / RESULTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _last_value(place: Path, name: str) -> float:
+    """Return the last value of a metric in the journal of a run, or infinity without any."""
+    values = [event[name] for event in read_journal(place / "journal.jsonl") if name in event]
+    return values[-1] if values else math.inf
+
+
+def _trial_steps(search: Search, affordable: float, evaluation: float) -> int:
+    """Return the number of steps of the shortest trials.
+
+    `affordable` is the number of steps that all trials together may take, and `evaluation` the cost of an evaluation in
+    steps.
+    """
+    count, weight, runs = len(search.candidates), 0, 0
+    factor = 1
+    while count > 1:
+        weight += count * factor
+        runs += count
+        count, factor = count // 2, factor * 2
+    if not weight:
+        return 0
+    return int((affordable - runs * evaluation) / weight)
+
+
+class _Trials:
+    """The trials of one search."""
+
+    def __init__(
+        self, config: TrainConfig, data: OpenedData, initial: Bundle, place: Path, on_trial: Callable[[str], None]
+    ) -> None:
+        self.config = config
+        self.data = data
+        self.initial = initial
+        self.place = place
+        self.on_trial = on_trial
+        self.splits = config.data.cut(data)
+        self.held_out = 0 if self.splits.validation is None else len(self.splits.validation)
+        metric = config.task.selection(self.splits)
+        if not metric.describes_model:  # a run returns only the metrics of its model
+            metric = replace(config.task, select=None).selection(self.splits)
+        self.metric: TaskMetric = metric
+        self.tried: list[Tried] = []
+        self.speeds: dict[str, float] = {}
+        recorded = _read(place)
+        self.recorded_steps: int = 0 if recorded is None else recorded["steps"]
+
+    def measure_start(self) -> None:
+        """Measure the linear model of frozen features that is the start of every trial."""
+        if self.config.start.linear_head:
+            value = linear_score(self.config, self.initial, self.splits)
+            if value is not None:
+                self._add(Tried(LINEAR, 0, value))
+
+    def halve(self, candidates: Sequence[Candidate], steps: int) -> tuple[Candidate, float | None]:
+        """Return the best candidate, and its seconds per step if they are known. The first trials have `steps`
+        steps."""
+        self.recorded_steps = steps
+        left = list(candidates)
+        while len(left) > 1:
+            values = {one.name: self._run(one, steps) for one in left}
+            left = sorted(left, key=lambda one: values[one.name], reverse=True)[: max(1, len(left) // 2)]
+            steps *= 2
+        return left[0], self.speeds.get(left[0].name)
+
+    def _run(self, candidate: Candidate, steps: int) -> tuple[float, float]:
+        """Train with a candidate's settings. Return the metric and the loss on the validation split, with the signs
+        that make larger values better. The loss decides between equal metrics."""
+        place = self.place / f"{candidate.name.replace(' ', '-')}-{steps}"
+        usual = {"evaluations": 0, "checkpoints": 1, "keep": "last", "overwrite": False}
+        config = self.config.override(steps=steps, run=str(place), **usual, **candidate.settings)
+        try:
+            metrics, run = complete_run(config, self.data, self.initial, measure_test=False, replaces=True)
+        except NonFiniteLoss:
+            metrics, run = {}, None
+        value = metrics.get(f"validation_{self.metric.name}")
+        loss = _last_value(place, self.config.task.loss_metric)
+        if run is not None:
+            self.speeds[candidate.name] = run.summary["training_seconds"] / max(steps, 1)
+        for unneeded in ("checkpoints", "model"):
+            shutil.rmtree(place / unneeded, ignore_errors=True)
+        self._add(Tried(candidate.name, steps, value))
+        sign = 1 if self.metric.higher_is_better else -1
+        return (-math.inf, -math.inf) if value is None else (sign * value, -loss)
+
+    def _add(self, trial: Tried) -> None:
+        """Record a trial, and tell the user."""
+        self.tried.append(trial)
+        shown = "diverged" if trial.value is None else f"validation {self.metric.text(trial.value)}"
+        self.on_trial(f"{trial.name}{f', {trial.steps:,} steps' if trial.steps else ''}: {shown}")
+        if trial.steps:
+            with saving("the trials", self.place):
+                self.place.mkdir(parents=True, exist_ok=True)
+                write_json(
+                    self.place / RESULTS,
+                    {"steps": self.recorded_steps, "metric": self.metric.name, "tried": self.tried},
+                )
