@@ -201,6 +201,21 @@ def test_a_stopped_evaluation_names_the_command_that_continues_it(
     assert evaluate(model, colours, "--by", "knn", "--json")[0] == 0
 
 
+@pytest.mark.parametrize("words", [(), ("--by", "knn")])
+def test_missing_labels_are_named(evaluate: Evaluate, tmp_path: Path, colours: Path, words: tuple[str, ...]) -> None:
+    model = make_model(tmp_path / "model", ("red", "green"))
+    flat = tmp_path / "photos"
+    flat.mkdir()
+    images = sorted(colours.rglob("*.png"))[:4]
+    for number, image in enumerate(images):
+        (flat / f"{number}.png").write_bytes(image.read_bytes())
+    code, _, errors = evaluate(model, flat, *words)
+    assert code == 2 and "its images have no labels; put the images of each class into a folder" in errors
+    (flat / "list.csv").write_text("path\n0.png\n1.png\n")
+    code, _, errors = evaluate(model, flat / "list.csv", *words)
+    assert code == 2 and "list.csv has no column of labels" in errors
+
+
 def test_another_image_size_gives_other_features(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
     model = make_model(tmp_path / "headless", ())
     evaluate(model, colours, "--by", "knn")
