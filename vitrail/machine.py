@@ -19,6 +19,7 @@ __all__ = [
     "TrainingPrecision",
     "autocast",
     "available_memory",
+    "check_memory",
     "cpu_name",
     "describe",
     "has_bf16_matrix_units",
@@ -155,6 +156,28 @@ def available_memory(device: torch.device) -> int:
     except (OSError, StopIteration):
         raise ConfigError("the free memory is unknown: this system has no /proc/meminfo; set --memory-limit") from None
     return free if torch.cuda.is_available() else min(free, total_memory())
+
+
+def check_memory(needed: int, device: torch.device, work: str, advice: str) -> str:
+    """Return a sentence about the memory that some work needs and the memory that is free.
+
+    Raises `ConfigError` with `advice` if work on the CPU needs more than is free, because the system would kill the
+    process. On other devices the number is an estimate from the formulas for CPUs, and nothing is refused.
+    """
+    try:
+        free = available_memory(device)
+    except ConfigError:
+        return f"memory: about {_gigabytes(needed)}"
+    if device.type == "cpu" and needed > free:
+        raise ConfigError(
+            f"{work} needs about {_gigabytes(needed)} of memory, and {_gigabytes(free)} are free on this machine; "
+            f"{advice}"
+        )
+    return f"memory: about {_gigabytes(needed)}, and {_gigabytes(free)} are free"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.0f} MB"
 
 
 def cpu_name() -> str:

@@ -241,3 +241,12 @@ def test_images_without_classes_are_embedded(
     assert load_features(tmp_path / "listed" / "train").keys == ("03.png", "01.png")
     lines = (tmp_path / "out" / "train" / "keys.jsonl").read_text().splitlines()
     assert all(json.loads(line)["label"] is None for line in lines)
+
+
+def test_what_is_beyond_the_memory_is_refused_before_anything_is_computed(embed: Embed, tmp_path: Path) -> None:
+    code, _, error = embed("--batch-size", "100000000")
+    assert code == 2
+    assert "embedding images of 14 x 21 pixels in batches of 100000000 needs about " in error
+    assert "are free on this machine; try a smaller --image-size or --batch-size" in error
+    assert not (tmp_path / "out").exists()
+    assert "memory: about " in embed("--batch-size", "8")[1]

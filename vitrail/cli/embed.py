@@ -13,6 +13,7 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.bars import images_bar
 from vitrail.data.colour import colour_note, images_of
+from vitrail.data.pipeline import Readers, queue_bytes
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.data.sources.files import FileSource
@@ -20,7 +21,9 @@ from vitrail.errors import ConfigError, DataError, Interrupted
 from vitrail.evaluation.features.extract import FeatureSet, default_cache, extract
 from vitrail.evaluation.features.files import check_features_folder, parquet_library, save_features, save_parquet
 from vitrail.files import check_new_file
-from vitrail.machine import Precision, keep_freed_memory
+from vitrail.machine import Precision, check_memory, keep_freed_memory
+from vitrail.models.cost.batch import prediction_batch
+from vitrail.models.cost.footprint import prediction_bytes
 from vitrail.plain import to_plain
 from vitrail.training.monitoring.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -101,6 +104,7 @@ def main(call: Call) -> int:
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     for note in (*bundle.notes, *notes, *filter(None, [colour])):
         console.print(COMMAND.note(note), style="yellow", markup=False)
+    console.print(_memory(bundle, options), markup=False)
     summary: dict[str, dict[str, int | str]] = {}
     for split, source in sources.items():
         try:
@@ -166,6 +170,18 @@ def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console
             on_progress=lambda done: bar.update(task, completed=done),
             on_note=lambda note: console.print(f"{split}: {COMMAND.note(note)}", style="yellow", markup=False),
         )
+
+
+def _memory(bundle: Bundle, options: Embed) -> str:
+    """Return a sentence about the memory that the command needs, besides the model itself. Raises `ConfigError` if it
+    is more than is free."""
+    network, preprocess = bundle.network, bundle.preprocess
+    size = preprocess.image_size
+    batch = options.batch_size or prediction_batch(network, size, bundle.device, options.precision)
+    weights = prediction_bytes(network.config, 0, size)
+    needed = prediction_bytes(network.config, batch, size) - weights + queue_bytes(preprocess, batch, Readers())
+    work = f"embedding images of {size[0]} x {size[1]} pixels in batches of {batch}"
+    return check_memory(needed, bundle.device, work, "try a smaller --image-size or --batch-size")
 
 
 def _about(bundle: Bundle, split: str, source: Source, options: Embed, precision: str) -> dict[str, Any]:

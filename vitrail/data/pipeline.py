@@ -36,6 +36,7 @@ __all__ = [
     "TrainingBatches",
     "default_threads",
     "evaluation_batches",
+    "queue_bytes",
     "skips_allowed",
 ]
 
@@ -235,6 +236,13 @@ def skips_allowed(images: int, share: float) -> int:
     return max(math.floor(share * images), min(3, images // 10)) if share else 0
 
 
+def queue_bytes(preprocess: Preprocess, batch_size: int, readers: Readers) -> int:
+    """Return the bytes of the batches that are read ahead: those in the buffer, one that is stacked from its images,
+    and the one in use."""
+    ahead = _buffer_size(readers) * max(readers.processes, 1) + 2
+    return ahead * batch_size * preprocess.channels * math.prod(preprocess.image_size)
+
+
 def default_threads() -> int:
     """Return the number of threads that read and decode: one per core, at most 16."""
     return min(16, os.cpu_count() or 1)
@@ -351,11 +359,16 @@ def _read(batches: grain.MapDataset, readers: Readers) -> Any:
     memory.
     """
     threads = default_threads() if readers.threads is None else readers.threads
-    options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 2 if threads else 0)
+    options = _grain().ReadOptions(num_threads=threads, prefetch_buffer_size=_buffer_size(readers))
     dataset = batches.to_iter_dataset(options)
     if readers.processes:
         dataset = dataset.mp_prefetch(_grain().MultiprocessingOptions(num_workers=readers.processes))
     return iter(dataset)
+
+
+def _buffer_size(readers: Readers) -> int:
+    threads = default_threads() if readers.threads is None else readers.threads
+    return threads + 2 if threads else 0
 
 
 @functools.cache

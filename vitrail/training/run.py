@@ -27,6 +27,7 @@ from vitrail.tasks.own_model import load_weights, without_adapters, write_weight
 from vitrail.training.config import TrainConfig
 from vitrail.training.extension import Length, check_extension, record_extension
 from vitrail.training.folder import new_folder
+from vitrail.training.forecast import check_run_memory, evaluation_batch
 from vitrail.training.lock import locked
 from vitrail.training.loop import fit
 from vitrail.training.monitoring.display import Display
@@ -120,6 +121,7 @@ def train(
     model = initial or open_initial(config.start)
     setup = prepare(config, model=model, objects=OwnObjects(data, network), measure_test=measure_test)
     check_probes((*setup.probes, *probes), setup.splits)
+    memory = check_run_memory(setup.config, setup.network, setup.device)
     torch.manual_seed(config.run.seed)
     trained, setup, notes = make_network(setup, model)
     del model, initial  # the new network has copies of their weights
@@ -131,7 +133,7 @@ def train(
         except SaveError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return _Run(setup, folder, display or Display(), started).go(trained, notes, probes)
+        return _Run(setup, folder, display or Display(), started, memory).go(trained, notes, probes)
 
 
 def resume(
@@ -176,7 +178,7 @@ def resume(
         recover_folder(folder / "model")
         torch.manual_seed(record.config.run.seed)
         trained, setup, notes = make_network(setup, model)
-        run = _Run(setup, folder, display or Display(), started)
+        run = _Run(setup, folder, display or Display(), started, _memory_of_resumed(setup))
         before = record.config.run.total_steps(record.images)
         return run.go(trained, notes, probes, resuming=True, extends=None if length is None else before)
 
@@ -221,6 +223,14 @@ def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool
         )
 
 
+def _memory_of_resumed(setup: Setup) -> str:
+    """Return a sentence about the memory that a resumed run needs. Its settings are fixed, so it is not refused."""
+    try:
+        return check_run_memory(setup.config, setup.network, setup.device)
+    except ConfigError as error:
+        return f"the run may end for lack of memory: {str(error).partition(';')[0]}"
+
+
 def _arguments(names: Sequence[str]) -> str:
     return " and ".join(f"{name}=..." for name in names)
 
@@ -228,13 +238,15 @@ def _arguments(names: Sequence[str]) -> str:
 class _Run:
     """One run, from a network or the newest checkpoint to the finished model."""
 
-    def __init__(self, setup: Setup, folder: Path, display: Display, started: float) -> None:
+    def __init__(self, setup: Setup, folder: Path, display: Display, started: float, memory: str) -> None:
         self.setup = setup
         self.folder = folder
         self.journal = Journal(folder / "journal.jsonl")
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.display = display
         self.started = started
+        self.memory = memory
+        """A sentence about the memory that the run needs."""
 
     def go(
         self,
@@ -292,6 +304,7 @@ class _Run:
             self.journal,
             self.display,
             readers=config.run.readers,
+            batch_size=evaluation_batch(config, setup.network),
             best_in=self.folder / "model" if config.run.keep == "best" else None,
             probes=(*setup.probes, *probes),
         )
@@ -304,6 +317,7 @@ class _Run:
             self.display.note(f"{note}; to learn from colours, choose channels=3")
         for line in quick_check(setup.splits):
             self.display.say(line)
+        self.display.say(self.memory)
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
 
     def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
@@ -332,7 +346,8 @@ class _Run:
         def skip(item: Skipped) -> None:
             self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
-        outputs = Outputs(bundle, readers=self.setup.config.run.readers, on_skip=skip)
+        batch_size = evaluation_batch(self.setup.config, self.setup.network)
+        outputs = Outputs(bundle, batch_size=batch_size, readers=self.setup.config.run.readers, on_skip=skip)
         evaluator = task.evaluator(state.objective)
         for split, source in (("validation", splits.validation), ("test", splits.test)):
             if source is not None:

@@ -75,6 +75,8 @@ class Setup:
     """The model that the weights come from, or None."""
     probes: tuple[Probe, ...]
     objects: OwnObjects
+    network: AnyConfig | None
+    """The config of the run's network with a head for two classes, or None for a network of the user's own."""
 
 
 def prepare(
@@ -93,6 +95,7 @@ def prepare(
     device = pick_device(config.run.device)
     config = config.override(precision=resolve_precision(config.run.precision, device))
     compiled: Compiled = "off"
+    network_config: AnyConfig | None = None
     if objects.network is not None:
         check_settings(config)
         config = replace(config, model=ModelConfig())
@@ -129,6 +132,7 @@ def prepare(
         origin=origin,
         probes=_probes(config, steps),
         objects=objects,
+        network=network_config,
     )
 
 

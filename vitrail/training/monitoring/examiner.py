@@ -62,6 +62,7 @@ class Examiner:
         display: Display,
         *,
         readers: Readers,
+        batch_size: int = 256,
         best_in: Path | None,
         probes: Sequence[Probe] = (),
     ) -> None:
@@ -77,6 +78,7 @@ class Examiner:
         self.evaluator = task.evaluator(state.objective)
         self.selection = task.selection(splits)
         self.readers = readers
+        self.batch_size = batch_size
         self.best_in = best_in
         self.probes = tuple(probes)
 
@@ -117,7 +119,7 @@ class Examiner:
         """Measure the model with these probes, and write their metrics into the journal."""
         device = self.model().device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            outputs = Outputs(self.current(), readers=self.readers)
+            outputs = Outputs(self.current(), batch_size=self.batch_size, readers=self.readers)
             for probe in due:
                 assert self.splits.validation is not None, "`check_probes` requires a validation split"
                 metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
@@ -133,7 +135,8 @@ class Examiner:
             return replace(bundle, network=copy.deepcopy(bundle.network).eval())
 
     def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
-        result = self.evaluator(Outputs(model, readers=self.readers), self.splits.train, source)
+        outputs = Outputs(model, batch_size=self.batch_size, readers=self.readers)
+        result = self.evaluator(outputs, self.splits.train, source)
         check_finite(result, self.task.loss_metric, self.state.step)
         return result
 

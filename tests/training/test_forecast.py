@@ -1,0 +1,103 @@
+"""Tests of the forecast of a run's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitrail.data.pipeline import Readers, queue_bytes
+from vitrail.errors import ConfigError
+from vitrail.models.config import ModelConfig
+from vitrail.models.cost.footprint import prediction_bytes, training_bytes
+from vitrail.training import forecast
+from vitrail.training.config import TrainConfig
+from vitrail.training.forecast import check_run_memory, evaluation_batch, run_bytes
+from vitrail.training.monitoring.display import Display
+from vitrail.training.run import train
+from vitrail.training.setup import Setup, prepare
+
+Small = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def setup(small: Small, tmp_path: Path) -> Callable[..., Setup]:
+    """Prepare a run of the small configs."""
+    return lambda **fields: prepare(small(tmp_path / "run", **fields))
+
+
+def test_the_need_is_the_sum_of_its_parts(setup: Callable[..., Setup]) -> None:
+    made = setup(batch_size=60, accumulation=4, threads=3)
+    network, images = made.network, made.config.images
+    assert network is not None
+    queue = queue_bytes(images, 60, Readers(3))
+    assert queue == (3 + 2 + 2) * 60 * 28 * 28
+    evaluation = prediction_bytes(network, 256, (28, 28)) + queue_bytes(images, 256, Readers(3))
+    step = training_bytes(network, 15, (28, 28), "float32")
+    assert run_bytes(made.config, network) == queue + max(step, 12 * network.parameters() + evaluation)
+    assert queue_bytes(images, 60, Readers(0)) == 2 * 60 * 28 * 28
+    assert run_bytes(made.config, None) == queue
+
+
+def test_larger_images_and_batches_need_more_and_frozen_weights_less(setup: Callable[..., Setup]) -> None:
+    made = setup(batch_size=200)
+    network = made.network
+    assert network is not None
+
+    def needed(config: TrainConfig, **start: Any) -> int:
+        from_model = replace(config, model=ModelConfig(), start=replace(config.start, init="model", **start))
+        return forecast._step_bytes(from_model, network)
+
+    assert needed(made.config.override(accumulation=2)) < needed(made.config)
+    assert needed(made.config) < needed(made.config.override(batch_size=201))
+    assert needed(made.config) < needed(made.config.override(average=0.9))
+    frozen = [needed(made.config, train_blocks=count) for count in (0, 1, 2)]
+    assert frozen[0] < frozen[1] < frozen[2] == needed(made.config)
+    assert needed(made.config, lora_rank=2) < needed(made.config)
+
+
+def test_batches_of_evaluations_shrink_with_the_memory(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = setup()
+    assert evaluation_batch(made.config, made.network) == evaluation_batch(made.config, None) == 256
+    monkeypatch.setattr(forecast, "total_memory", lambda: 8 * 1_000_000)
+    smaller = evaluation_batch(made.config, made.network)
+    assert smaller in (2, 4, 8, 16, 32)
+    monkeypatch.setattr(forecast, "total_memory", lambda: 8)
+    assert evaluation_batch(made.config, made.network) == 1
+
+
+def test_a_run_beyond_the_machine_is_refused_before_it_writes_anything(small: Small, tmp_path: Path) -> None:
+    config = small(tmp_path / "run", image_size=(28_000, 28_000), batch_size=64, precision="float32")
+    with pytest.raises(ConfigError) as caught:
+        train(config)
+    message = str(caught.value)
+    assert message.startswith("training with 28000 x 28000 pixels and batches of 64 images needs about ")
+    assert " are free on this machine; try a smaller --image-size, a smaller --batch-size" in message
+    assert "and --accumulation above 1" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_lines_of_a_run_state_the_memory(small: Small, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Says(Display):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    train(small(tmp_path / "run", steps=2), display=Says())
+    (line,) = (text for text in said[:6] if text.startswith("memory: about "))
+    assert line.endswith(" are free")
+
+
+def test_other_devices_are_never_refused(setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = setup()
+    monkeypatch.setattr("vitrail.machine.available_memory", lambda device: 10)
+    assert check_run_memory(made.config, made.network, torch.device("cuda")).endswith("0 MB are free")
+    with pytest.raises(ConfigError, match="0 MB are free on this machine"):
+        check_run_memory(made.config, made.network, torch.device("cpu"))

@@ -1,0 +1,83 @@
+"""Forecast of the memory that a run needs, before it starts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vitrail.data.pipeline import queue_bytes
+from vitrail.machine import check_memory, total_memory
+from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes, training_bytes
+from vitrail.models.variants import AnyConfig
+from vitrail.training.config import TrainConfig
+
+__all__ = ["check_run_memory", "evaluation_batch", "run_bytes"]
+
+EVALUATION_BATCH = 256
+"""Largest number of images per forward pass in evaluations during a run."""
+
+MEMORY_FRACTION = 1 / 8
+"""Fraction of the machine's memory that an evaluation's batches may need."""
+
+
+def check_run_memory(config: TrainConfig, network: AnyConfig | None, device: torch.device) -> str:
+    """Return a sentence about the memory that a run needs. Raises `ConfigError` if a run on the CPU needs more than is
+    free.
+
+    The need of a network of the user's own class (`network` is None) is unknown and not counted.
+    """
+    run = config.run
+    parts = f" and --accumulation above {run.accumulation}" if run.accumulation < run.batch_size else ""
+    size = " x ".join(map(str, config.images.image_size))
+    return check_memory(
+        run_bytes(config, network),
+        device,
+        f"training with {size} pixels and batches of {run.batch_size} images",
+        f"try a smaller --image-size, a smaller --batch-size{parts}, or a smaller network",
+    )
+
+
+def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
+    """Return the bytes that a run needs on a CPU: the training step by its closed form, the batches that are read
+    ahead, and the batches of an evaluation, which begins while training batches are read ahead."""
+    run, images = config.run, config.images
+    queue = queue_bytes(images, run.batch_size * config.task.views, run.readers)
+    if network is None:
+        return queue
+    size = images.image_size
+    evaluation = evaluation_batch(config, network)
+    predicting = prediction_bytes(network, evaluation, size) + queue_bytes(images, evaluation, run.readers)
+    state = (12 + 4 * (config.optimizer.average > 0)) * network.parameters()
+    return queue + max(_step_bytes(config, network), state + predicting)
+
+
+def evaluation_batch(config: TrainConfig, network: AnyConfig | None) -> int:
+    """Return the number of images per forward pass in evaluations during a run. It is smaller than 256 only if batches
+    of 256 images would need more than an eighth of the machine's memory. It is a power of two."""
+    batch = EVALUATION_BATCH
+    if network is None:
+        return batch
+    images, readers = config.images, config.run.readers
+    while batch > 1:
+        needed = prediction_bytes(network, batch, images.image_size) + queue_bytes(images, batch, readers)
+        if needed <= MEMORY_FRACTION * total_memory():
+            break
+        batch //= 2
+    return batch
+
+
+def _step_bytes(config: TrainConfig, network: AnyConfig) -> int:
+    """Return the bytes of a training step. Frozen weights have no moments, and frozen blocks keep no activations."""
+    run, start, size = config.run, config.start, config.images.image_size
+    precision: FootprintPrecision = "float32" if run.precision == "float32" else "bf16"
+    rows = config.task.views * math.ceil(run.batch_size / run.accumulation)
+    whole = training_bytes(network, rows, size, precision)
+    if config.optimizer.average:
+        whole += 4 * network.parameters()
+    if start.lora_rank is not None:
+        return whole - 8 * network.parameters()
+    if start.train_blocks is not None and start.train_blocks < network.num_blocks:
+        frozen = prediction_bytes(network, rows, size, precision)
+        return frozen + int(start.train_blocks / network.num_blocks * whole)
+    return whole
