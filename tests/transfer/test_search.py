@@ -51,15 +51,15 @@ def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, 
     config = planned(tiny_bundle, model, colours, validation_share=0.3).config
     heard: list[str] = []
     candidates = (LOW, HIGH, WILD, Candidate("last block", {"train_blocks": 1, "layer_decay": 1.0}))
-    search = Search(candidates, 1e6, max_steps=96, is_limited=True, may_thin_evaluations=True)
+    search = Search(candidates, 1e6, max_steps=256, is_limited=True, may_thin_evaluations=True)
     final, tried = searched(config, tiny_bundle, search, heard)
     names, first = [(one.name, one.steps) for one in tried], tried[1].steps
-    assert names[:5] == [(LINEAR, 0), *((one.name, first) for one in candidates)] and 10 <= first <= 12
+    assert names[:5] == [(LINEAR, 0), *((one.name, first) for one in candidates)] and 30 <= first <= 32
     assert [steps for _, steps in names[5:]] == [2 * first, 2 * first]
     assert "wild" not in {name for name, steps in names if steps == 2 * first}
-    assert final.run.steps == 96 and final.run.evaluations == config.run.evaluations
+    assert final.run.steps == 256 and final.run.evaluations == config.run.evaluations
     assert max(one.value or 0 for one in tried[5:]) == next(
-        one.value for one in tried[5:] if heard[-1] == f"chosen: {one.name}, 96 steps"
+        one.value for one in tried[5:] if heard[-1] == f"chosen: {one.name}, 256 steps"
     )
     assert any(text.startswith(f"{LINEAR}: validation accuracy") for text in heard)
     for folder in trials_folder(Path("runs/one")).iterdir():
@@ -126,7 +126,7 @@ def test_a_rule_that_fails_still_ends_at_the_linear_model(tiny_bundle: Bundle, m
 
 def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     config = planned(tiny_bundle, model, colours, run="runs/one", validation_share=0.3).config.override(steps=10)
-    search = Search((LOW, HIGH), 1e6, max_steps=24, is_limited=True, may_thin_evaluations=True)
+    search = Search((LOW, HIGH), 1e6, max_steps=64, is_limited=True, may_thin_evaluations=True)
     found = finetune(config, config.data.open_whole(), tiny_bundle, search=search)
     assert found.page is not None
     page = found.page.read_text(encoding="utf-8")

@@ -76,7 +76,7 @@ LORA_RANK = 8
 MIN_STEPS = 100
 
 
-ENOUGH_VALIDATION = 1000
+ENOUGH_VALIDATION = 500
 """Number of validation images that are cut from the training images at most, unless there are more training images."""
 
 

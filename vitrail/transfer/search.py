@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from vitrail.data.source import Subset
 from vitrail.data.sources import OpenedData
+from vitrail.data.splits import Splits
 from vitrail.errors import NonFiniteLoss
 from vitrail.files import saving, write_json
 from vitrail.machine import Precision, pick_device, resolve_precision
@@ -41,14 +44,21 @@ LINEAR = "a linear model of frozen features"
 TRIAL_SHARE = 0.35
 """Fraction of the time for training that the trials may use."""
 
-MIN_TRIAL_STEPS = 10
-"""Minimum number of steps of a trial. With less time, nothing is tried."""
+MIN_TRIAL_STEPS = 30
+"""Minimum number of steps of a trial. With less time, fewer settings are tried, or none: the best learning rate of a
+very short run is too low for a longer one."""
 
-FINAL_SHARE = 0.85
+TRIAL_VALIDATION = 256
+"""Maximum number of validation images that measure a trial."""
+
+FINAL_SHARE = 0.75
 """Fraction of the remaining time that the steps of the final run may use. The rest is for evaluation and saving."""
 
 STEP_PER_FORWARD = 3.5
 """Time of a training step as a multiple of the forward pass on the same images."""
+
+EVALUATION_PER_FORWARD = 2.0
+"""Time of an evaluation as a multiple of the forward pass, because evaluations compute in float32."""
 
 EVALUATION_SHARE = 0.2
 """Fraction of the training time that evaluations on the validation split may use."""
@@ -104,26 +114,27 @@ def search_settings(
         "float32" if config.run.precision == "float32" else "bf16",
     )
     step_seconds = STEP_PER_FORWARD * forward * config.run.batch_size
-    evaluation = forward * trials.held_out
+    evaluation = EVALUATION_PER_FORWARD * forward
 
     def left() -> float:
         return max(0.0, search.seconds - (time.perf_counter() - started))
 
     affordable = min(left() * TRIAL_SHARE / step_seconds, float(search.max_steps))
-    steps = trials.recorded_steps or _trial_steps(search, affordable, evaluation / step_seconds)
+    count, steps = _trial_lengths(len(search.candidates), affordable, trials.images * evaluation / step_seconds)
+    steps = trials.recorded_steps or steps
     best = search.candidates[0]
-    if trials.held_out and steps >= MIN_TRIAL_STEPS and len(search.candidates) > 1:
-        on_trial(f"trying {len(search.candidates)} settings for {steps:,} steps each, the better half twice as long")
-        best, measured = trials.halve(search.candidates, steps)
+    if trials.images and count > 1:
+        on_trial(f"trying {count} settings for {steps:,} steps each, the better half twice as long")
+        best, measured = trials.halve(search.candidates[:count], steps)
         step_seconds = measured or step_seconds
     final = search.max_steps
     if search.is_limited:
         final = min(final, max(MIN_STEPS // 2, int(FINAL_SHARE * left() / step_seconds)))
     settings: dict[str, Any] = {"steps": final, **best.settings}
     if trials.held_out and search.may_thin_evaluations:
-        most = int(EVALUATION_SHARE * final * step_seconds / evaluation)
+        most = int(EVALUATION_SHARE * final * step_seconds / (trials.held_out * evaluation))
         settings["evaluations"] = max(2, min(config.run.evaluations, most))
-    if len(search.candidates) > 1:
+    if count > 1:
         on_trial(f"chosen: {best.name}, {final:,} steps")
     elif final < search.max_steps:
         on_trial(f"{final:,} of {search.max_steps:,} steps, which fit into the time that is left")
@@ -155,21 +166,30 @@ def _last_value(place: Path, name: str) -> float:
     return values[-1] if values else math.inf
 
 
-def _trial_steps(search: Search, affordable: float, evaluation: float) -> int:
-    """Return the number of steps of the shortest trials.
+def _trial_lengths(candidates: int, affordable: float, evaluation: float) -> tuple[int, int]:
+    """Return the number of candidates to try, and the number of steps of the shortest trials.
 
-    `affordable` is the number of steps that all trials together may take, and `evaluation` the cost of an evaluation in
-    steps.
+    `affordable` is the number of steps that all trials together may take, and `evaluation` the cost of a trial's
+    evaluation in steps.
     """
-    count, weight, runs = len(search.candidates), 0, 0
-    factor = 1
-    while count > 1:
-        weight += count * factor
-        runs += count
-        count, factor = count // 2, factor * 2
-    if not weight:
-        return 0
-    return int((affordable - runs * evaluation) / weight)
+    for count in range(candidates, 1, -1):
+        left, factor, weight, runs = count, 1, 0, 0
+        while left > 1:
+            weight, runs = weight + left * factor, runs + left
+            left, factor = left // 2, factor * 2
+        steps = int((affordable - runs * evaluation) / weight)
+        if steps >= MIN_TRIAL_STEPS:
+            return count, steps
+    return 1, 0
+
+
+def _with_fewer(spec: str, splits: Splits) -> OpenedData:
+    """Return the training images with at most `TRIAL_VALIDATION` validation images, evenly spaced."""
+    validation = splits.validation
+    if validation is not None and len(validation) > TRIAL_VALIDATION:
+        rows = np.linspace(0, len(validation) - 1, TRIAL_VALIDATION).round().astype(np.int64)
+        validation = Subset(validation, rows.tolist())
+    return OpenedData("", replace(splits, validation=validation, test=None, title=f"data {spec!r}"))
 
 
 class _Trials:
@@ -179,12 +199,13 @@ class _Trials:
         self, config: TrainConfig, data: OpenedData, initial: Bundle, place: Path, on_trial: Callable[[str], None]
     ) -> None:
         self.config = config
-        self.data = data
         self.initial = initial
         self.place = place
         self.on_trial = on_trial
         self.splits = config.data.cut(data)
         self.held_out = 0 if self.splits.validation is None else len(self.splits.validation)
+        self.trial_data = _with_fewer(data.spec, self.splits)
+        self.images = min(self.held_out, TRIAL_VALIDATION)
         metric = config.task.selection(self.splits)
         if not metric.describes_model:  # a run returns only the metrics of its model
             metric = replace(config.task, select=None).selection(self.splits)
@@ -217,9 +238,9 @@ class _Trials:
         that make larger values better. The loss decides between equal metrics."""
         place = self.place / f"{candidate.name.replace(' ', '-')}-{steps}"
         usual = {"evaluations": 0, "checkpoints": 1, "keep": "last", "overwrite": False}
-        config = self.config.override(steps=steps, run=str(place), **usual, **candidate.settings)
+        config = self.config.override(steps=steps, run=str(place), per_class=None, **usual, **candidate.settings)
         try:
-            metrics, run = complete_run(config, self.data, self.initial, measure_test=False, replaces=True)
+            metrics, run = complete_run(config, self.trial_data, self.initial, measure_test=False, replaces=True)
         except NonFiniteLoss:
             metrics, run = {}, None
         value = metrics.get(f"validation_{self.metric.name}")
