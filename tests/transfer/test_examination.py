@@ -14,6 +14,7 @@ from PIL import Image
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Subset
+from vitrail.evaluation.outputs import Outputs
 from vitrail.models.variants import create
 from vitrail.transfer.choices import DataFacts
 from vitrail.transfer.examination import (
@@ -72,14 +73,14 @@ def bundle() -> Bundle:
 def test_mirroring_hurts_when_left_and_right_tell_the_classes(bundle: Bundle) -> None:
     sides = sides_of(Bars())
     assert sides is not None
-    found = mirror_test(bundle, sides)
+    found = mirror_test(Outputs(bundle).features, sides, 3)
     assert found is not None and found.before < 0.1 and found.after >= 0.5 and mirroring_hurts(found)
 
 
 def test_mirroring_is_harmless_when_height_tells_the_classes(bundle: Bundle) -> None:
     sides = sides_of(Bars(upright=True))
     assert sides is not None
-    found = mirror_test(bundle, sides)
+    found = mirror_test(Outputs(bundle).features, sides, 3)
     assert found is not None and found.before == found.after == 0 and not mirroring_hurts(found)
 
 
@@ -116,6 +117,7 @@ def test_differences_are_paired() -> None:
     assert found[:2] == (0.25, 0.75) and found.images == 4
     assert found.standard_errors == pytest.approx(0.5 / (0.5 / 2))
     assert compare(before, before).standard_errors == 0
+    assert compare(before, before + 1).standard_errors == math.inf, "every image has become worse"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_regression_compares_squared_errors_of_known_numbers(bundle: Bundle) -> 
 
     sides = sides_of(Subset(Numbers(), range(81)))
     assert sides is not None
-    found = mirror_test(bundle, sides)
+    found = mirror_test(Outputs(bundle).features, sides, 3)
     assert found is not None and found.before < 0.2 and found.after > 1 and mirroring_hurts(found)
 
 
@@ -201,5 +203,5 @@ def test_several_labels_compare_fractions_of_wrong_labels(bundle: Bundle) -> Non
 
     sides = sides_of(Several())
     assert sides is not None
-    found = mirror_test(bundle, sides)
+    found = mirror_test(Outputs(bundle).features, sides, 3)
     assert found is not None and found.before == 0 and found.after == pytest.approx(1 / 6, abs=0.05)

@@ -23,13 +23,17 @@ from vitrail.cli.options.run_options import (
     task_of,
     task_options,
 )
+from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
 from vitrail.recipes import PAPER_RECIPES, RECIPES
+from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.run import RunResult, resume, train
+from vitrail.training.setup import check_columns
+from vitrail.transfer.budget import seconds_of
 from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import load
 
@@ -41,15 +45,31 @@ class Train:
     """Options of `vitrail train` that are not settings of the run."""
 
     recipe: Annotated[str, Positional("[RECIPE]")] = ""
-    """Recipe to start from; vitrail recipes lists all. The default is demo, or folder if --data is given."""
+    """Recipe to start from; vitrail recipes lists all. The default is demo. With --data or --init alone, settings are
+    chosen from the data."""
+    budget: str | None = None
+    """Time of the training, such as 90s, 3m or 1h, if settings are chosen from the data. Default: 5m."""
     resume: Path | None = None
     """Folder of a run to continue, or to extend with --epochs or --steps."""
+
+
+RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
+"""Recipes for data sets with a name."""
+
+CHOSEN = ("variant", "image_size", "channels", "mean", "std", "epochs", "batch_size", "loss", "flip", "shift", "erase")
+"""Settings that are chosen from the data."""
+
+
+def is_chosen(given: Mapping[str, Any]) -> bool:
+    """Return True if the settings are chosen from the data, because the user named data and nothing to start from."""
+    is_plain = "data" in given and not {"recipe", "init", "resume"} & given.keys()
+    return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 
 def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
     """Return the named recipe, else the recipe for the data. Raise `ConfigError` if the name is unknown."""
     data = given.get("data")
-    for_data = "demo" if data is None else {"bundled": "demo", "fashion-mnist": "fashion-mnist"}.get(data, "folder")
+    for_data = "demo" if data is None else RECIPES_OF_DATA.get(data, "folder")
     name = given.get("recipe") or for_data
     if name not in RECIPES:
         raise ConfigError(f"recipe {name!r} does not exist; {_instead_of(name, 'data' in given)}")
@@ -69,6 +89,8 @@ def _instead_of(name: str, has_data: bool) -> str:
 def _defaults(given: Mapping[str, Any]) -> dict[str, str]:
     recipe = recipe_for(given)
     texts = default_texts(recipe.override(task=task_of(given, recipe.task.name)))
+    if is_chosen(given):
+        texts |= dict.fromkeys(CHOSEN, "chosen from the data")
     if "init" in given:
         texts |= dict.fromkeys(("image_size", "channels", "mean", "std"), "the model's") | {"variant": "the model's"}
     return texts
@@ -84,11 +106,12 @@ COMMAND = Command(
     summary="""Train a Vision Transformer from scratch, or from a model with --init. Without options it trains a small
     network on bundled images, which takes a few minutes.
 
-    A recipe sets all options; options that you type replace them. Ctrl-C saves and stops the run. Continue with
-    vitrail train --resume RUN.""",
+    A recipe sets all options, or with --data they are chosen from the data; options that you type replace them. If
+    there is a pre-trained model for such images, vitrail finetune is better. Ctrl-C saves and stops the run. Continue
+    with vitrail train --resume RUN.""",
     examples=(
         Example("vitrail train", "Train the demo on bundled images."),
-        Example("vitrail train --data photos --epochs 100", "Train on a folder with one subfolder per class."),
+        Example("vitrail train --data photos --budget 20m", "Train on a folder with one subfolder per class."),
         Example("vitrail train --data photos --init vit.npz", "Start from the weights of another model."),
     ),
     options=(Train,),
@@ -113,14 +136,34 @@ def main(call: Call) -> int:
             length = length_of_resume(call.options, COMMAND.known)
             result = resume(folder, length=length, display=display, started=call.started)
         else:
-            config, initial = _config(call.options)
+            data = None
+            if is_chosen(call.options):
+                (config, data), initial = _from_data(call.options, display), None
+            else:
+                config, initial = _config(call.options)
             if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:
                 display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
-            result = train(config, initial=initial, display=display, started=call.started)
+            result = train(config, data=data, initial=initial, display=display, started=call.started)
     except Stopped as stop:
         raise Stopped(f"{stop}\nContinue with: vitrail train --resume {stop.run}", stop.run) from None
     _report(console, result)
     return 0
+
+
+def _from_data(given: Mapping[str, Any], display: ConsoleDisplay) -> tuple[TrainConfig, OpenedData]:
+    """Return settings that follow from the data, and the open data."""
+    explicit = {name: value for name, value in given.items() if name != "budget"}
+    seconds = seconds_of(given.get("budget"), DEFAULT_SECONDS)
+    base = TrainConfig().override(**explicit, **({} if "task" in given else {"task": task_of(given, "classification")}))
+    check_request(base)
+    check_columns(base)
+    data = base.data.open_whole()
+    plan = plan_for_data(base, base.data.cut(data), explicit, seconds)
+    check_effects(given, plan.config)
+    display.say("settings chosen for this data and machine:")
+    for reason in plan.reasons:
+        display.say(f"  {reason}")
+    return plan.config, data
 
 
 def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
@@ -128,6 +171,10 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
 
     The network and the preprocessing of the initial model replace those of the recipe.
     """
+    if "budget" in given:
+        raise ConfigError(
+            "--budget: only settings that are chosen from the data follow a budget; leave it out, or give --data alone"
+        )
     recipe, initial = recipe_for(given), None
     settings = {name: value for name, value in given.items() if name != "recipe"}
     settings["task"] = task_of(given, recipe.task.name)

@@ -38,7 +38,17 @@ from vitrail.training.state.average import Average
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle, weights_sha256
 
-__all__ = ["OwnObjects", "Setup", "make_bundle", "make_network", "make_plan", "make_state", "prepare", "record_of"]
+__all__ = [
+    "OwnObjects",
+    "Setup",
+    "check_columns",
+    "make_bundle",
+    "make_network",
+    "make_plan",
+    "make_state",
+    "prepare",
+    "record_of",
+]
 
 
 @dataclass(frozen=True)
@@ -106,10 +116,7 @@ def prepare(
             check_float8(network_config)
         check_choice(config.start, network_config)
     if objects.data is None:
-        if config.task.targets == ("numbers",) and not config.data.numbers:
-            raise ConfigError(
-                f"numbers: the task {config.task.name} needs the names of numeric columns, such as numbers=('age',)"
-            )
+        check_columns(config)
         splits = config.data.open(unlabelled="none" in config.task.targets)
     elif isinstance(objects.data, OpenedData):
         splits = config.data.cut(objects.data)
@@ -134,6 +141,14 @@ def prepare(
         objects=objects,
         network=network_config,
     )
+
+
+def check_columns(config: TrainConfig) -> None:
+    """Raise `ConfigError` if the task learns numbers, and the config names no columns of numbers."""
+    if config.task.targets == ("numbers",) and not config.data.numbers:
+        raise ConfigError(
+            f"numbers: the task {config.task.name} needs the names of numeric columns, such as numbers=('age',)"
+        )
 
 
 def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from jaxtyping import Float, Float64
 
 from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.decode import decode
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source, Subset, Target, TargetKind, target_kind
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.evaluation.classifiers.arrays import class_ranks
@@ -42,13 +43,18 @@ __all__ = [
     "larger_is_better",
     "larger_size",
     "mirror_test",
+    "mirrored_reason",
     "mirroring_hurts",
     "on_device",
+    "pixel_features",
     "sides_of",
 ]
 
 MAX_IMAGES = 900
 """Maximum number of training images that are examined."""
+
+MAX_SIZED = 450
+"""Maximum number of training images with which image sizes are compared, because larger images take longer."""
 
 MIN_TESTED = 12
 """Minimum number of test images for a comparison. With fewer images, chance would decide."""
@@ -58,6 +64,9 @@ MAX_COMPARED = 224
 
 CONFIDENCE = 2.5
 """Number of standard errors by which errors must differ before a difference counts."""
+
+SIDE = 16
+"""Side in pixels of the images whose levels are features."""
 
 MIRROR_LOSS = 0.03
 """Smallest increase of the error by mirroring that counts: three of 100 images, or 3 % of the variance of numbers."""
@@ -89,11 +98,13 @@ def examine(
     if "image_size" not in explicit and device.type == "cpu":
         larger = larger_size(bundle.network.config, size)
         if larger is not None:
-            result = compare_sizes(model, sides, (size, larger), readers=readers, precision=precision)
+            few = sides_of(train, MAX_SIZED) or sides
+            result = compare_sizes(model, few, (size, larger), readers=readers, precision=precision)
             found = _sized(found, result, size, larger)
             size = found.image_size or size
     if "flip" not in explicit:
-        result = mirror_test(adapted(model, image_size=size), sides, readers=readers, precision=precision)
+        outputs = Outputs(adapted(model, image_size=size), readers=readers, precision=precision)
+        result = mirror_test(outputs.features, sides, bundle.preprocess.channels)
         found = _mirrored(found, result)
     return found
 
@@ -128,17 +139,19 @@ def _sized(found: Findings, result: Comparison | None, size: tuple[int, int], la
 def _mirrored(found: Findings, result: Comparison | None) -> Findings:
     if result is None:
         return found
-    if mirroring_hurts(result):
-        reason = (
-            f"no mirroring: a linear model of the features errs on {result.before:.1%} of {result.images} training "
-            f"images, and on {result.after:.1%} of them mirrored"
-        )
-        return replace(found, flip=False, flip_reason=reason)
-    reason = (
-        f"random mirroring: a linear model of the features errs on {result.after:.1%} of {result.images} mirrored "
-        f"training images, and on {result.before:.1%} of them unmirrored"
+    return replace(found, flip=not mirroring_hurts(result), flip_reason=mirrored_reason(result, "features"))
+
+
+def mirrored_reason(result: Comparison, features: str) -> str:
+    """Return the decision about mirroring with its evidence, for a linear model of these features."""
+    errors = (
+        f"errs on {result.before:.1%} of {result.images} training images, and on {result.after:.1%} of them mirrored"
     )
-    return replace(found, flip=True, flip_reason=reason)
+    return f"{'no' if mirroring_hurts(result) else 'random'} mirroring: a linear model of the {features} {errors}"
+
+
+FeaturesOf = Callable[[Source], FeatureSet]
+"""Function that returns the features of every sample that can be decoded."""
 
 
 class Comparison(NamedTuple):
@@ -187,15 +200,15 @@ class Mirrored:
         return self.source.target(index)
 
 
-def sides_of(train: Source, seed: int = 0) -> Sides | None:
-    """Return the training images to examine, at most `MAX_IMAGES`, with all classes in both parts where possible.
+def sides_of(train: Source, most: int = MAX_IMAGES, seed: int = 0) -> Sides | None:
+    """Return `most` training images to examine at most, with all classes in both parts where possible.
 
     Return None if fewer than `MIN_TESTED` images would be left to measure with.
     """
     truth = truth_of(train)
     usable = np.flatnonzero(truth.known)
-    if len(usable) > MAX_IMAGES:
-        usable = np.sort(np.random.default_rng(seed).choice(usable, MAX_IMAGES, replace=False))
+    if len(usable) > most:
+        usable = np.sort(np.random.default_rng(seed).choice(usable, most, replace=False))
     groups = truth.rows(usable).groups()
     counts = np.bincount(groups)
     is_tested = class_ranks(groups, seed) < (counts // 3)[groups]
@@ -204,20 +217,32 @@ def sides_of(train: Source, seed: int = 0) -> Sides | None:
     return Sides(Subset(train, usable[~is_tested].tolist()), Subset(train, usable[is_tested].tolist()))
 
 
-def mirror_test(
-    bundle: Bundle, sides: Sides, *, readers: Readers = Readers(), precision: Precision = "float32"
-) -> Comparison | None:
-    """Return the errors of a linear model of the model's features on images, and on the same images mirrored.
+def mirror_test(features_of: FeaturesOf, sides: Sides, channels: int) -> Comparison | None:
+    """Return the errors of a linear model of features on images, and on the same images mirrored.
 
-    Return None if the images cannot be compared, because too few of them can be decoded. Raise the errors of `extract`.
+    `features_of` returns the features of all samples of a source: those of a model, or `pixel_features`. `channels` is
+    the number of channels to which images are decoded. Return None if the images cannot be compared, because too few of
+    them can be decoded. Raise the errors of `features_of`.
     """
-    outputs = Outputs(bundle, readers=readers, precision=precision)
-    mirrored = Mirrored(sides.tested, bundle.preprocess.channels)
-    before, after = outputs.features(sides.tested), outputs.features(mirrored)
+    before, after = features_of(sides.tested), features_of(Mirrored(sides.tested, channels))
     if len(before) != len(after) or len(before) < MIN_TESTED:
         return None
-    model = _model(outputs, sides)
+    model = _model(features_of, sides)
     return compare(errors_of(model, before), errors_of(model, after))
+
+
+def pixel_features(source: Source, channels: int) -> FeatureSet:
+    """Return the levels of every image at 16 x 16 pixels, as features for data without a model."""
+    preprocess = Preprocess(image_size=(SIDE, SIDE), channels=channels)
+    rows, found = [], []
+    for index in range(len(source)):
+        try:
+            found.append(preprocess.pixels(source[index].image).reshape(-1).astype(np.float32) / 255)
+        except DataError:
+            continue
+        rows.append(index)
+    features = np.stack(found) if found else np.empty((0, SIDE * SIDE * channels), np.float32)
+    return FeatureSet(features, truth_of(source, rows), tuple(map(source.key, rows)), tuple(source.classes))
 
 
 def compare_sizes(
@@ -238,7 +263,7 @@ def compare_sizes(
         tested = outputs.features(sides.tested)
         if len(tested) < MIN_TESTED:
             return None
-        found.append(errors_of(_model(outputs, sides), tested))
+        found.append(errors_of(_model(outputs.features, sides), tested))
     before, after = found
     return compare(before, after) if len(before) == len(after) else None
 
@@ -256,8 +281,8 @@ def larger_is_better(found: Comparison) -> bool:
 def compare(before: Float64[np.ndarray, " n"], after: Float64[np.ndarray, " n"]) -> Comparison:
     """Return the comparison of the errors of the same images in two forms."""
     differences = after - before
-    spread = differences.std() / np.sqrt(len(differences))
-    ratio = float(differences.mean() / spread) if spread else 0.0
+    mean, spread = float(differences.mean()), float(differences.std() / np.sqrt(len(differences)))
+    ratio = mean / spread if spread else math.copysign(math.inf, mean) if mean else 0.0
     return Comparison(float(before.mean()), float(after.mean()), ratio, len(before))
 
 
@@ -268,8 +293,8 @@ def errors_of(model: LinearMap, found: FeatureSet) -> Float64[np.ndarray, " n"]:
     return _errors(scores, truth)
 
 
-def _model(outputs: Outputs, sides: Sides) -> LinearMap:
-    found = outputs.features(sides.fitted)
+def _model(features_of: FeaturesOf, sides: Sides) -> LinearMap:
+    found = features_of(sides.fitted)
     return fit_linear(found.features, found.truth).model
 
 
