@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import vitrail
+import vitrail.transfer.finetune as finetune_module
 from tests.conftest import make_colour_folder
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, DataError, RunError
@@ -19,8 +21,9 @@ from vitrail.evaluation.predictions.regression import RegressionReport
 from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import train
 from vitrail.transfer.choices import Plan
-from vitrail.transfer.finetune import FinetuneResult, finetune, plan
+from vitrail.transfer.finetune import FinetuneResult, evaluate_run, finetune, plan
 from vitrail.weights.bundle import Bundle
 
 
@@ -73,6 +76,28 @@ def test_a_model_learns_another_task_and_is_looked_at(
     assert tiny_bundle.classes == ("a", "b", "c", "d") and not torch.equal(
         bundle.network.patches.projection.weight, tiny_bundle.network.patches.projection.weight
     )
+
+
+def test_held_out_images_are_predicted_once(
+    tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report uses the outputs that the run measured, and computes them again if the images are others."""
+    config = planned(tiny_bundle, model, colours).override(steps=2, precision="float32")
+    data = config.data.open_whole()
+    run = train(config, data=data, initial=tiny_bundle)
+    assert {name: len(found) for name, found in run.predictions.items()} == {"validation": 3, "test": 12}
+    counted: list[int] = []
+    real = finetune_module.predict_all
+    monkeypatch.setattr(
+        finetune_module, "predict_all", lambda *rest, **named: counted.append(1) or real(*rest, **named)
+    )
+    first = evaluate_run(run, config, config.data.cut(data))
+    assert not counted and first.report is not None
+    again = evaluate_run(replace(run, predictions={}), config, config.data.cut(data))
+    assert len(counted) == 2 and again.report is not None
+    assert (again.report.accuracy, again.report.scaled) == (first.report.accuracy, first.report.scaled)
+    other = replace(config.data.cut(data), test=config.data.cut(data).train)
+    assert evaluate_run(run, config, other).report.images == 27 and len(counted) == 3  # type: ignore[union-attr]
 
 
 def test_without_a_test_split_no_temperature_is_judged_by_what_it_was_fitted_to(

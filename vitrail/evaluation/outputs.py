@@ -10,7 +10,7 @@ from torch import Tensor
 from vitrail.data.pipeline import Batch, Readers, Skipped
 from vitrail.data.source import Source
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
-from vitrail.evaluation.predictions.predict import Predictions, each_batch, predict_all
+from vitrail.evaluation.predictions.predict import Predictions, Rows, each_batch, predict_all
 from vitrail.machine import Precision
 from vitrail.models.cost.batch import prediction_batch
 from vitrail.weights.bundle import Bundle
@@ -21,11 +21,11 @@ __all__ = ["Outputs"]
 class Outputs:
     """A model with its features and predictions for all samples of a source. They are computed at first use.
 
-    `cache` is the folder that stores features between runs. With None, features are not stored. `on_progress` is called
-    with the numbers of finished samples and of all samples, `on_note` with messages for the user, and `on_skip` with
-    each sample that cannot be decoded. `skipped` maps the key of each skipped sample to the reason.
-    With the batch size None, `prediction_batch` chooses it. `feature_precision` is the precision of features, by
-    default `precision`.
+    `cache` is the folder that stores features between runs. With None, features are not stored. `each_batch` stores
+    outputs of at most `keep` values. `on_progress` is called with the numbers of finished samples and of all samples,
+    `on_note` with messages for the user, and `on_skip` with each sample that cannot be decoded. `skipped` maps the key
+    of each skipped sample to the reason. With the batch size None, `prediction_batch` chooses it. `feature_precision`
+    is the precision of features, by default `precision`.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Outputs:
         precision: Precision = "float32",
         feature_precision: Precision | None = None,
         cache: Path | None = None,
+        keep: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
         on_skip: Callable[[Skipped], None] | None = None,
@@ -47,6 +48,7 @@ class Outputs:
         self.precision: Precision = precision
         self.feature_precision: Precision = feature_precision or precision
         self.cache = cache
+        self.keep = keep
         self.on_progress = on_progress or (lambda done, total: None)
         self.note = on_note or (lambda text: None)
         self.on_skip = on_skip or (lambda item: None)
@@ -54,6 +56,7 @@ class Outputs:
         # Each result is stored with its source, because Python can reuse the id of a freed source.
         self._features: dict[tuple[int, Layer], tuple[Source, FeatureSet]] = {}
         self._predictions: dict[int, tuple[Source, Predictions]] = {}
+        self._rows: dict[int, tuple[Source, Rows, tuple[Skipped, ...]]] = {}
 
     def has_features(self, source: Source, layer: Layer = "embedding") -> bool:
         """Return True if the features of a source have been computed."""
@@ -64,6 +67,7 @@ class Outputs:
         self.skipped = {}
         self._features.clear()
         self._predictions.clear()
+        self._rows.clear()
 
     def features(self, source: Source, layer: Layer = "embedding") -> FeatureSet:
         """Return the features of every sample: the outputs of a layer. Raise the errors of `extract`."""
@@ -104,20 +108,41 @@ class Outputs:
         return self._predictions[id(source)][1]
 
     def each_batch(self, source: Source, take: Callable[[Batch, Tensor], None]) -> tuple[Skipped, ...]:
-        """Call `take` with every batch of a source and the head's outputs for the batch. Nothing is stored.
+        """Call `take` with every batch of a source and the head's outputs for the batch.
 
-        Return the samples that could not be decoded. Raise the errors of `predictions.predict.each_batch`.
+        The outputs are stored for `kept` if they have at most `keep` values. Return the samples that could not
+        be decoded. Raise the errors of `predictions.predict.each_batch`.
         """
-        return each_batch(
+        rows = Rows(source) if len(source) * len(source.classes) <= self.keep else None
+
+        def both(batch: Batch, outputs: Tensor) -> None:
+            nonlocal rows
+            take(batch, outputs)
+            if rows is not None and outputs.shape[1] != len(source.classes):
+                rows = None  # the outputs of this task do not belong to the classes one by one
+            elif rows is not None:
+                rows.take(batch, outputs)
+
+        skipped = each_batch(
             self.bundle.network,
             source,
             self.bundle.preprocess,
-            take,
+            both,
             batch_size=self._batch_of_head,
             readers=self.readers,
             precision=self.precision,
             on_skip=self._skip,
         )
+        if rows is not None:
+            self._rows[id(source)] = source, rows, skipped
+        return skipped
+
+    def kept(self, source: Source) -> Predictions | None:
+        """Return the outputs that `each_batch` stored for a source, or None. Raise the errors of `Rows.predictions`."""
+        if id(source) not in self._rows:
+            return None
+        _, rows, skipped = self._rows[id(source)]
+        return rows.predictions(self.bundle.output, skipped)
 
     @property
     def _batch_of_head(self) -> int:

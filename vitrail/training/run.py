@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError, plural
 from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import keep_freed_memory
 from vitrail.tasks import Task
@@ -56,6 +57,10 @@ from vitrail.weights.bundle import Bundle, load_bundle
 __all__ = ["RunResult", "finished", "resume", "train"]
 
 
+MAX_KEPT = 2**24
+"""Maximum number of outputs of a split that a run returns (64 MB)."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     """A finished run."""
@@ -74,6 +79,8 @@ class RunResult:
     """A few held-out images, saved as files, with the model's predictions."""
     task: Task
     """The task that the model was trained for."""
+    predictions: Mapping[str, Predictions] = field(default_factory=dict)
+    """Outputs of the model on the held-out splits, by the names of the splits. Very large outputs are left out."""
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".
@@ -332,22 +339,24 @@ class _Run:
         if setup.config.run.keep == "best" and state.best.step >= 0:
             load_weights(bundle, folder / "model")
             bundle.provenance["step"] = state.best.step
-        self._measure(bundle, state)
+        predictions = self._measure(bundle, state)
         write_weights(bundle, folder / "model")
         held_out = setup.splits.held_out
         examples = write_examples(bundle, held_out[1] if held_out else setup.splits.train, folder / "examples")
         journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
-        return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task)
+        return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
 
-    def _measure(self, bundle: Bundle, state: TrainState) -> None:
-        """Measure the finished model on the held-out splits, and add the metrics to it."""
+    def _measure(self, bundle: Bundle, state: TrainState) -> dict[str, Predictions]:
+        """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""
         task, splits = self.setup.config.task, self.setup.splits
 
         def skip(item: Skipped) -> None:
             self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
         batch_size = evaluation_batch(self.setup.config, self.setup.network)
-        outputs = Outputs(bundle, batch_size=batch_size, readers=self.setup.config.run.readers, on_skip=skip)
+        readers = self.setup.config.run.readers
+        outputs = Outputs(bundle, batch_size=batch_size, readers=readers, keep=MAX_KEPT, on_skip=skip)
+        predictions: dict[str, Predictions] = {}
         evaluator = task.evaluator(state.objective)
         for split, source in (("validation", splits.validation), ("test", splits.test)):
             if source is not None:
@@ -356,6 +365,9 @@ class _Run:
                 values = {"split": split, "weights": state.measured, "kept": True, **result}
                 self.journal.write("evaluation", step=bundle.provenance["step"], **values)
                 bundle.metrics |= {f"{split}_{name}": value for name, value in task.summary(result).items()}
+                if (kept := outputs.kept(source)) is not None:
+                    predictions[split] = kept
+        return predictions
 
 
 COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}

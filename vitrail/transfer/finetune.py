@@ -260,13 +260,13 @@ def evaluate_run(
     if not held_out:
         return FinetuneResult(run, None, None, None, trials)
     split, source = next(iter(held_out.items()))
-    predictions = _predictions(run.bundle, source, config)
+    predictions = _predictions(run, split, source, config)
     found: AnyReport
     if run.bundle.output == "numbers":
         found = regression_report(predictions, points=MAX_POINTS)
     else:
         fits = split == "test" and "validation" in held_out
-        temperature = _temperature(run.bundle, held_out["validation"], config) if fits else None
+        temperature = _temperature(run, held_out["validation"], config) if fits else None
         found = report(predictions, temperature=temperature)
     model = run.folder / "model"
     commands: list[tuple[str, ...]] = [("vitrail", "predict", str(model), str(run.folder / "examples"))]
@@ -285,9 +285,9 @@ def evaluate_run(
     return FinetuneResult(run, split, found, page, trials)
 
 
-def _temperature(bundle: Bundle, source: Source, config: TrainConfig) -> float | None:
+def _temperature(run: RunResult, source: Source, config: TrainConfig) -> float | None:
     """Return the calibration temperature of a model. If images can have several labels, return None."""
-    judged = _predictions(bundle, source, config).labelled()
+    judged = _predictions(run, "validation", source, config).labelled()
     if not isinstance(judged.truth, SingleLabels) or not len(judged):
         return None
     return fit_temperature(judged.logits, judged.truth.values, scores=judged.scores)
@@ -298,5 +298,11 @@ def _numbers(config: TrainConfig) -> tuple[str, ...]:
     return ("--numbers", *config.data.numbers) if config.data.numbers else ()
 
 
-def _predictions(bundle: Bundle, source: Source, config: TrainConfig) -> Predictions:
+def _predictions(run: RunResult, split: str, source: Source, config: TrainConfig) -> Predictions:
+    """Return the model's outputs for a split: those that the run measured, unless the source has other images."""
+    found = run.predictions.get(split)
+    whole = found is not None and len(found) + len(found.skipped) == len(source)
+    if found is not None and whole and found.keys == tuple(map(source.key, found.indices.tolist())):
+        return found
+    bundle = run.bundle
     return predict_all(bundle.network, source, bundle.preprocess, scores=bundle.output, readers=config.run.readers)

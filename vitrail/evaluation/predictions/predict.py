@@ -18,7 +18,7 @@ from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.weights.bundle import OutputKind
 
-__all__ = ["Predictions", "each_batch", "predict_all"]
+__all__ = ["Predictions", "Rows", "each_batch", "predict_all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,40 +90,51 @@ def predict_all(
     Raise `ConfigError` if the network has no head, or if its number of outputs is not the source's number of classes.
     Raise `BundleError` if an output is not finite.
     """
-    count = len(source.classes)
-    logits = np.empty((len(source), count), np.float32)
-    indices = np.empty(len(source), np.int64)
-    filled = 0
-
-    def take(batch: Batch, outputs: Tensor) -> None:
-        nonlocal filled
-        if outputs.shape[1] != count:
-            raise ConfigError(f"the model has {outputs.shape[1]:,} outputs, but the data has {count:,} classes")
-        valid = batch.valid.cpu()
-        rows = slice(filled, filled + int(valid.sum()))
-        logits[rows] = outputs.cpu()[valid].numpy()
-        indices[rows] = batch.samples[valid].numpy()
-        filled = rows.stop
-
+    rows = Rows(source)
     skipped = each_batch(
         network,
         source,
         preprocess,
-        take,
+        rows.take,
         batch_size=batch_size,
         readers=readers,
         precision=precision,
         on_skip=on_skip,
     )
-    logits, indices = logits[:filled], indices[:filled]
-    keys = tuple(source.key(index) for index in indices.tolist())
-    if not (finite := np.isfinite(logits).all(axis=1)).all():
-        raise BundleError(
-            f"the model's outputs are not finite for {(~finite).sum():,} of {filled:,} images, such as "
-            f"{keys[int(finite.argmin())]!r}; its weights are damaged, or its training diverged"
-        )
-    truth = truth_of(source, indices.tolist())
-    return Predictions(logits, truth, keys, indices, source.classes, scores, skipped)
+    return rows.predictions(scores, skipped)
+
+
+class Rows:
+    """Collects the outputs for a source from its batches, which come in order."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.logits = np.empty((len(source), len(source.classes)), np.float32)
+        self.indices = np.empty(len(source), np.int64)
+        self.filled = 0
+
+    def take(self, batch: Batch, outputs: Tensor) -> None:
+        """Add a batch. Raise `ConfigError` if its number of outputs is not the source's number of classes."""
+        count = self.logits.shape[1]
+        if outputs.shape[1] != count:
+            raise ConfigError(f"the model has {outputs.shape[1]:,} outputs, but the data has {count:,} classes")
+        valid = batch.valid.cpu()
+        rows = slice(self.filled, self.filled + int(valid.sum()))
+        self.logits[rows] = outputs.cpu()[valid].numpy()
+        self.indices[rows] = batch.samples[valid].cpu().numpy()
+        self.filled = rows.stop
+
+    def predictions(self, scores: OutputKind, skipped: tuple[Skipped, ...]) -> Predictions:
+        """Return the collected outputs. Raise `BundleError` if an output is not finite."""
+        logits, indices = self.logits[: self.filled], self.indices[: self.filled]
+        keys = tuple(self.source.key(index) for index in indices.tolist())
+        if not (finite := np.isfinite(logits).all(axis=1)).all():
+            raise BundleError(
+                f"the model's outputs are not finite for {(~finite).sum():,} of {len(logits):,} images, such as "
+                f"{keys[int(finite.argmin())]!r}; its weights are damaged, or its training diverged"
+            )
+        truth = truth_of(self.source, indices.tolist())
+        return Predictions(logits, truth, keys, indices, self.source.classes, scores, skipped)
 
 
 def each_batch(
