@@ -244,7 +244,7 @@ def test_a_stopped_trial_goes_on_with_the_same_command(
     error, trial = capsys.readouterr().err, tmp_path / "run-learning-rates" / "0.001"
     assert "to continue, give the first command again" in error and "--resume" not in error
     assert main(["finetune", "--resume", str(trial)]) == 2
-    assert f"run {trial} is a trial of a learning rate" in capsys.readouterr().err
+    assert f"run {trial} is a trial of settings" in capsys.readouterr().err
     assert main(words) == 0
     assert "was the best of 4" in capsys.readouterr().out and (run / "model").is_dir()
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from vitrail.cli import main
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import train
 from vitrail.transfer.choices import Candidate, Plan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan
+from vitrail.transfer.protocol import is_trial
 from vitrail.transfer.search import LINEAR, Tried, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 
@@ -122,6 +125,25 @@ def test_a_rule_that_fails_still_ends_at_the_linear_model(tiny_bundle: Bundle, m
     before, after = tiny_bundle.network.blocks[0].mlp.up.weight, found.run.bundle.network.blocks[0].mlp.up.weight
     assert (before == after).all()
     assert json.loads(Path("runs/bad/run.json").read_text())["config"]["start"]["linear_head"] is True
+
+
+def test_a_run_that_diverges_ends_at_the_linear_model(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    settings = {"learning_rate": 1e30, "clip": 0.0, "warmup": 0.0, "steps": 8, "validation_share": 0.3}
+    found = ends(planned(tiny_bundle, model, colours, run="runs/wild", **settings).config, tiny_bundle)
+    assert found.run.bundle.provenance["step"] == 0 and found.report is not None
+    events = [event["event"] for event in read_journal(Path("runs/wild/journal.jsonl"))]
+    assert "failed" in events and events[-1] == "finished"
+
+
+def test_a_trial_that_is_stopped_continues_with_the_same_command(
+    tiny_bundle: Bundle, model: Path, colours: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trials_folder(Path("runs/one")) / "high-30"
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config
+    train(config.override(run=str(folder), steps=2, evaluations=0, keep="last"), initial=tiny_bundle)
+    assert is_trial(folder) and not is_trial(Path("runs/one"))
+    assert main(["finetune", "--resume", str(folder)]) == 2
+    assert "is a trial of settings; to continue, give the first command again" in capsys.readouterr().err
 
 
 def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colours: Path) -> None:

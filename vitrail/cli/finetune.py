@@ -182,7 +182,7 @@ def _part(folder: Path) -> str:
     """Return a description of a run that is a trial or a task of a suite, which only the command that started it can
     continue. Return an empty text for any other run."""
     if is_trial(folder):
-        return "a trial of a learning rate"
+        return "a trial of settings"
     return "a task of a suite" if is_suite_run(folder) else ""
 
 

@@ -45,8 +45,7 @@ class Train:
     """Options of `vitrail train` that are not settings of the run."""
 
     recipe: Annotated[str, Positional("[RECIPE]")] = ""
-    """Recipe to start from; vitrail recipes lists all. The default is demo. With --data or --init alone, settings are
-    chosen from the data."""
+    """Recipe to start from; vitrail recipes lists all. The default is demo, or settings chosen from --data."""
     budget: str | None = None
     """Time of the training, such as 90s, 3m or 1h, if settings are chosen from the data. Default: 5m."""
     resume: Path | None = None
@@ -106,9 +105,8 @@ COMMAND = Command(
     summary="""Train a Vision Transformer from scratch, or from a model with --init. Without options it trains a small
     network on bundled images, which takes a few minutes.
 
-    A recipe sets all options, or with --data they are chosen from the data; options that you type replace them. If
-    there is a pre-trained model for such images, vitrail finetune is better. Ctrl-C saves and stops the run. Continue
-    with vitrail train --resume RUN.""",
+    A recipe sets all options, or with --data they are chosen from the data; options that you type replace them. With a
+    pre-trained model, vitrail finetune is better. Ctrl-C saves and stops the run; go on with --resume RUN.""",
     examples=(
         Example("vitrail train", "Train the demo on bundled images."),
         Example("vitrail train --data photos --budget 20m", "Train on a folder with one subfolder per class."),
@@ -155,11 +153,11 @@ def _from_data(given: Mapping[str, Any], display: ConsoleDisplay) -> tuple[Train
     explicit = {name: value for name, value in given.items() if name != "budget"}
     seconds = seconds_of(given.get("budget"), DEFAULT_SECONDS)
     base = TrainConfig().override(**explicit, **({} if "task" in given else {"task": task_of(given, "classification")}))
+    check_effects(given, recipe_for(given).override(**{**explicit, "task": base.task.name}))
     check_request(base)
     check_columns(base)
     data = base.data.open_whole()
     plan = plan_for_data(base, base.data.cut(data), explicit, seconds)
-    check_effects(given, plan.config)
     display.say("settings chosen for this data and machine:")
     for reason in plan.reasons:
         display.say(f"  {reason}")

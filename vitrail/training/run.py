@@ -284,16 +284,26 @@ class _Run:
             monitor = Monitor(state, plan, sinks, _intervals(setup), examiner, stop=stop, started=self.started)
             display.begin(state.step, setup.steps, setup.config.task)
             try:
-                if setup.config.start.linear_head and state.step == 0:
+                if self._may_keep_start and state.step == 0:
                     monitor.before_first_step()
                 fit(state, plan, monitor)
             except NonFiniteLoss as error:
                 journal.write("failed", step=state.step, reason=str(error))
-                raise NonFiniteLoss(_advice(error, self.checkpoints)) from None
+                if not self._may_keep_start or state.best.step < 0:
+                    raise NonFiniteLoss(_advice(error, self.checkpoints)) from None
+                display.note(
+                    f"{error}: the run diverged, so the best weights before, of step {state.best.step:,}, stay"
+                )
             finally:
                 display.end()
                 state.batches.close()
         return self._finish(state, monitor.summary(setup.device))
+
+    @property
+    def _may_keep_start(self) -> bool:
+        """True if the initial weights can be the best: the run starts from a linear model of features."""
+        config = self.setup.config
+        return config.start.linear_head and config.run.keep == "best"
 
     def _restore(self, state: TrainState) -> list[str]:
         """Load the newest checkpoint, and return notes for the user. Without a checkpoint, the run starts again."""

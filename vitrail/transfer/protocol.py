@@ -44,6 +44,7 @@ from vitrail.weights.bundle import Bundle, weights_sha256
 
 __all__ = [
     "TABLE_4",
+    "TRIALS_SUFFIX",
     "Row",
     "TableRow",
     "Trial",
@@ -97,8 +98,8 @@ BATCH_SIZE, LONGEST_SIDE = 512, 384
 CROP_AREA = (0.05, 1.0)
 """Range of the area of random crops, as a fraction of the image, as in the original code."""
 
-TRIALS_SUFFIX = "-learning-rates"
-"""Suffix of the folder that contains the trials of a run."""
+RATES_SUFFIX, TRIALS_SUFFIX = "-learning-rates", "-trials"
+"""Suffixes of the folders beside a run's folder that contain the trials of learning rates, and those of a search."""
 
 
 class Trial(NamedTuple):
@@ -311,12 +312,12 @@ def _difference(config: TrainConfig, place: Path, data: OpenedData, initial: Bun
 
 def trials_folder(folder: Path) -> Path:
     """Return the folder that contains the trials of the run in `folder`."""
-    return folder.with_name(f"{folder.name}{TRIALS_SUFFIX}")
+    return folder.with_name(f"{folder.name}{RATES_SUFFIX}")
 
 
 def is_trial(folder: Path) -> bool:
-    """Return True if a run is a trial of a learning rate."""
-    return folder.absolute().parent.name.endswith(TRIALS_SUFFIX)
+    """Return True if a run is a trial of a learning rate or of other settings."""
+    return folder.absolute().parent.name.endswith((RATES_SUFFIX, TRIALS_SUFFIX))
 
 
 def check_final_run(config: TrainConfig, splits: Splits) -> None:

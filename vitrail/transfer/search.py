@@ -27,15 +27,12 @@ from vitrail.training.linear_head import linear_score
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.choices import Candidate, Search
 from vitrail.transfer.examination import on_device
-from vitrail.transfer.protocol import complete_run
+from vitrail.transfer.protocol import TRIALS_SUFFIX, complete_run
 from vitrail.transfer.rules import MIN_STEPS
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Tried", "forward_seconds", "read_tried", "search_settings", "trials_folder"]
-
-TRIALS_SUFFIX = "-trials"
-"""Suffix of the folder with the trials of a run, beside the run's folder."""
 
 RESULTS = "trials.json"
 

@@ -152,7 +152,11 @@ def _loose(root: Path) -> Iterator[Fault]:
 
 
 def _subfolders(root: Path) -> list[str]:
-    return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    """Return the names of the folders directly in `root`, sorted. Raise `DataError` if it may not be read."""
+    try:
+        return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    except OSError as error:
+        raise DataError(f"folder {root} cannot be read: {error.strerror}") from error
 
 
 def _is_image(entry: os.DirEntry[str]) -> bool:
