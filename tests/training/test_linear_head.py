@@ -90,7 +90,7 @@ def test_a_run_begins_and_is_measured_at_the_linear_model(
     assert (first["step"], first["split"], first["best"]) == (0, "validation", True)
     splits = config.data.open()
     score = linear_score(config, load_bundle(model, device="cpu"), splits)
-    assert score == first["accuracy"] > 0.9
+    assert score == ("accuracy", first["accuracy"]) and first["accuracy"] > 0.9
     assert found.metrics["validation_accuracy"] >= first["accuracy"]
     assert linear_score(config, load_bundle(model, device="cpu"), replace(splits, validation=None)) is None
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vitrail.cli import main
+from vitrail.errors import ConfigError
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
@@ -51,18 +52,18 @@ def searched(
 
 
 def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    config = planned(tiny_bundle, model, colours, validation_share=0.3).config
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=120)
     heard: list[str] = []
     candidates = (LOW, HIGH, WILD, Candidate("last block", {"train_blocks": 1, "layer_decay": 1.0}))
-    search = Search(candidates, 1e6, max_steps=256, is_limited=True, may_thin_evaluations=True)
+    search = Search(candidates, 1e6, is_limited=True, may_thin_evaluations=True)
     final, tried = searched(config, tiny_bundle, search, heard)
     names, first = [(one.name, one.steps) for one in tried], tried[1].steps
-    assert names[:5] == [(LINEAR, 0), *((one.name, first) for one in candidates)] and 30 <= first <= 32
+    assert names[:5] == [(LINEAR, 0), *((one.name, first) for one in candidates)] and first == 30
     assert [steps for _, steps in names[5:]] == [2 * first, 2 * first]
     assert "wild" not in {name for name, steps in names if steps == 2 * first}
-    assert final.run.steps == 256 and final.run.evaluations == config.run.evaluations
+    assert final.run.steps == 120 and final.run.evaluations == config.run.evaluations
     assert max(one.value or 0 for one in tried[5:]) == next(
-        one.value for one in tried[5:] if heard[-1] == f"chosen: {one.name}, 256 steps"
+        one.value for one in tried[5:] if heard[-1] == f"chosen: {one.name}, 120 steps"
     )
     assert any(text.startswith(f"{LINEAR}: validation accuracy") for text in heard)
     for folder in trials_folder(Path("runs/one")).iterdir():
@@ -80,7 +81,7 @@ def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, 
 
 def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     chosen = planned(tiny_bundle, model, colours, budget="1s")
-    assert chosen.search is not None and chosen.search.seconds == 1 and chosen.search.max_steps == 135
+    assert chosen.search is not None and chosen.search.seconds == 1 and chosen.config.run.steps == 135
     final, tried = search_settings(
         chosen.config,
         chosen.config.data.open_whole(),
@@ -95,7 +96,7 @@ def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path,
 
 def test_steps_and_rates_of_the_user_are_kept(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     chosen = planned(tiny_bundle, model, colours, steps=3).search
-    assert chosen is not None and not chosen.is_limited and chosen.max_steps == 3 and len(chosen.candidates) > 3
+    assert chosen is not None and not chosen.is_limited and len(chosen.candidates) > 3
     chosen = planned(tiny_bundle, model, colours, learning_rate=0.1).search
     assert chosen is not None and chosen.is_limited and len(chosen.candidates) == 1
     chosen = planned(tiny_bundle, model, colours, lora_rank=4).search
@@ -147,9 +148,52 @@ def test_a_trial_that_is_stopped_continues_with_the_same_command(
 
 
 def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    config = planned(tiny_bundle, model, colours, run="runs/one", validation_share=0.3).config.override(steps=10)
-    search = Search((LOW, HIGH), 1e6, max_steps=64, is_limited=True, may_thin_evaluations=True)
+    config = planned(tiny_bundle, model, colours, run="runs/one", validation_share=0.3).config.override(steps=64)
+    search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)
     found = finetune(config, config.data.open_whole(), tiny_bundle, search=search)
     assert found.page is not None
     page = found.page.read_text(encoding="utf-8")
     assert "<h2>Trials</h2>" in page and LINEAR in page and "the saved model" in page
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"patience": 2, "probe": "knn", "validation": "train[-9:]"},
+        {"select": "cross_entropy", "validation_share": 0.3, "average": 0.9},
+        {"mix": ("0.5:fractals:2:20",), "validation_share": 0.3, "per_class": 4},
+    ],
+)
+def test_trials_work_with_settings_that_they_do_not_have(
+    given: dict[str, Any], tiny_bundle: Bundle, model: Path, colours: Path
+) -> None:
+    config = planned(tiny_bundle, model, colours, **given).config.override(steps=60)
+    search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)
+    final, tried = searched(config, tiny_bundle, search)
+    assert [one.name for one in tried][-2:] == ["low", "high"] and all(one.value is not None for one in tried)
+    assert {name: value for name, value in given.items() if final.settings().get(name) == "data"} == {
+        name: getattr(final.data, name) for name in given if hasattr(final.data, name)
+    }
+    splits, record = config.data.open(), json.loads((trials_folder(Path("runs/one")) / "low-30/run.json").read_text())
+    assert splits.validation is not None
+    assert (record["data"]["train"], record["data"]["validation"]) == (len(splits.train), len(splits.validation))
+    assert (record["config"]["run"]["patience"], record["config"]["run"]["probe"]) == (None, "")
+
+
+def test_trials_of_another_command_are_not_reused(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=60)
+    search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)
+    searched(config, tiny_bundle, search)
+    before = (trials_folder(Path("runs/one")) / "trials.json").read_text()
+    _, tried = searched(config.override(batch_size=3), tiny_bundle, search)
+    assert len(tried) == 3 and (trials_folder(Path("runs/one")) / "trials.json").read_text() != before
+    finetune(config.override(run="runs/one", steps=2), config.data.open_whole(), tiny_bundle)
+    assert read_tried(Path("runs/one")) == (), "a run without trials does not show those of an earlier command"
+
+
+def test_an_optimizer_without_a_rate_is_refused_before_images_are_looked_at(
+    tiny_bundle: Bundle, model: Path, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.transfer.finetune.examine", None)
+    with pytest.raises(ConfigError, match="optimizer='sgd' also needs a learning_rate"):
+        planned(tiny_bundle, model, colours, optimizer="sgd")

@@ -77,10 +77,10 @@ class Finetune:
     2,500 steps and one learning rate."""
     learning_rates: tuple[float, ...] | None = None
     """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
-    the paper's protocol tries the rates of its table, and the rule chooses one rate."""
+    the paper's protocol tries the rates of its table, and the rule tries some settings within the budget."""
     budget: str | None = None
-    """Time of the whole command: 90s, 3m, 1h, or quick or best (0.4 and 4 times the default). By default 4 minutes for
-    300 training images, 10 for 5,000."""
+    """Time until the model is trained: 90s, 3m, 1h, or quick or best (0.4 and 4 times the default). By default 4
+    minutes for 300 training images, 10 for 5,000."""
     resume: Path | None = None
     """Folder of a run to continue, or to extend with --epochs or --steps."""
     suite: str = ""
@@ -280,7 +280,7 @@ def _report(display: ConsoleDisplay, result: FinetuneResult) -> None:
         for line in _worst_classes(found):
             display.say(line)
     if run.bundle.provenance["step"] == 0:
-        display.say("training did not improve on the linear model of frozen features, so that is the saved model")
+        display.say("training did not improve on the start, so the saved model has the weights of the first model")
     summary = run.summary
     display.say(f"{summary['images_per_second']:,.0f} images/s; {summary['seconds']:,.0f} s in all")
     if result.page is not None:

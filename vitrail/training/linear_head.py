@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from vitrail.data.source import Mixture, Source, Widened
 from vitrail.data.splits import Splits
 from vitrail.errors import DataError, plural
 from vitrail.evaluation.classifiers.linear import LinearMap, fit_linear
@@ -30,12 +31,12 @@ def head_outputs(network: AnyNetwork, names: tuple[str, ...], config: TrainConfi
     """Return the outputs of a network with a head for a run's data, whose features are kept in the cache."""
     bundle = Bundle(network.eval(), names, config.images, output=config.task.output)
     precision: Precision = "float32" if config.run.precision == "float32" else "bf16"
-    return Outputs(bundle, readers=config.run.readers, precision=precision, cache=default_cache())
+    return Outputs(bundle, batch_size=None, readers=config.run.readers, precision=precision, cache=default_cache())
 
 
-def linear_score(config: TrainConfig, initial: Bundle, splits: Splits) -> float | None:
-    """Return the metric on the validation split of a linear model of the features of `initial`, with which a run of
-    this config would start. Return None without a labelled validation image.
+def linear_score(config: TrainConfig, initial: Bundle, splits: Splits) -> tuple[str, float] | None:
+    """Return the name and the value of a metric on the validation split, for the linear model of the features of
+    `initial` with which a run of this config would start. Return None without a labelled validation image.
 
     The metric is the accuracy, the mean average precision or R². The config's precision must not be "auto". Raise the
     errors of `extract` and `fit_linear`.
@@ -45,19 +46,22 @@ def linear_score(config: TrainConfig, initial: Bundle, splits: Splits) -> float 
     names = config.task.output_names(splits)
     network, _, _ = network_from(initial, config.start, config.images, config.model.overrides, config.task, names)
     outputs = head_outputs(network.to(pick_device(config.run.device)), names, config)
-    train, known = (labelled_features(outputs, one, "head-inputs") for one in (splits.train, splits.validation))
+    sources = _own_images(splits.train), splits.validation
+    train, known = (labelled_features(outputs, one, "head-inputs") for one in sources)
     fit = fit_linear(train.features, train.truth, device=outputs.bundle.device)
-    return fit.model.measure(known.features, known.truth)[SELECTING[known.truth.kind]]
+    name = SELECTING[known.truth.kind]
+    return name, fit.model.measure(known.features, known.truth)[name]
 
 
 def start_head(outputs: Outputs, splits: Splits, *, kept: bool) -> str:
     """Replace the head of the network of `outputs` by a linear model of the head's inputs. Return a note for the user.
 
     The linear model is fitted to the labelled training images, and its penalty is chosen on held-out training images
-    (`fit_linear`). If the network has `kept` a trained head, this head stays unless the linear model is better on the
-    validation split. Raise `DataError` if no training image has a label and can be decoded.
+    (`fit_linear`). Further data that is mixed in is left out. If the network has `kept` a trained head, this head stays
+    unless the linear model is better on the validation split. Raise `DataError` if no training image has a label and
+    can be decoded.
     """
-    known = labelled_features(outputs, splits.train, "head-inputs")
+    known = labelled_features(outputs, _own_images(splits.train), "head-inputs")
     if not len(known.truth):
         raise DataError("no training image has a label, so no linear model of the features can be fitted")
     fit = fit_linear(known.features, known.truth, device=outputs.bundle.device)
@@ -70,6 +74,11 @@ def start_head(outputs: Outputs, splits: Splits, *, kept: bool) -> str:
         head.bias.copy_(torch.from_numpy(fit.model.bias))
     images = plural(len(known.truth), "training image")
     return f"the head starts as a linear model of the features of {images} (penalty {fit.penalty:.1g})"
+
+
+def _own_images(train: Source) -> Source:
+    """Return the images of the data itself, without further data that is mixed in. The classes are those of all."""
+    return Widened(train.sources[0], tuple(train.classes)) if isinstance(train, Mixture) else train
 
 
 def _is_better(model: LinearMap, head: nn.Linear, outputs: Outputs, splits: Splits) -> bool:

@@ -44,11 +44,12 @@ class StartConfig:
     lora_on: tuple[Projection, ...] = ("query", "value")
     """Weights of each block that get LoRA updates: query, key, value, out, up, down."""
     new_head: bool = False
-    """With --init: start from a new head of zeros even if the model and the data have the same class names."""
+    """With --init: replace the model's head even if the model and the data have the same class names. The new head is
+    zero, or a linear model of features with --linear-head."""
     linear_head: bool = False
     """With --init: fit a linear classifier to the model's features of the training images, and start from it as the
-    head (2202.10054). The initial weights are then evaluated as well, so they are kept unless training improves
-    them."""
+    head (2202.10054). With --keep best, the initial weights are evaluated as well, and are kept unless training
+    improves them."""
 
     def __post_init__(self) -> None:
         problems = [*at_least(self, train_blocks=0, lora_rank=1), *above_zero(self, "lora_alpha")]

@@ -117,10 +117,8 @@ class Search:
     """Settings to try. The first of equally good settings is chosen. With a single candidate, nothing is tried."""
     seconds: float
     """Time of the whole command in seconds."""
-    max_steps: int
-    """Number of steps of the final run, if there is enough time for them."""
     is_limited: bool
-    """True if the final run may have fewer steps than `max_steps`. Steps that the user chose are not limited."""
+    """True if the final run may have fewer steps than its config says. Steps that the user chose are not limited."""
     may_thin_evaluations: bool
     """True if the final run may have fewer evaluations than its config says, because the validation split is large."""
 

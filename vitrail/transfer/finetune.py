@@ -14,7 +14,7 @@ from typing import Any, Literal
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, plural
 from vitrail.evaluation.predictions.calibration import fit_temperature
 from vitrail.evaluation.predictions.predict import Predictions, predict_all
 from vitrail.evaluation.predictions.regression import regression_report
@@ -27,7 +27,7 @@ from vitrail.training.folder import check_place, place_of
 from vitrail.training.monitoring.display import Display
 from vitrail.training.run import RunResult, train
 from vitrail.transfer.budget import seconds_of, usual_seconds
-from vitrail.transfer.choices import NO_SETTINGS, DataFacts, Explicit, Plan, Search, check_images, facts_of
+from vitrail.transfer.choices import NO_SETTINGS, DataFacts, Explicit, Plan, Search, check_images, check_rate, facts_of
 from vitrail.transfer.examination import examine
 from vitrail.transfer.hyperrule import plan_by_hyperrule
 from vitrail.transfer.protocol import (
@@ -42,7 +42,7 @@ from vitrail.transfer.protocol import (
 )
 from vitrail.transfer.report import AnyReport, write_report
 from vitrail.transfer.rules import enough_validation, plan_by_rule
-from vitrail.transfer.search import read_tried, search_settings
+from vitrail.transfer.search import forget_tried, read_tried, search_settings
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["FinetuneResult", "Protocol", "check_choices", "choose_best_rate", "evaluate_run", "finetune", "plan"]
@@ -79,12 +79,14 @@ def plan(
     rates: tuple[float, ...] | None = None,
     row: TableRow | None = None,
     budget: str | None = None,
+    search: bool = True,
 ) -> Plan:
     """Return the settings for fine-tuning the bundle's network on this data, with the reasons for the settings.
 
     The protocol replaces the settings of `config` except those in `explicit`. The protocol is our own rule
     (`plan_by_rule`), the paper's protocol (`plan_by_paper`, with a `row` of Table 4), or BiT's HyperRule
-    (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. Raise `ConfigError` if the data has no
+    (`plan_by_hyperrule`). `rates` are learning rates to try on held-out images. With our own rule, `search` adds
+    settings to try within the time `budget`. Raise `ConfigError` if the data has no
     training image, if the protocol is not for the network, or if settings contradict each other.
     """
     check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
@@ -94,7 +96,8 @@ def plan(
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
     data = replace(data, mixed=())
     if protocol == "rule":
-        return _plan_by_rule(bundle, data, config, explicit, rates=rates, budget=budget)
+        seconds = None if rates is not None or not search else lambda images: seconds_of(budget, usual_seconds(images))
+        return _plan_by_rule(bundle, data, config, explicit, rates=rates, seconds=seconds)
     facts = facts_of(with_all_images(config).data.cut(data))
     if protocol == "bit":
         return plan_by_hyperrule(config, network, preprocess, facts, memory=memory, explicit=explicit)
@@ -108,11 +111,12 @@ def _plan_by_rule(
     explicit: Explicit,
     *,
     rates: tuple[float, ...] | None,
-    budget: str | None,
+    seconds: Callable[[int], float] | None,
 ) -> Plan:
     """Return the settings of our own rule, after an examination of the training images through the model."""
     device = pick_device(config.run.device)
     splits = config.data.cut(data)
+    share = None
     if "validation_share" not in explicit:
         share = enough_validation(data.whole, splits, config.data.validation_share)
         if share is not None:
@@ -120,6 +124,9 @@ def _plan_by_rule(
             splits = config.data.cut(data)
     facts = facts_of(splits)
     check_images(config.data.spec, facts)
+    check_rate(config.optimizer, explicit, "adamw")
+    if "loss" in explicit:
+        config.task.check_data(splits)
     named = explicit if rates is None else {**explicit, "learning_rate": rates[0]}
     precision: Precision = "float32" if resolve_precision(config.run.precision, device) == "float32" else "bf16"
     findings = examine(
@@ -134,9 +141,12 @@ def _plan_by_rule(
         memory=available_memory(device),
         explicit=named,
         findings=findings,
-        seconds=seconds_of(budget, usual_seconds(facts.images)),
+        seconds=None if seconds is None else seconds(facts.images),
     )
-    return chosen if rates is None else _with_rates(replace(chosen, search=None), rates, facts, explicit)
+    if share is not None:
+        held_out = plural(len(splits.validation or ()), "validation image")
+        chosen = replace(chosen, reasons=(*chosen.reasons, f"{held_out}: a part of --validation-share is enough"))
+    return chosen if rates is None else _with_rates(chosen, rates, facts, explicit)
 
 
 def check_choices(
@@ -211,6 +221,8 @@ def finetune(
         say = (display or Display()).say
         config, _ = search_settings(config, data, initial, search, folder, started=started, on_trial=say)
         config = config.override(run=str(folder))
+    else:
+        forget_tried(folder)
     config, trials = choose_best_rate(config, data, initial, rates, folder, display=display, on_trial=on_trial)
     run = train(config, data=data, initial=initial, display=display, started=started)
     return evaluate_run(run, config, config.data.cut(data), trials)

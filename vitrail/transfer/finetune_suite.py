@@ -167,7 +167,9 @@ class _SuiteRun:
 
         def planned(**more: Any) -> Plan:
             explicit = {**chosen, **more, **method.explicit}
-            return plan(self.initial, data, config, method.protocol, explicit, rates=method.rates, row=row)
+            return plan(
+                self.initial, data, config, method.protocol, explicit, rates=method.rates, row=row, search=False
+            )
 
         found = planned()
         return planned(validation_share=of_suite.held_out) if found.rates else found

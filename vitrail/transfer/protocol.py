@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -316,8 +317,9 @@ def trials_folder(folder: Path) -> Path:
 
 
 def is_trial(folder: Path) -> bool:
-    """Return True if a run is a trial of a learning rate or of other settings."""
-    return folder.absolute().parent.name.endswith((RATES_SUFFIX, TRIALS_SUFFIX))
+    """Return True if a run is a trial of a learning rate or of other settings, which end with their number of steps."""
+    parent, name = folder.absolute().parent.name, folder.name
+    return parent.endswith(RATES_SUFFIX) or (parent.endswith(TRIALS_SUFFIX) and re.search(r"-\d+$", name) is not None)
 
 
 def check_final_run(config: TrainConfig, splits: Splits) -> None:

@@ -91,7 +91,7 @@ def write_report(
         *_headline(config, split, report, source),
         *_overview(summary, next(iter(figures), "")),
         *_curves(figures[1:]),
-        *_trials(tried, bundle, metric),
+        *_trials(tried, events, bundle, metric),
         *_settings(config, record, events, bundle),
         *_results(report, source),
         *_skipped(report, split, events),
@@ -197,16 +197,22 @@ def _settings(
     yield '<p class="dim">The file run.json beside this page has all settings.</p>'
 
 
-def _trials(tried: Sequence[Tried], bundle: Bundle, metric: TaskMetric) -> Iterator[str]:
-    """Yield a table of the trials, with the finished model as the last row."""
+def _trials(
+    tried: Sequence[Tried], events: Sequence[dict[str, Any]], bundle: Bundle, metric: TaskMetric
+) -> Iterator[str]:
+    """Yield a table of the start, the trials and the finished model."""
     final = bundle.metrics.get(f"validation_{metric.name}")
+    starts = [event for event in events if event["event"] == "evaluation" and event["step"] == 0]
+    if not tried and starts and metric.name in starts[0]:
+        tried = (Tried("the start, before the first step", 0, starts[0][metric.name]),)
     if not tried or final is None:
         return
     rows = [(one.name, f"{one.steps:,}", "diverged" if one.value is None else metric.text(one.value)) for one in tried]
     rows.append(("the saved model", f"{bundle.provenance.get('step', 0):,}", metric.text(final)))
     yield "<h2>Trials</h2>"
     yield table(("settings", "steps", "on the validation split"), rows)
-    yield '<p class="dim">Trials have fewer steps than the final run. These images also chose the settings.</p>'
+    trials = "Trials have fewer steps than the final run, and are measured on at most 256 of these images."
+    yield f'<p class="dim">{trials} They chose the settings.</p>'
 
 
 def _model(config: TrainConfig) -> str:

@@ -203,7 +203,6 @@ def _search(config: TrainConfig, network: AnyConfig, facts: DataFacts, explicit:
     return Search(
         _candidates(config, network, explicit),
         seconds,
-        max_steps=config.run.total_steps(facts.images),
         is_limited=not own_length,
         may_thin_evaluations="evaluations" not in explicit,
     )

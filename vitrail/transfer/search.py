@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitrail.data.source import Subset
+from vitrail.data.source import Subset, fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import NonFiniteLoss
@@ -30,15 +31,15 @@ from vitrail.transfer.examination import on_device
 from vitrail.transfer.protocol import TRIALS_SUFFIX, complete_run
 from vitrail.transfer.rules import MIN_STEPS
 from vitrail.weights.adapt import adapted
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, weights_sha256
 
-__all__ = ["Tried", "forward_seconds", "read_tried", "search_settings", "trials_folder"]
+__all__ = ["Tried", "forget_tried", "forward_seconds", "read_tried", "search_settings", "trials_folder"]
 
 RESULTS = "trials.json"
 
 LINEAR = "a linear model of frozen features"
 
-TRIAL_SHARE = 0.35
+TRIAL_FRACTION = 0.35
 """Fraction of the time for training that the trials may use."""
 
 MIN_TRIAL_STEPS = 30
@@ -48,7 +49,7 @@ very short run is too low for a longer one."""
 TRIAL_VALIDATION = 256
 """Maximum number of validation images that measure a trial."""
 
-FINAL_SHARE = 0.75
+FINAL_FRACTION = 0.75
 """Fraction of the remaining time that the steps of the final run may use. The rest is for evaluation and saving."""
 
 STEP_PER_FORWARD = 3.5
@@ -57,7 +58,7 @@ STEP_PER_FORWARD = 3.5
 EVALUATION_PER_FORWARD = 2.0
 """Time of an evaluation as a multiple of the forward pass, because evaluations compute in float32."""
 
-EVALUATION_SHARE = 0.2
+EVALUATION_FRACTION = 0.2
 """Fraction of the training time that evaluations on the validation split may use."""
 
 
@@ -116,25 +117,29 @@ def search_settings(
     def left() -> float:
         return max(0.0, search.seconds - (time.perf_counter() - started))
 
-    affordable = min(left() * TRIAL_SHARE / step_seconds, float(search.max_steps))
-    count, steps = _trial_lengths(len(search.candidates), affordable, trials.images * evaluation / step_seconds)
-    steps = trials.recorded_steps or steps
+    most = config.run.total_steps(len(trials.splits.train))
+    cost = trials.images * evaluation / step_seconds
+    count, steps = _trial_lengths(len(search.candidates), left() * TRIAL_FRACTION / step_seconds, cost)
+    steps = trials.recorded_steps or min(steps, max(MIN_TRIAL_STEPS, most // 4))
+    if most < 2 * MIN_TRIAL_STEPS:  # trials would cost more than the run itself
+        count = 1
     best = search.candidates[0]
     if trials.images and count > 1:
         on_trial(f"trying {count} settings for {steps:,} steps each, the better half twice as long")
         best, measured = trials.halve(search.candidates[:count], steps)
         step_seconds = measured or step_seconds
-    final = search.max_steps
+    final = most
     if search.is_limited:
-        final = min(final, max(MIN_STEPS // 2, int(FINAL_SHARE * left() / step_seconds)))
+        seconds = max(0.0, left() - 2 * trials.held_out * evaluation)  # before the first step, and of the saved model
+        final = min(most, max(MIN_STEPS // 2, int(FINAL_FRACTION * seconds / step_seconds)))
     settings: dict[str, Any] = {"steps": final, **best.settings}
     if trials.held_out and search.may_thin_evaluations:
-        most = int(EVALUATION_SHARE * final * step_seconds / (trials.held_out * evaluation))
-        settings["evaluations"] = max(2, min(config.run.evaluations, most))
+        affordable = int(EVALUATION_FRACTION * final * step_seconds / (trials.held_out * evaluation))
+        settings["evaluations"] = max(2, min(config.run.evaluations, affordable))
     if count > 1:
         on_trial(f"chosen: {best.name}, {final:,} steps")
-    elif final < search.max_steps:
-        on_trial(f"{final:,} of {search.max_steps:,} steps, which fit into the time that is left")
+    elif final < most:
+        on_trial(f"{final:,} of {most:,} steps, which fit into the time that is left")
     return config.override(**settings), tuple(trials.tried)
 
 
@@ -149,6 +154,11 @@ def read_tried(folder: Path) -> tuple[Tried, ...]:
     return () if recorded is None else tuple(Tried(*row) for row in recorded["tried"])
 
 
+def forget_tried(folder: Path) -> None:
+    """Delete the record of an earlier command's trials, so that it is not shown with another run of this name."""
+    (trials_folder(folder) / RESULTS).unlink(missing_ok=True)
+
+
 def _read(place: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads((place / RESULTS).read_text(encoding="utf-8"))
@@ -161,6 +171,12 @@ def _last_value(place: Path, name: str) -> float:
     """Return the last value of a metric in the journal of a run, or infinity without any."""
     values = [event[name] for event in read_journal(place / "journal.jsonl") if name in event]
     return values[-1] if values else math.inf
+
+
+def _median_rate(place: Path) -> float | None:
+    """Return the median of the images per second in the journal of a run, without the first, which has the start-up."""
+    rates = [event["images_per_second"] for event in read_journal(place / "journal.jsonl") if event["event"] == "step"]
+    return float(np.median(rates[1:])) if len(rates) > 1 else None
 
 
 def _trial_lengths(candidates: int, affordable: float, evaluation: float) -> tuple[int, int]:
@@ -189,6 +205,13 @@ def _with_fewer(spec: str, splits: Splits) -> OpenedData:
     return OpenedData("", replace(splits, validation=validation, test=None, title=f"data {spec!r}"))
 
 
+def _key(config: TrainConfig, initial: Bundle, splits: Splits) -> str:
+    """Return a hash of the settings, the model and the data, which tells whether earlier trials can be reused."""
+    settings = json.dumps(config.override(run=None, overwrite=False, accumulation=1).to_plain(), sort_keys=True)
+    parts = settings, weights_sha256(initial.network), fingerprint(splits.train, splits.validation)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
 class _Trials:
     """The trials of one search."""
 
@@ -209,15 +232,19 @@ class _Trials:
         self.metric: TaskMetric = metric
         self.tried: list[Tried] = []
         self.speeds: dict[str, float] = {}
+        self.key = _key(config, initial, self.splits)
         recorded = _read(place)
+        if recorded is not None and recorded.get("key") != self.key:
+            (place / RESULTS).unlink()  # the trials of another command
+            recorded = None
         self.recorded_steps: int = 0 if recorded is None else recorded["steps"]
 
     def measure_start(self) -> None:
         """Measure the linear model of frozen features that is the start of every trial."""
         if self.config.start.linear_head:
-            value = linear_score(self.config, self.initial, self.splits)
-            if value is not None:
-                self._add(Tried(LINEAR, 0, value))
+            found = linear_score(self.config, self.initial, self.splits)
+            if found is not None and found[0] == self.metric.name:
+                self._add(Tried(LINEAR, 0, found[1]))
 
     def halve(self, candidates: Sequence[Candidate], steps: int) -> tuple[Candidate, float | None]:
         """Return the best candidate, and its seconds per step if they are known. The first trials have `steps`
@@ -234,16 +261,17 @@ class _Trials:
         """Train with a candidate's settings. Return the metric and the loss on the validation split, with the signs
         that make larger values better. The loss decides between equal metrics."""
         place = self.place / f"{candidate.name.replace(' ', '-')}-{steps}"
-        usual = {"evaluations": 0, "checkpoints": 1, "keep": "last", "overwrite": False}
-        config = self.config.override(steps=steps, run=str(place), per_class=None, **usual, **candidate.settings)
+        of_run = {"evaluations": 0, "checkpoints": 1, "keep": "last", "overwrite": False, "patience": None, "probe": ""}
+        of_data = {"validation": "auto", "per_class": None, "mix": ()}  # the data is divided and mixed already
+        config = self.config.override(steps=steps, run=str(place), **of_run, **of_data, **candidate.settings)
         try:
-            metrics, run = complete_run(config, self.trial_data, self.initial, measure_test=False, replaces=True)
+            metrics, _ = complete_run(config, self.trial_data, self.initial, measure_test=False, replaces=True)
         except NonFiniteLoss:
-            metrics, run = {}, None
+            metrics = {}
         value = metrics.get(f"validation_{self.metric.name}")
         loss = _last_value(place, self.config.task.loss_metric)
-        if run is not None:
-            self.speeds[candidate.name] = run.summary["training_seconds"] / max(steps, 1)
+        if (rate := _median_rate(place)) is not None:
+            self.speeds[candidate.name] = config.run.batch_size / rate
         for unneeded in ("checkpoints", "model"):
             shutil.rmtree(place / unneeded, ignore_errors=True)
         self._add(Tried(candidate.name, steps, value))
@@ -260,5 +288,10 @@ class _Trials:
                 self.place.mkdir(parents=True, exist_ok=True)
                 write_json(
                     self.place / RESULTS,
-                    {"steps": self.recorded_steps, "metric": self.metric.name, "tried": self.tried},
+                    {
+                        "key": self.key,
+                        "steps": self.recorded_steps,
+                        "metric": self.metric.name,
+                        "tried": self.tried,
+                    },
                 )
