@@ -19,7 +19,7 @@ from vitrail.weights.load import load
 COMMANDS = {
     "demo": "vitrail train",
     "fashion-mnist": "vitrail train fashion-mnist",
-    "folder": "vitrail train --data DIR",
+    "folder": "vitrail train folder --data DIR",
 }
 
 

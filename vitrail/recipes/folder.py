@@ -15,10 +15,11 @@ __all__ = ["folder"]
 def folder() -> TrainConfig:
     """Return the config of a run with a small network on colour images of 64 x 64 pixels.
 
-    `vitrail train --data DIR` uses this recipe.
+    `vitrail train --init MODEL --data DIR` also uses this recipe, with the network and the preprocessing of MODEL.
+    Without --init, `vitrail train --data DIR` chooses settings from the data.
 
-    Command: `vitrail train --data DIR`. DIR has a folder of images per class, or train/, val/ and test/ with such
-    folders.
+    Command: `vitrail train folder --data DIR`. DIR has a folder of images per class, or train/, val/ and test/ with
+    such folders.
     Hardware: two CPU cores; any GPU.
     Time and result depend on the images. A network from scratch needs hundreds of images per class to be useful.
     """
