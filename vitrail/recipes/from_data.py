@@ -25,7 +25,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.recipes.folder import folder
 from vitrail.training.config import TrainConfig
 from vitrail.transfer.choices import Choices, DataFacts, Explicit, Plan, check_images, choose_task, facts_of
-from vitrail.transfer.examination import mirror_test, mirrored_reason, mirroring_hurts, pixel_features, sides_of
+from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
 
 __all__ = ["DEFAULT_SECONDS", "Colours", "colours_of", "plan_for_data", "training_speed"]
 
@@ -138,9 +138,9 @@ def _choose_mirroring(choices: Choices, train: Source, *, channels: int) -> None
     """Choose random mirroring unless it hurts a linear model of small images."""
     if "flip" in choices.explicit:
         return
-    sides = sides_of(train)
+    division = divide(train)
     features_of = functools.partial(pixel_features, channels=channels)
-    found = None if sides is None else mirror_test(features_of, sides, channels)
+    found = None if division is None else mirror_test(features_of, division, channels)
     if found is None:
         choices.add("random mirroring: set --no-flip if left and right differ, as in text", flip=True)
     else:

@@ -1,7 +1,7 @@
-"""A look at the data through the model, before settings are chosen: is mirroring harmless, and which image size helps?
+"""Measurements on training images before settings are chosen: is mirroring harmless, and which image size is better?
 
-Both questions are answered by a linear model of frozen features. It is fitted to two thirds of some training images and
-measured on the others, so the validation and the test split have no say.
+Both questions are answered by a linear model of frozen features. The linear model is fitted to two thirds of some
+training images and measured on the others. The validation and the test split are not read.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int64
 
-from vitrail.data.pipeline import Readers
+from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source, Subset, Target, TargetKind, target_kind
 from vitrail.errors import DataError, UndecodableImage
 from vitrail.evaluation.classifiers.arrays import class_ranks
-from vitrail.evaluation.classifiers.linear import LinearMap, fit_linear
+from vitrail.evaluation.classifiers.linear import fit_linear
 from vitrail.evaluation.features.extract import FeatureSet
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.truth import MultiLabels, Numbers, SingleLabels, Truth, truth_of
@@ -35,10 +36,11 @@ from vitrail.weights.bundle import Bundle
 
 __all__ = [
     "Comparison",
+    "Division",
     "Mirrored",
-    "Sides",
     "compare",
     "compare_sizes",
+    "divide",
     "examine",
     "larger_is_better",
     "larger_size",
@@ -47,7 +49,6 @@ __all__ = [
     "mirroring_hurts",
     "on_device",
     "pixel_features",
-    "sides_of",
 ]
 
 MAX_IMAGES = 900
@@ -65,11 +66,18 @@ MAX_COMPARED = 224
 CONFIDENCE = 2.5
 """Number of standard errors by which errors must differ before a difference counts."""
 
-SIDE = 16
+IMAGES_PER_CLASS = 9
+"""Number of images per class below which some classes are examined rather than a few images of every class."""
+
+NEAR_CHANCE = 0.9
+"""Fraction of a constant prediction's error from which a linear model has learned too little for a comparison."""
+
+PIXEL_FEATURE_SIDE = 16
 """Side in pixels of the images whose levels are features."""
 
 MIRROR_LOSS = 0.03
-"""Smallest increase of the error by mirroring that counts: three of 100 images, or 3 % of the variance of numbers."""
+"""Smallest increase of the error by mirroring that counts: three of 100 images, 3 % of the wrong labels of a constant
+prediction, or 3 % of the variance of numbers."""
 
 SIZE_GAIN = 0.03
 """Smallest decrease of the error for which the larger image size is chosen."""
@@ -89,8 +97,8 @@ def examine(
 
     Settings in `explicit` are not examined. Nothing is found if the data has too few training images.
     """
-    sides = sides_of(train)
-    if sides is None:
+    division = divide(train)
+    if division is None:
         return Findings()
     size, _ = image_size_for(bundle.network.config, facts, gpu=device.type == "cuda")
     model = on_device(bundle, device)
@@ -98,13 +106,14 @@ def examine(
     if "image_size" not in explicit and device.type == "cpu":
         larger = larger_size(bundle.network.config, size)
         if larger is not None:
-            few = sides_of(train, MAX_SIZED) or sides
+            few = divide(train, MAX_SIZED) or division
             result = compare_sizes(model, few, (size, larger), readers=readers, precision=precision)
             found = _sized(found, result, size, larger)
             size = found.image_size or size
     if "flip" not in explicit:
-        outputs = Outputs(adapted(model, image_size=size), readers=readers, precision=precision)
-        result = mirror_test(outputs.features, sides, bundle.preprocess.channels)
+        adapted_model = adapted(model, image_size=explicit.get("image_size", size))
+        outputs = Outputs(adapted_model, batch_size=None, readers=readers, precision=precision)
+        result = mirror_test(outputs.features, division, bundle.preprocess.channels)
         found = _mirrored(found, result)
     return found
 
@@ -129,10 +138,8 @@ def _sized(found: Findings, result: Comparison | None, size: tuple[int, int], la
         return found
     chosen, other = (larger, size) if larger_is_better(result) else (size, larger)
     errors = {size: result.before, larger: result.after}
-    reason = (
-        f"a linear model of the features errs on {errors[chosen]:.1%} of {result.images} training images, and on "
-        f"{errors[other]:.1%} at {other[0]} x {other[1]}"
-    )
+    found_errors = result._replace(before=errors[chosen], after=errors[other])
+    reason = f"a linear model of the features {_evidence(found_errors, f'at {other[0]} x {other[1]}')}"
     return replace(found, image_size=chosen, size_reason=reason)
 
 
@@ -144,30 +151,47 @@ def _mirrored(found: Findings, result: Comparison | None) -> Findings:
 
 def mirrored_reason(result: Comparison, features: str) -> str:
     """Return the decision about mirroring with its evidence, for a linear model of these features."""
-    errors = (
-        f"errs on {result.before:.1%} of {result.images} training images, and on {result.after:.1%} of them mirrored"
-    )
-    return f"{'no' if mirroring_hurts(result) else 'random'} mirroring: a linear model of the {features} {errors}"
+    evidence = _evidence(result, "if they are mirrored")
+    return f"{'no' if mirroring_hurts(result) else 'random'} mirroring: a linear model of the {features} {evidence}"
+
+
+EVIDENCE: dict[TargetKind, str] = {
+    "class": "errs on {before:.1%} of {images} training images, and on {after:.1%}",
+    "classes": (
+        "makes {before:.1%} of the wrong labels of a constant prediction on {images} training images, and {after:.1%}"
+    ),
+    "numbers": "has a squared error of {before:.1%} of the variance on {images} training images, and of {after:.1%}",
+}
+"""Text about the errors of a comparison, by the kind of target."""
+
+
+def _evidence(result: Comparison, condition: str) -> str:
+    """Return the errors in words. `condition` says in which form of the images the second error was measured."""
+    return f"{EVIDENCE[result.kind].format(**result._asdict())} {condition}"
 
 
 FeaturesOf = Callable[[Source], FeatureSet]
 """Function that returns the features of every sample that can be decoded."""
 
 
+ErrorsOf = Callable[[FeatureSet], Float64[np.ndarray, " n"]]
+"""Function that returns the error of a fitted model for every image."""
+
+
 class Comparison(NamedTuple):
-    """The mean errors of a linear model on the same images in two forms: the fraction of wrong labels, or the squared
-    error of numbers as a fraction of their variance."""
+    """The mean errors of a linear model on the same images in two forms. `errors` defines the errors."""
 
     before: float
     after: float
     standard_errors: float
     """Difference of the errors, divided by the standard error of their paired differences."""
     images: int
+    kind: TargetKind = "class"
 
 
 @dataclass(frozen=True)
-class Sides:
-    """The training images that are examined: a part to fit a linear model, and a part to measure it."""
+class Division:
+    """The training images that are examined: some to fit a linear model, and others to measure it."""
 
     fitted: Source
     tested: Source
@@ -200,54 +224,73 @@ class Mirrored:
         return self.source.target(index)
 
 
-def sides_of(train: Source, most: int = MAX_IMAGES, seed: int = 0) -> Sides | None:
-    """Return `most` training images to examine at most, with all classes in both parts where possible.
+def divide(train: Source, most: int = MAX_IMAGES, seed: int = 0) -> Division | None:
+    """Return at most `most` training images to examine, one third of each class to measure with.
 
-    Return None if fewer than `MIN_TESTED` images would be left to measure with.
+    If there are too many classes for `IMAGES_PER_CLASS` images each, the images come from some of the classes. Return
+    None if fewer than `MIN_TESTED` images would be left to measure with.
     """
     truth = truth_of(train)
     usable = np.flatnonzero(truth.known)
     if len(usable) > most:
-        usable = np.sort(np.random.default_rng(seed).choice(usable, most, replace=False))
+        usable = usable[_drawn(truth.rows(usable).groups(), most, seed)]
     groups = truth.rows(usable).groups()
     counts = np.bincount(groups)
     is_tested = class_ranks(groups, seed) < (counts // 3)[groups]
     if is_tested.sum() < MIN_TESTED:
         return None
-    return Sides(Subset(train, usable[~is_tested].tolist()), Subset(train, usable[is_tested].tolist()))
+    return Division(Subset(train, usable[~is_tested].tolist()), Subset(train, usable[is_tested].tolist()))
 
 
-def mirror_test(features_of: FeaturesOf, sides: Sides, channels: int) -> Comparison | None:
+def _drawn(groups: Int64[np.ndarray, " n"], most: int, seed: int) -> Int64[np.ndarray, " m"]:
+    """Return the rows of at most `most` images, equally many of each drawn class if there are enough."""
+    classes, counts = np.unique(groups, return_counts=True)
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(counts >= 3))  # a third is measured
+    fits = np.minimum(counts[order], IMAGES_PER_CLASS).cumsum() <= most
+    rows = np.flatnonzero(np.isin(groups, classes[order[fits]]))
+    ranks = class_ranks(groups, seed)[rows]
+    return np.sort(rows[np.argsort(ranks, kind="stable")[:most]])
+
+
+def mirror_test(features_of: FeaturesOf, division: Division, channels: int) -> Comparison | None:
     """Return the errors of a linear model of features on images, and on the same images mirrored.
 
     `features_of` returns the features of all samples of a source: those of a model, or `pixel_features`. `channels` is
-    the number of channels to which images are decoded. Return None if the images cannot be compared, because too few of
-    them can be decoded. Raise the errors of `features_of`.
+    the number of channels to which images are decoded. Return None if too few images can be decoded, or if the linear
+    model is hardly better than a constant prediction on the images themselves. Raise the errors of `features_of`.
     """
-    before, after = features_of(sides.tested), features_of(Mirrored(sides.tested, channels))
+    before, after = features_of(division.tested), features_of(Mirrored(division.tested, channels))
     if len(before) != len(after) or len(before) < MIN_TESTED:
         return None
-    model = _model(features_of, sides)
-    return compare(errors_of(model, before), errors_of(model, after))
+    errors_of = fit(features_of(division.fitted))
+    found = compare(errors_of(before), errors_of(after), before.truth.kind)
+    return None if found.before >= NEAR_CHANCE * chance(before.truth) else found
 
 
 def pixel_features(source: Source, channels: int) -> FeatureSet:
     """Return the levels of every image at 16 x 16 pixels, as features for data without a model."""
-    preprocess = Preprocess(image_size=(SIDE, SIDE), channels=channels)
-    rows, found = [], []
-    for index in range(len(source)):
+    side = PIXEL_FEATURE_SIDE
+    if isinstance(source, Mirrored):  # the small images are mirrored, because large images take long to decode
+        found = pixel_features(source.source, channels)
+        mirrored = found.features.reshape(-1, channels, side, side)[..., ::-1]
+        return replace(found, features=np.ascontiguousarray(mirrored).reshape(found.features.shape))
+    preprocess = Preprocess(image_size=(side, side), channels=channels, scaled_decode=True)
+
+    def levels(index: int) -> np.ndarray | None:
         try:
-            found.append(preprocess.pixels(source[index].image).reshape(-1).astype(np.float32) / 255)
+            return preprocess.pixels(source[index].image).reshape(-1).astype(np.float32) / 255
         except DataError:
-            continue
-        rows.append(index)
-    features = np.stack(found) if found else np.empty((0, SIDE * SIDE * channels), np.float32)
-    return FeatureSet(features, truth_of(source, rows), tuple(map(source.key, rows)), tuple(source.classes))
+            return None
+
+    with ThreadPoolExecutor(default_threads()) as pool:
+        decoded = {row: pixels for row, pixels in enumerate(pool.map(levels, range(len(source)))) if pixels is not None}
+    features = np.stack(list(decoded.values())) if decoded else np.empty((0, side * side * channels), np.float32)
+    return FeatureSet(features, truth_of(source, decoded), tuple(map(source.key, decoded)), tuple(source.classes))
 
 
 def compare_sizes(
     bundle: Bundle,
-    sides: Sides,
+    division: Division,
     sizes: Sequence[tuple[int, int]],
     *,
     readers: Readers = Readers(),
@@ -255,17 +298,21 @@ def compare_sizes(
 ) -> Comparison | None:
     """Return the errors of linear models of the features at two image sizes (height, width).
 
-    Return None if the images cannot be compared, because too few of them can be decoded. Raise the errors of `extract`.
+    Return None if too few images can be decoded, or if both linear models are hardly better than a constant prediction.
+    Raise the errors of `extract`.
     """
-    found = []
+    found, tested = [], None
     for size in sizes:
-        outputs = Outputs(adapted(bundle, image_size=size), readers=readers, precision=precision)
-        tested = outputs.features(sides.tested)
+        outputs = Outputs(adapted(bundle, image_size=size), batch_size=None, readers=readers, precision=precision)
+        tested = outputs.features(division.tested)
         if len(tested) < MIN_TESTED:
             return None
-        found.append(errors_of(_model(outputs.features, sides), tested))
+        found.append(fit(outputs.features(division.fitted))(tested))
     before, after = found
-    return compare(before, after) if len(before) == len(after) else None
+    if tested is None or len(before) != len(after):
+        return None
+    result = compare(before, after, tested.truth.kind)
+    return None if min(result.before, result.after) >= NEAR_CHANCE * chance(tested.truth) else result
 
 
 def mirroring_hurts(found: Comparison) -> bool:
@@ -278,37 +325,68 @@ def larger_is_better(found: Comparison) -> bool:
     return found.before - found.after >= SIZE_GAIN and found.standard_errors <= -1
 
 
-def compare(before: Float64[np.ndarray, " n"], after: Float64[np.ndarray, " n"]) -> Comparison:
+def compare(
+    before: Float64[np.ndarray, " n"], after: Float64[np.ndarray, " n"], kind: TargetKind = "class"
+) -> Comparison:
     """Return the comparison of the errors of the same images in two forms."""
     differences = after - before
     mean, spread = float(differences.mean()), float(differences.std() / np.sqrt(len(differences)))
     ratio = mean / spread if spread else math.copysign(math.inf, mean) if mean else 0.0
-    return Comparison(float(before.mean()), float(after.mean()), ratio, len(before))
+    return Comparison(float(before.mean()), float(after.mean()), ratio, len(before), kind)
 
 
-def errors_of(model: LinearMap, found: FeatureSet) -> Float64[np.ndarray, " n"]:
-    """Return the error of each image: 1 for a wrong class, the fraction of wrong labels if images can have several, or
-    the squared error of numbers as a fraction of their variance."""
-    scores, truth = model.scores(found.features), found.truth
-    return _errors(scores, truth)
+def fit(found: FeatureSet) -> ErrorsOf:
+    """Fit a linear model to features, and return the function that returns its error for other images.
+
+    The model has outputs only for the classes of its own images, because the data can have many more.
+    """
+    columns = np.unique(found.truth.groups()).tolist() if isinstance(found.truth, SingleLabels) else None
+    truth = found.truth if columns is None else found.truth.restricted(columns)
+    model = fit_linear(found.features, truth).model
+
+    def errors_of(tested: FeatureSet) -> Float64[np.ndarray, " n"]:
+        return errors(
+            model.scores(tested.features), tested.truth if columns is None else tested.truth.restricted(columns)
+        )
+
+    return errors_of
 
 
-def _model(features_of: FeaturesOf, sides: Sides) -> LinearMap:
-    found = features_of(sides.fitted)
-    return fit_linear(found.features, found.truth).model
-
-
-def _errors(scores: Float[np.ndarray, "n outputs"], truth: Truth) -> Float64[np.ndarray, " n"]:
+def errors(scores: Float[np.ndarray, "n outputs"], truth: Truth) -> Float64[np.ndarray, " n"]:
+    """Return the error of each image: 1 for a wrong class; if images can have several labels, the number of wrong
+    labels as a fraction of those of the best constant prediction per image; or the squared error of numbers as a
+    fraction of their variance. Numbers that do not vary have no error."""
     if isinstance(truth, SingleLabels):
         return (scores.argmax(axis=1) != truth.values).astype(np.float64)
     if isinstance(truth, MultiLabels):
-        return np.asarray(((scores > 0) != (truth.values > 0)).mean(axis=1), np.float64)
+        wrong = ((scores > 0) != (truth.values > 0)).mean(axis=1)
+        fractions = truth.values.mean(axis=0)
+        constant = np.minimum(fractions, 1 - fractions).mean()
+        return np.asarray(wrong / max(constant, 1 / truth.values.size), np.float64)  # at least one wrong label
     if not isinstance(truth, Numbers):
         raise DataError(f"targets of the kind {truth.kind} have no error")
+    variance = _moments(truth)[1]
+    counted = ~np.isnan(truth.values) & (variance > 0)
+    squares = np.divide((scores - truth.values) ** 2, variance, out=np.zeros_like(truth.values), where=counted)
+    return np.asarray(squares.sum(axis=1) / np.maximum(counted.sum(axis=1), 1), np.float64)
+
+
+def chance(truth: Truth) -> float:
+    """Return the mean error of the best constant prediction. It is 0 if the targets of all images are equal."""
+    if isinstance(truth, SingleLabels):
+        constant = np.bincount(truth.values[truth.known], minlength=truth.columns).astype(np.float64)
+    elif isinstance(truth, MultiLabels):
+        constant = truth.values.mean(axis=0) - 0.5
+    elif isinstance(truth, Numbers):
+        constant = _moments(truth)[0]
+    else:
+        raise DataError(f"targets of the kind {truth.kind} have no error")
+    return float(errors(np.tile(constant, (len(truth), 1)), truth).mean())
+
+
+def _moments(truth: Numbers) -> tuple[Float64[np.ndarray, " outputs"], Float64[np.ndarray, " outputs"]]:
+    """Return the mean and the variance of the known values of each number."""
     known = ~np.isnan(truth.values)
-    values = np.where(known, truth.values, 0.0)
     counts = np.maximum(known.sum(axis=0), 1)
-    centred = np.where(known, values - values.sum(axis=0) / counts, 0.0)
-    variance = np.maximum((centred**2).sum(axis=0) / counts, np.finfo(np.float64).tiny)
-    errors = np.where(known, (scores - values) ** 2 / variance, 0.0)
-    return np.asarray(errors.sum(axis=1) / np.maximum(known.sum(axis=1), 1), np.float64)
+    mean = np.where(known, truth.values, 0.0).sum(axis=0) / counts
+    return mean, (np.where(known, truth.values - mean, 0.0) ** 2).sum(axis=0) / counts
