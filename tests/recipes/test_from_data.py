@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.variants import variant_config
 from vitrail.recipes import from_data
-from vitrail.recipes.from_data import colours_of, plan_for_data, training_speed
+from vitrail.recipes.from_data import colours_of, plan_for_data, reading_speed, training_speed
 from vitrail.training.config import TrainConfig
 
-Pixels = Callable[[int], np.ndarray]
+Pixels = Callable[[int], np.ndarray | bytes]
 
 
 class Made:
@@ -92,12 +97,70 @@ def test_little_time_means_smaller_images_and_fewer_epochs(monkeypatch: pytest.M
         return 1e6 / network.image_size[0] ** 2
 
     monkeypatch.setattr(from_data, "training_speed", speed)
+    monkeypatch.setattr(from_data, "reading_speed", lambda *_: math.inf)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     seconds = 8 * 900 / (1e6 / 64**2) / from_data.TIME_FOR_STEPS + 1
-    found = planned(photographs, seconds, images=900)
+    found = planned(photographs, seconds, images=900, flip=True)
     assert asked == [(96, 96), (64, 64)] and found.config.images.image_size == (64, 64)
     assert 8 <= found.config.run.epochs < 9
-    found = planned(photographs, 0.01, images=900)
+    found = planned(photographs, 0.01, images=900, flip=True)
     assert found.config.images.image_size == (32, 32) and 0 < found.config.run.epochs < 1
+
+
+def test_the_time_of_the_choice_and_slow_reading_mean_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_data, "training_speed", lambda *_: 60.0)
+    monkeypatch.setattr(from_data, "reading_speed", lambda *_: math.inf)
+    clock = iter((0.0, 40.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    found = planned(digits, 100.0)
+    assert found.config.run.epochs == 60 * 60 * from_data.TIME_FOR_STEPS / 90
+    assert "30 epochs: this machine trains about 60 images/s, and 60 s of the budget are left" in found.reasons
+    monkeypatch.setattr(from_data, "reading_speed", lambda *_: 30.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    found = planned(digits, 100.0)
+    assert found.config.run.epochs == pytest.approx(100 * 20 * from_data.TIME_FOR_STEPS / 90, abs=0.1)
+
+
+@pytest.mark.parametrize("readers", [Readers(), Readers(threads=0), Readers(threads=3)])
+def test_reading_is_timed_with_the_runs_readers(readers: Readers) -> None:
+    class Slow(Made):
+        def __getitem__(self, index: int) -> Sample:
+            time.sleep(0.004)
+            return super().__getitem__(index)
+
+    config = TrainConfig().override(
+        image_size=(8, 8), channels=1, threads=readers.threads, processes=0, batch_size=8, preset="none"
+    )
+    speed = reading_speed(config, Slow(digits))
+    threads = default_threads() if readers.threads is None else max(1, readers.threads)
+    assert 0 < speed < 1.05 * threads * 250, "each thread reads at most 250 images per second"
+
+
+def jpeg(index: int) -> bytes:
+    """A JPEG file of 400 x 410 pixels."""
+    pixels = np.random.default_rng(index).integers(0, 255, (25, 25, 3), dtype=np.uint8).repeat(16, 0).repeat(16, 1)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).resize((400, 410)).save(buffer, "jpeg")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("explicit", "is_scaled"),
+    [
+        ({}, True),
+        ({"image_size": (104, 96)}, False),  # the height is less than four times that of the network's images
+        ({"scaled_decode": False}, False),
+        ({"resampler": "tensorflow"}, False),
+        ({"preset": "augreg-light1"}, False),
+    ],
+)
+def test_large_jpegs_are_decoded_at_a_fraction_of_their_size(explicit: dict[str, Any], is_scaled: bool) -> None:
+    files = [jpeg(index) for index in range(3)]
+    found = planned(lambda index: files[index % 3], images=9, epochs=1.0, **explicit)
+    assert found.config.images.scaled_decode is is_scaled
+    reason = "JPEG files are decoded at a fraction of their size, because they are large"
+    assert (reason in found.reasons) is is_scaled
+    assert not planned(photographs, images=9, epochs=1.0).config.images.scaled_decode, "arrays are not JPEG files"
 
 
 def test_settings_of_the_user_are_kept() -> None:

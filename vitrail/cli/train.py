@@ -55,7 +55,10 @@ class Train:
 RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
 """Recipes for data sets with a name."""
 
-CHOSEN = ("variant", "image_size", "channels", "mean", "std", "epochs", "batch_size", "loss", "flip", "shift", "erase")
+CHOSEN = (
+    "variant", "image_size", "channels", "mean", "std", "scaled_decode", "epochs", "batch_size", "loss", "flip",
+    "shift", "erase",
+)  # fmt: skip
 """Settings that are chosen from the data."""
 
 

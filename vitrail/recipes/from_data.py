@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import shlex
+import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.measure import timed, waits_for
 from vitrail.bench.workload import Workload
 from vitrail.data.colour import MIN_IMAGES, has_colour, images_of
-from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.pipeline import TrainingBatches, default_threads
+from vitrail.data.pixels.decode import open_image
+from vitrail.data.pixels.preprocess import SPARE, Preprocess
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
-from vitrail.errors import UndecodableImage
+from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import pick_device, resolve_precision
 from vitrail.models.config import ModelConfig
 from vitrail.models.variants import AnyConfig
@@ -27,7 +30,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.transfer.choices import Choices, DataFacts, Explicit, Plan, check_images, choose_task, facts_of
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
 
-__all__ = ["DEFAULT_SECONDS", "Colours", "colours_of", "plan_for_data", "training_speed"]
+__all__ = ["DEFAULT_SECONDS", "Colours", "colours_of", "plan_for_data", "reading_speed", "training_speed"]
 
 DEFAULT_SECONDS = 300.0
 
@@ -42,6 +45,15 @@ MANY_IMAGES = 20_000
 
 TIME_FOR_STEPS = 0.75
 """Fraction of the budget for training steps. The rest is for starting, augmentation, evaluation and saving."""
+
+TIMED_BATCH = 8
+"""Largest batch with which the reading of training images is timed, so that large photographs take little time."""
+
+TIMED_SECONDS = 0.5
+"""Time in seconds for which the reading of training images is timed, unless a few batches take longer."""
+
+LEAST_TIME = 0.1
+"""Smallest fraction of the budget for training, if choosing the settings took nearly all of it."""
 
 MAX_SEEN, MIN_MAX_EPOCHS, MAX_EPOCHS = 250_000, 30, 200
 """Most images to train on, counted with repetition: MAX_SEEN, but at least 30 and at most 200 epochs."""
@@ -64,9 +76,11 @@ def plan_for_data(config: TrainConfig, splits: Splits, explicit: Explicit, secon
     """Return settings for training on this data from scratch within a time in seconds, with the reasons.
 
     The network, the image size, the colours, the augmentation, the batch size and the number of epochs follow from the
-    training images and the speed of this machine. Settings in `explicit` are kept. Raise `ConfigError` if the data has
+    training images and the speed of this machine. The time that the choice takes is part of `seconds`. Settings in
+    `explicit` are kept. Raise `ConfigError` if the data has
     no training image.
     """
+    end = time.perf_counter() + seconds
     facts = facts_of(splits)
     check_images(config.data.spec, facts)
     choices = Choices(explicit)
@@ -82,7 +96,7 @@ def plan_for_data(config: TrainConfig, splits: Splits, explicit: Explicit, secon
         choices.add(f"network Conv+ViT-Pico/8, {why}", variant="Conv+ViT-Pico/8", **wide)
     base = replace(config, model=ModelConfig(), images=base.images, augment=base.augment, optimizer=base.optimizer)
     base = base.override(keep="last" if splits.validation is None else "best")
-    _choose_length(choices, base, splits, facts, seconds)
+    _choose_length(choices, base, splits, facts, seconds, end=end)
     if facts.images < FINETUNING_BELOW:
         choices.reasons.append(
             f"with {facts.images:,} images, fine-tuning a pre-trained model is usually better: "
@@ -101,7 +115,7 @@ def colours_of(source: Source) -> Colours:
             continue
         images.append(image)
     channels = 3 if coloured > MIN_IMAGES * len(images) else 1
-    preprocess = Preprocess(image_size=(32, 32), channels=channels)
+    preprocess = Preprocess(image_size=(32, 32), channels=channels, scaled_decode=True)
     levels = (
         np.stack([preprocess.pixels(image) for image in images]) / 255 if images else np.full((1, channels, 1, 1), 0.5)
     )
@@ -115,6 +129,35 @@ def training_speed(network: AnyConfig, batch: int, precision: Any, device: torch
     timer = timed(make_step(Entry(OURS), workload), waits_for(device))
     timer()  # the first step is slower
     return batch / min(timer() for _ in range(4))
+
+
+def reading_speed(config: TrainConfig, train: Source) -> float:
+    """Return the speed of reading, decoding and scaling training images, in images per second, from a few batches."""
+    run, readers = config.run, config.run.readers
+    batch = min(run.batch_size, TIMED_BATCH)
+    batches = TrainingBatches(
+        train,
+        config.augment.training_preprocess(config.images),
+        batch_size=batch,
+        seed=run.seed,
+        readers=readers,
+        crop=config.augment.crop(run.seed),
+        views=config.task.views,
+    )
+    # Each thread makes a whole batch, so that as many batches as there are threads are ready at about the same time.
+    together = max(default_threads() if readers.threads is None else readers.threads, 1) * max(readers.processes, 1)
+    try:
+        if readers.processes:
+            next(batches)  # processes take long to start
+        begun, taken, seconds = time.perf_counter(), 0, 0.0
+        while taken < together or (seconds < TIMED_SECONDS and taken < 8 * together):
+            for _ in range(together):
+                next(batches)
+            taken += together
+            seconds = time.perf_counter() - begun
+    finally:
+        batches.close()
+    return batch * taken / seconds
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
@@ -147,8 +190,13 @@ def _choose_mirroring(choices: Choices, train: Source, *, channels: int) -> None
         choices.add(mirrored_reason(found, "pixels"), flip=not mirroring_hurts(found))
 
 
-def _choose_length(choices: Choices, base: TrainConfig, splits: Splits, facts: DataFacts, seconds: float) -> None:
-    """Choose the image size, shifts and the number of epochs that this machine can train in the time."""
+def _choose_length(
+    choices: Choices, base: TrainConfig, splits: Splits, facts: DataFacts, seconds: float, *, end: float
+) -> None:
+    """Choose the image size, shifts and the number of epochs that this machine can train in the time.
+
+    The time in seconds ends at `end` on the clock `time.perf_counter`.
+    """
     images, explicit = facts.images, choices.explicit
     side = facts.side or SIZES[-1]
     fitting = [size for size in SIZES if size >= side] or [SIZES[0]]
@@ -157,30 +205,66 @@ def _choose_length(choices: Choices, base: TrainConfig, splits: Splits, facts: D
         sizes = [explicit["image_size"]]
     most = min(max(MAX_SEEN / images, MIN_MAX_EPOCHS), MAX_EPOCHS)
     own_length = bool({"epochs", "steps"} & explicit.keys())
-    size, epochs, speed = sizes[0], most, 0.0
+    size, epochs, speed, left = sizes[0], most, 0.0, seconds
     for size in () if own_length else sizes:
         trial = base.override(**{**choices.settings, **explicit, "image_size": size})
-        speed = _speed(trial, splits)
-        epochs = min(most, TIME_FOR_STEPS * seconds * speed / images)
+        speed = _speed(_with_fast_decoding(trial, splits.train, explicit), splits)
+        left = max(end - time.perf_counter(), LEAST_TIME * seconds)
+        epochs = min(most, TIME_FOR_STEPS * left * speed / images)
         if epochs >= MIN_EPOCHS:
             break
     choices.add(f"image size {size[0]} x {size[1]}: the images have about {side} pixels a side", image_size=size)
+    chosen = base.override(**{**choices.settings, **explicit})
+    if _with_fast_decoding(chosen, splits.train, explicit).images.scaled_decode:
+        choices.add("JPEG files are decoded at a fraction of their size, because they are large", scaled_decode=True)
     choices.add(shift=max(1, min(size) // 8))
     if not own_length:
         why = (
             "each image is seen often enough"
             if epochs >= most * 0.99
-            else f"what {speed:,.0f} images/s allow in {seconds:,.0f} s"
+            else f"this machine trains about {speed:,.0f} images/s, and {left:,.0f} s of the budget are left"
         )
         choices.add(f"{epochs:.3g} epochs: {why}", epochs=float(f"{epochs:.3g}"))
     choices.add(erase=0.25 if images >= MANY_IMAGES else 0.5)
 
 
+def _with_fast_decoding(config: TrainConfig, train: Source, explicit: Explicit) -> TrainConfig:
+    """Return the config with `scaled_decode` if most of the images are JPEGs that are large enough for it, unless the
+    user chose it or another setting excludes it."""
+    if "scaled_decode" in explicit or not _are_large_jpegs(train, config.images.image_size):
+        return config
+    try:
+        faster = config.override(scaled_decode=True)
+        faster.augment.training_preprocess(faster.images)
+    except ConfigError:
+        return config
+    return faster
+
+
+def _are_large_jpegs(source: Source, size: tuple[int, int]) -> bool:
+    """Return True if most of up to 32 images are JPEGs that can be shrunk while they are decoded to this size."""
+    found = []
+    for image in images_of(source):
+        try:
+            opened = open_image(image)
+        except UndecodableImage:
+            continue
+        most = min(have / needed for have, needed in zip(opened.size, size, strict=True)) / SPARE
+        found.append(opened.shrink_for(most) > 1)
+    return sum(found) * 2 > len(found)
+
+
 def _speed(config: TrainConfig, splits: Splits) -> float:
+    """Return the number of images per second that this machine can read and train.
+
+    A GPU trains while the processor reads. On a CPU, reading and training share the cores, so their times add up.
+    """
     device = pick_device(config.run.device)
     precision = resolve_precision(config.run.precision, device)
     outputs = max(1, len(config.task.output_names(splits)))
     network = config.model.resolve(
         num_classes=outputs, image_size=config.images.image_size, channels=config.images.channels
     )
-    return training_speed(network, config.run.batch_size, "bf16" if precision == "float8" else precision, device)
+    speed = training_speed(network, config.run.batch_size, "bf16" if precision == "float8" else precision, device)
+    reading = reading_speed(config, splits.train)
+    return 1 / (1 / speed + 1 / reading) if device.type == "cpu" else min(speed, reading)
