@@ -243,6 +243,8 @@ def _plan(given: Mapping[str, Any], display: Display) -> tuple[Plan, OpenedData,
     check_request(base)
     initial = load(model, device="cpu")
     data = base.data.open_whole()
+    if protocol == "rule":
+        display.say("looking at some training images through the model")
     chosen = plan(initial, data, base, protocol, explicit, rates=rates, row=row, budget=budget)
     check_effects(given, chosen.config)
     display.say("settings chosen for this data and machine:")

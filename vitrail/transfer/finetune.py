@@ -219,6 +219,7 @@ def finetune(
         check_place(folder, config)
     if search is not None:
         say = (display or Display()).say
+        say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
         config, _ = search_settings(config, data, initial, search, folder, started=started, on_trial=say)
         config = config.override(run=str(folder))
     else:
