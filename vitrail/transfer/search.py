@@ -46,6 +46,9 @@ MIN_TRIAL_STEPS = 30
 """Minimum number of steps of a trial. With less time, fewer settings are tried, or none: the best learning rate of a
 very short run is too low for a longer one."""
 
+MIN_CANDIDATES = 3
+"""Minimum number of settings to try. Two trials cost more steps of the final run than they are worth."""
+
 TRIAL_VALIDATION = 256
 """Maximum number of validation images that measure a trial."""
 
@@ -185,7 +188,9 @@ def _trial_lengths(candidates: int, affordable: float, evaluation: float) -> tup
     `affordable` is the number of steps that all trials together may take, and `evaluation` the cost of a trial's
     evaluation in steps.
     """
-    for count in range(candidates, 1, -1):
+    for count in range(candidates, min(candidates, MIN_CANDIDATES) - 1, -1):
+        if count < 2:
+            break
         left, factor, weight, runs = count, 1, 0, 0
         while left > 1:
             weight, runs = weight + left * factor, runs + left
