@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import re
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -40,6 +41,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_signals() -> None:
+    """Gives the tests, and the processes that they start, the signals of a terminal.
+
+    `nohup` ignores SIGHUP and a shell's `&` ignores SIGINT, and every process inherits what is ignored.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -85,7 +85,10 @@ def test_a_terminal_that_closes_does_not_end_the_process_before_it_saves(tmp_pat
         os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "state")])
     assert b"ready" in os.read(terminal, 100)
     os.close(terminal)
+    guard = threading.Timer(60, os.kill, (child, signal.SIGKILL))
+    guard.start()
     assert os.waitpid(child, 0)[1] == 0
+    guard.cancel()
     assert (tmp_path / "state").read_text() == "saved"
 
 
