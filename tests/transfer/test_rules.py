@@ -252,5 +252,7 @@ def test_few_of_many_images_need_few_validation_images() -> None:
 
     cut = Splits(sized(500), sized(5000), None)
     assert enough_validation(Splits(sized(50_000), None, None), cut, 0.1) == 0.01
+    of_more = Splits(sized(10_000), sized(5000), None)
+    assert enough_validation(Splits(sized(50_000), None, None), of_more, 0.1) == 0.02, "a tenth of 10,000 images"
     assert enough_validation(Splits(sized(50_000), sized(5000), None), cut, 0.1) is None, "the data's own split"
     assert enough_validation(Splits(sized(5000), None, None), Splits(sized(4500), sized(500), None), 0.1) is None

@@ -77,7 +77,7 @@ MIN_STEPS = 100
 
 
 ENOUGH_VALIDATION = 500
-"""Number of validation images that are cut from the training images at most, unless there are more training images."""
+"""Number of validation images that are enough, unless `share` of the training images in use are more."""
 
 
 def plan_by_rule(
@@ -187,7 +187,7 @@ def enough_validation(data: Splits, splits: Splits, share: float) -> float | Non
     """
     if data.validation is not None or splits.validation is None:
         return None
-    most = max(ENOUGH_VALIDATION, len(splits.train))
+    most = max(ENOUGH_VALIDATION, round(share * len(splits.train)))
     held_out = len(splits.validation)
     return float(f"{share * most / held_out:.2g}") if held_out > 1.5 * most else None
 
