@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vitrail.cli import main
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, RunError
 from vitrail.training.config import TrainConfig
+from vitrail.training.lock import locked
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.transfer.choices import Candidate, Plan, Search
@@ -79,6 +82,15 @@ def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, 
     assert max(times) < time.time() - (time.perf_counter() - begin)
 
 
+def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=120)
+    trials = trials_folder(Path("runs/one"))
+    trials.mkdir(parents=True)
+    search = Search((LOW, HIGH, WILD), 1e6, is_limited=True, may_thin_evaluations=True)
+    with locked(trials), pytest.raises(RunError, match=r"run runs/one-trials is in use: process \d+ trains it"):
+        searched(config, tiny_bundle, search)
+
+
 def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     chosen = planned(tiny_bundle, model, colours, budget="1s")
     assert chosen.search is not None and chosen.search.seconds == 1 and chosen.config.run.steps == 135
@@ -92,6 +104,18 @@ def test_no_time_means_no_trials_and_few_steps(tiny_bundle: Bundle, model: Path,
     )
     assert final.run.steps == 50 and [one.steps for one in tried] == [0]
     assert final.optimizer == chosen.config.optimizer
+
+
+def test_a_budget_of_the_user_includes_the_test_images(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
+    usual, limited = (planned(tiny_bundle, model, colours, budget).search for budget in (None, "1s"))
+    assert usual is not None and not usual.includes_test
+    assert limited is not None and limited.includes_test
+    config = planned(tiny_bundle, model, colours).config
+    heard: list[str] = []
+    searched(config, tiny_bundle, replace(limited, seconds=1e-6), heard)
+    assert any(
+        re.fullmatch(r"measuring \d+ test images takes most of the time: about .* seconds", one) for one in heard
+    )
 
 
 def test_steps_and_rates_of_the_user_are_kept(tiny_bundle: Bundle, model: Path, colours: Path) -> None:

@@ -6,6 +6,8 @@ random gradients into the blocks, which then lose what they had learned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -27,25 +29,45 @@ from vitrail.weights.bundle import Bundle
 __all__ = ["head_outputs", "linear_score", "start_head"]
 
 
-def head_outputs(network: AnyNetwork, names: tuple[str, ...], config: TrainConfig) -> Outputs:
-    """Return the outputs of a network with a head for a run's data, whose features are kept in the cache."""
+def head_outputs(
+    network: AnyNetwork,
+    names: tuple[str, ...],
+    config: TrainConfig,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Outputs:
+    """Return the outputs of a network with a head for a run's data, whose features are kept in the cache.
+
+    `on_progress` receives the number of images whose features are computed, and the number of all images.
+    """
     bundle = Bundle(network.eval(), names, config.images, output=config.task.output)
     precision: Precision = "float32" if config.run.precision == "float32" else "bf16"
-    return Outputs(bundle, batch_size=None, readers=config.run.readers, precision=precision, cache=default_cache())
+    return Outputs(
+        bundle,
+        batch_size=None,
+        readers=config.run.readers,
+        precision=precision,
+        cache=default_cache(),
+        on_progress=on_progress,
+    )
 
 
-def linear_score(config: TrainConfig, initial: Bundle, splits: Splits) -> tuple[str, float] | None:
+def linear_score(
+    config: TrainConfig,
+    initial: Bundle,
+    splits: Splits,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[str, float] | None:
     """Return the name and the value of a metric on the validation split, for the linear model of the features of
     `initial` with which a run of this config would start. Return None without a labelled validation image.
 
-    The metric is the accuracy, the mean average precision or R². The config's precision must not be "auto". Raise the
-    errors of `extract` and `fit_linear`.
+    The metric is the accuracy, the mean average precision or R². The config's precision must not be "auto".
+    `on_progress` is that of `head_outputs`. Raise the errors of `extract` and `fit_linear`.
     """
     if splits.validation is None or not truth_of(splits.validation).known.any():
         return None
     names = config.task.output_names(splits)
     network, _, _ = network_from(initial, config.start, config.images, config.model.overrides, config.task, names)
-    outputs = head_outputs(network.to(pick_device(config.run.device)), names, config)
+    outputs = head_outputs(network.to(pick_device(config.run.device)), names, config, on_progress)
     sources = _own_images(splits.train), splits.validation
     train, known = (labelled_features(outputs, one, "head-inputs") for one in sources)
     fit = fit_linear(train.features, train.truth, device=outputs.bundle.device)

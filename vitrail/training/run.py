@@ -130,7 +130,7 @@ def train(
     check_probes((*setup.probes, *probes), setup.splits)
     memory = check_run_memory(setup.config, setup.network, setup.device)
     torch.manual_seed(config.run.seed)
-    trained, setup, notes = make_network(setup, model)
+    trained, setup, notes = make_network(setup, model, (display or Display()).extracting)
     del model, initial  # the new network has copies of their weights
     folder = new_folder(setup.config)
     with locked(folder):

@@ -6,6 +6,7 @@ All of this happens before any file is written, so a run whose settings cannot w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,11 +152,13 @@ def check_columns(config: TrainConfig) -> None:
         )
 
 
-def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[str, ...]]:
+def make_network(
+    setup: Setup, model: Bundle | None, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[Any, Setup, tuple[str, ...]]:
     """Return the network on its device, the setup with the network's origin, and notes for the user.
 
     The weights are those of `model`. Without a `model`, the weights are random. If the setup has an origin, a
-    checkpoint replaces the random weights later.
+    checkpoint replaces the random weights later. `on_progress` is that of `head_outputs`.
     """
     config, task, splits = setup.config, setup.config.task, setup.splits
     notes: tuple[str, ...] = ()
@@ -168,7 +171,7 @@ def make_network(setup: Setup, model: Bundle | None) -> tuple[Any, Setup, tuple[
     if model is not None:
         network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
         if config.start.linear_head:
-            outputs = head_outputs(network.to(setup.device), names, config)
+            outputs = head_outputs(network.to(setup.device), names, config, on_progress)
             notes = (*notes, start_head(outputs, splits, kept=kept))
         if kept or config.start.linear_head:
             task.load_head(network, splits)

@@ -116,11 +116,13 @@ class Search:
     candidates: tuple[Candidate, ...]
     """Settings to try. The first of equally good settings is chosen. With a single candidate, nothing is tried."""
     seconds: float
-    """Time of the whole command in seconds."""
+    """Time of the command in seconds, up to the trained model."""
     is_limited: bool
     """True if the final run may have fewer steps than its config says. Steps that the user chose are not limited."""
     may_thin_evaluations: bool
     """True if the final run may have fewer evaluations than its config says, because the validation split is large."""
+    includes_test: bool = False
+    """True if the measurement of the finished model on the test split is part of `seconds`."""
 
 
 @dataclass(frozen=True)

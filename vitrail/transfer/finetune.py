@@ -25,6 +25,7 @@ from vitrail.tasks.regression import Regression
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_place, place_of
 from vitrail.training.monitoring.display import Display
+from vitrail.training.optimization.layers import check_choice
 from vitrail.training.run import RunResult, train
 from vitrail.transfer.budget import seconds_of, usual_seconds
 from vitrail.transfer.choices import NO_SETTINGS, DataFacts, Explicit, Plan, Search, check_images, check_rate, facts_of
@@ -92,12 +93,16 @@ def plan(
     check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
     usual = Regression.name if data.whole.target_kind == "numbers" else config.task.name
     config = config.override(**{"task": usual, **explicit})
+    check_choice(config.start, bundle.network.config)
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)
     data = replace(data, mixed=())
     if protocol == "rule":
         seconds = None if rates is not None or not search else lambda images: seconds_of(budget, usual_seconds(images))
-        return _plan_by_rule(bundle, data, config, explicit, rates=rates, seconds=seconds)
+        chosen = _plan_by_rule(bundle, data, config, explicit, rates=rates, seconds=seconds)
+        if chosen.search is None or budget is None:
+            return chosen
+        return replace(chosen, search=replace(chosen.search, includes_test=True))
     facts = facts_of(with_all_images(config).data.cut(data))
     if protocol == "bit":
         return plan_by_hyperrule(config, network, preprocess, facts, memory=memory, explicit=explicit)
@@ -218,9 +223,11 @@ def finetune(
     if rates or search:
         check_place(folder, config)
     if search is not None:
-        say = (display or Display()).say
-        say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
-        config, _ = search_settings(config, data, initial, search, folder, started=started, on_trial=say)
+        shown = display or Display()
+        shown.say(f"computing the features of {plural(len(config.data.cut(data).train), 'training image')}")
+        config, _ = search_settings(
+            config, data, initial, search, folder, started=started, on_trial=shown.say, on_progress=shown.extracting
+        )
         config = config.override(run=str(folder))
     else:
         forget_tried(folder)

@@ -25,6 +25,7 @@ from vitrail.models.predictor import Predictor
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.linear_head import linear_score
+from vitrail.training.lock import locked
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.transfer.choices import Candidate, Search
 from vitrail.transfer.examination import on_device
@@ -96,6 +97,7 @@ def search_settings(
     *,
     started: float,
     on_trial: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[TrainConfig, tuple[Tried, ...]]:
     """Return the config of the final run in `folder`, with the best candidate's settings, and the trials.
 
@@ -104,12 +106,14 @@ def search_settings(
     final run's steps are those that fit into the time that is left of `search.seconds`, counted from `started`
     (`time.perf_counter()`).
 
-    Finished trials are reused if the same command is given again. Raise the errors of `train`.
+    Finished trials are reused if the same command is given again. `on_trial` receives a line for each trial, and
+    `on_progress` the number of images whose features are computed, and of all images. Raise the errors of `train`, and
+    `RunError` if another process tries settings for the same run.
     """
     device = pick_device(config.run.device)
     config = config.override(precision=resolve_precision(config.run.precision, device))
     trials = _Trials(config, data, initial, trials_folder(folder), on_trial)
-    trials.measure_start()
+    trials.measure_start(on_progress)
     forward = forward_seconds(
         on_device(adapted(initial, image_size=config.images.image_size), device),
         "float32" if config.run.precision == "float32" else "bf16",
@@ -117,8 +121,12 @@ def search_settings(
     step_seconds = STEP_PER_FORWARD * forward * config.run.batch_size
     evaluation = EVALUATION_PER_FORWARD * forward
 
+    later = trials.tested * evaluation if search.includes_test else 0.0
+    if later > search.seconds / 2:
+        on_trial(f"measuring {trials.tested:,} test images takes most of the time: about {later:,.0f} seconds")
+
     def left() -> float:
-        return max(0.0, search.seconds - (time.perf_counter() - started))
+        return max(0.0, search.seconds - later - (time.perf_counter() - started))
 
     most = config.run.total_steps(len(trials.splits.train))
     cost = trials.images * evaluation / step_seconds
@@ -129,7 +137,10 @@ def search_settings(
     best = search.candidates[0]
     if trials.images and count > 1:
         on_trial(f"trying {count} settings for {steps:,} steps each, the better half twice as long")
-        best, measured = trials.halve(search.candidates[:count], steps)
+        with saving("the trials", trials.place):
+            trials.place.mkdir(parents=True, exist_ok=True)
+        with locked(trials.place):
+            best, measured = trials.halve(search.candidates[:count], steps)
         step_seconds = measured or step_seconds
     final = most
     if search.is_limited:
@@ -229,6 +240,7 @@ class _Trials:
         self.on_trial = on_trial
         self.splits = config.data.cut(data)
         self.held_out = 0 if self.splits.validation is None else len(self.splits.validation)
+        self.tested = 0 if self.splits.test is None else len(self.splits.test)
         self.trial_data = _with_fewer(data.spec, self.splits)
         self.images = min(self.held_out, TRIAL_VALIDATION)
         metric = config.task.selection(self.splits)
@@ -244,10 +256,10 @@ class _Trials:
             recorded = None
         self.recorded_steps: int = 0 if recorded is None else recorded["steps"]
 
-    def measure_start(self) -> None:
+    def measure_start(self, on_progress: Callable[[int, int], None] | None) -> None:
         """Measure the linear model of frozen features that is the start of every trial."""
         if self.config.start.linear_head:
-            found = linear_score(self.config, self.initial, self.splits)
+            found = linear_score(self.config, self.initial, self.splits, on_progress)
             if found is not None and found[0] == self.metric.name:
                 self._add(Tried(LINEAR, 0, found[1]))
 

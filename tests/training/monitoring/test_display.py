@@ -62,6 +62,16 @@ def test_the_time_left_is_shown_before_the_first_report(monkeypatch: pytest.Monk
     assert all(text in file.getvalue() for text in expected)
 
 
+def test_slow_features_are_counted_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, width=120))
+    calls = ((0.0, 8, 40), (5.0, 16, 40), (10.1, 24, 40), (20.3, 32, 40), (31.0, 40, 40), (32.0, 8, 16), (43.0, 16, 16))
+    for seconds, done, total in calls:
+        monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda seconds=seconds: seconds))
+        display.extracting(done, total)
+    assert file.getvalue().splitlines() == ["features of 24 of 40 images", "features of 32 of 40 images"]
+
+
 def test_training_accuracy_stands_beside_that_of_validation() -> None:
     file = io.StringIO()
     display = ConsoleDisplay(Console(file=file, width=120))

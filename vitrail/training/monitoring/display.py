@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -33,6 +34,9 @@ class Display:
 
     def note(self, text: str) -> None:
         """Show a message that needs the user's attention."""
+
+    def extracting(self, done: int, total: int) -> None:
+        """Receive the number of images whose features are computed for a linear model, and the number of all images."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Receive the means since the last call: the loss and the objective's metrics. images_per_second is the mean
@@ -68,6 +72,7 @@ class ConsoleDisplay(Display):
         self._progress: Progress | None = None
         self._metrics = ""
         self._last_line = 0.0
+        self._extracted: float = math.inf
 
     def begin(self, step: int, steps: int, task: Task) -> None:
         self.steps, self.task = steps, task
@@ -92,6 +97,15 @@ class ConsoleDisplay(Display):
 
     def note(self, text: str) -> None:
         self.console.print(self._spell(text), style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+    def extracting(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if done <= self._extracted:  # the images of another split
+            self._last_line = now
+        elif done < total and now - self._last_line >= self.LINE_SECONDS:
+            self._last_line = now
+            self.say(f"features of {done:,} of {total:,} images")
+        self._extracted = done
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
