@@ -162,7 +162,8 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
             classes=len(splits.classes),
         )
         average = Average(objective, rates.average, rates.average_start) if rates.average else None
-        return TrainState(objective, make_optimizer(objective, rates), batches, average=average), plan
+        optimizer = make_optimizer(objective, rates, config.run.precision)
+        return TrainState(objective, optimizer, batches, average=average), plan
 
     return build
 

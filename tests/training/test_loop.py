@@ -275,7 +275,7 @@ def test_the_counter_counts() -> None:
     {"preset": "bp", "cutmix": 1.0, "colour_jitter": (0.4, 0.4, 0.4, 0.1)},
     {"label_smoothing": 0.0}, {"average": 0.9, "layer_decay": 0.5}, {"momentum_format": "bfloat16"},
     {"optimizer": "adafactor", "momentum_format": "bfloat16", "update_clip": 1.0, "width": 32, "heads": 1},
-    {"optimizer": "sgd", "weight_decay_rule": "decoupled"},
+    {"optimizer": "sgd", "weight_decay_rule": "decoupled"}, {"optimizer": "muon", "precision": "bf16"},
 ], ids=str)  # fmt: skip
 def test_a_step_waits_for_no_number(make: Callable[..., Any], fields: dict[str, Any]) -> None:
     state, plan = make(**fields)

@@ -74,6 +74,7 @@ def check_settings(config: TrainConfig) -> None:
     start = config.start
     for name, value, used in (
         ("init", start.init, start.init is not None),
+        ("optimizer", config.optimizer.kind, config.optimizer.kind == "muon"),
         ("layer_decay", config.optimizer.layer_decay, config.optimizer.layer_decay < 1),
         ("precision", config.run.precision, config.run.precision == "float8"),
         ("compile", config.run.compile, config.run.compile in ("on", "graphs")),

@@ -203,7 +203,8 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
         views=config.task.views,
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
-    return TrainState(objective, make_optimizer(objective, optimizer), batches, average=average)
+    made = make_optimizer(objective, optimizer, config.run.precision)
+    return TrainState(objective, made, batches, average=average)
 
 
 def make_plan(setup: Setup) -> Plan:

@@ -154,9 +154,10 @@ def _settings(
     height, width = bundle.preprocess.image_size
     epochs = record["steps"] * config.run.batch_size / max(data["train"], 1)
     optimizer = {
-        "sgd": f"SGD with momentum {rates.momentum:g}",
+        "sgd": f"SGD with momentum {rates.momentum_rate:g}",
         "adamw": f"AdamW with betas {rates.beta1:g} and {rates.beta2:g}",
-        "adafactor": f"Adafactor with momentum {rates.momentum:g}",
+        "muon": f"Muon with momentum {rates.momentum_rate:g}, betas {rates.beta1:g} and {rates.beta2:g}",
+        "adafactor": f"Adafactor with momentum {rates.momentum_rate:g}",
     }[rates.kind]
     decay_rule = f"{rates.decay_rule} " if rates.weight_decay else ""
     warmup = rates.warmup if isinstance(rates.warmup, str) else f"{rates.warmup:.0%} of the steps"

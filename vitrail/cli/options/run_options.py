@@ -45,9 +45,9 @@ EFFECTS_OF_GIVEN: dict[str, Effect] = {
 """Options that have no effect because of other options that the user gave or left out."""
 
 EFFECTS: dict[str, Effect] = {
-    "beta1": (lambda config: config.optimizer.kind == "adamw", "with --optimizer adamw"),
-    "beta2": (lambda config: config.optimizer.kind != "sgd", "with --optimizer adamw or adafactor"),
-    "momentum": (lambda config: config.optimizer.kind != "adamw", "with --optimizer sgd or adafactor"),
+    "beta1": (lambda config: config.optimizer.kind in ("adamw", "muon"), "with --optimizer adamw or muon"),
+    "beta2": (lambda config: config.optimizer.kind != "sgd", "with --optimizer adamw, adafactor or muon"),
+    "momentum": (lambda config: config.optimizer.kind != "adamw", "with --optimizer sgd, adafactor or muon"),
     "schedule_power": (lambda config: config.optimizer.schedule == "polynomial", "with --schedule polynomial"),
     "rsqrt_timescale": (lambda config: config.optimizer.schedule == "rsqrt", "with --schedule rsqrt"),
     "rsqrt_shift": (lambda config: config.optimizer.schedule == "rsqrt", "with --schedule rsqrt"),

@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from vitrail.errors import plural
+from vitrail.machine import TrainingPrecision
 from vitrail.models.linear.lora import LowRank
 from vitrail.models.network import HasLayers
 from vitrail.settings import above_zero, at_least, below_one, named, one_of, raise_problems
 from vitrail.training.optimization.adafactor import Adafactor
 from vitrail.training.optimization.duration import Duration, RunLength, duration_problems, steps_of
 from vitrail.training.optimization.factors import check_patterns, factor_of, factor_problems
+from vitrail.training.optimization.matrices import stacks_of
+from vitrail.training.optimization.muon import Muon
 from vitrail.training.optimization.schedule import Schedule, ScheduleName
 from vitrail.training.optimization.tables import tables_of
 from vitrail.training.optimization.update_rules import MomentumFormat, OptaxAdam, OptaxMomentum
@@ -23,7 +27,7 @@ from vitrail.training.state.average import AverageStart
 
 __all__ = ["DecayRule", "OptimizerConfig", "OptimizerName", "check_names", "make_optimizer", "split_by_decay"]
 
-OptimizerName = Literal["adamw", "sgd", "adafactor"]
+OptimizerName = Literal["adamw", "sgd", "adafactor", "muon"]
 
 DecayRule = Literal["auto", "decoupled", "coupled", "independent"]
 
@@ -39,7 +43,8 @@ class OptimizerConfig:
     them."""
 
     kind: OptimizerName = field(default="adamw", metadata=named("optimizer"))
-    """Adam (adamw), SGD with momentum, or Adafactor in the variant of big_vision."""
+    """Adam (adamw), SGD with momentum, Adafactor in the variant of big_vision, or Muon for the weight matrices of
+    blocks with Adam for the other weights (muon)."""
     learning_rate: float = 1e-3
     """Peak learning rate, reached after warm-up."""
     base_batch_size: int | None = None
@@ -77,15 +82,16 @@ class OptimizerConfig:
     independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD,
     else decoupled."""
     beta1: float = 0.9
-    """AdamW's decay rate of the mean gradient."""
+    """Decay rate of the mean gradient in AdamW, and in Muon for the weights that Adam updates."""
     beta2: float = 0.999
-    """AdamW's decay rate of the mean squared gradient. Adafactor's decay rate increases with the steps up to this
-    value."""
-    momentum: float = 0.9
-    """Momentum of SGD, and decay rate of Adafactor's mean update."""
+    """Decay rate of the mean squared gradient in AdamW and Muon. Adafactor's decay rate increases with the steps up to
+    this value."""
+    momentum: float | None = None
+    """Momentum of SGD, decay rate of Adafactor's mean update, or decay rate of Muon's mean gradient of matrices. By
+    default 0.95 for Muon, else 0.9."""
     momentum_format: MomentumFormat = "float32"
-    """Number format in which the momentum is stored (AdamW: the mean gradient). The papers' code often uses
-    bfloat16."""
+    """Number format in which the momentum is stored (AdamW: the mean gradient; Muon: that of matrices). The papers'
+    code often uses bfloat16."""
     update_clip: float = 0.0
     """Adafactor: largest root mean square of the update of a weight matrix. 0 for no limit."""
     learning_rate_factors: tuple[str, ...] = ()
@@ -159,6 +165,13 @@ class OptimizerConfig:
             return self.weight_decay_rule
         return "coupled" if self.kind == "sgd" else "decoupled"
 
+    @property
+    def momentum_rate(self) -> float:
+        """The momentum, with None replaced by the default of the optimizer."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.95 if self.kind == "muon" else 0.9
+
     def for_batch_size(self, batch_size: int) -> OptimizerConfig:
         """Return the config for batches of this size, with the learning rate scaled from `base_batch_size`."""
         if self.base_batch_size is None:
@@ -228,8 +241,9 @@ def split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Param
     return [one for one in matrices if one.requires_grad], [one for one in plain if one.requires_grad]
 
 
-def make_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Return the optimizer that `config` describes.
+def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: TrainingPrecision = "float32") -> Optimizer:
+    """Return the optimizer that `config` describes. `precision` is that of the matrix products in training, which Muon
+    uses for its own.
 
     AdamW and SGD are PyTorch's fused optimizers, which update all weights in one kernel on CPU and CUDA. If the fused
     optimizers cannot apply the config's weight decay or momentum format, `OptaxAdam` and `OptaxMomentum` are used.
@@ -252,16 +266,22 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
             if config.decay_rule == "independent":
                 decay /= config.learning_rate * scale  # times the learning rate, it leaves the course of the schedule
             groups.append({"params": members, "weight_decay": decay, "scale": scale})
-    return _of_kind(module, config, groups)
+    return _of_kind(module, config, groups, precision)
 
 
-def _of_kind(module: nn.Module, config: OptimizerConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    rate, momentum, coupled = config.learning_rate, config.momentum, config.decay_rule == "coupled"
+def _of_kind(
+    module: nn.Module, config: OptimizerConfig, groups: list[dict[str, Any]], precision: TrainingPrecision
+) -> Optimizer:
+    rate, momentum, coupled = config.learning_rate, config.momentum_rate, config.decay_rule == "coupled"
     shared: dict[str, Any] = {"lr": rate, "coupled": coupled, "momentum_format": config.momentum_format}
     if config.kind == "adafactor":
         return Adafactor(
             groups, tables_of(module), beta2=config.beta2, update_clip=config.update_clip, momentum=momentum, **shared
         )
+    if config.kind == "muon":
+        products = torch.float32 if precision == "float32" else torch.bfloat16
+        betas = config.beta1, config.beta2
+        return Muon(groups, stacks_of(module), betas=betas, momentum=momentum, products=products, **shared)
     is_float32 = config.momentum_format == "float32"
     if config.kind == "sgd":
         if is_float32 and (coupled or not config.weight_decay):
