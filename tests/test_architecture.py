@@ -32,7 +32,7 @@ FLOORS = (
 
 INTERNAL = {
     "Bench", "BenchData", "Check", "Clock", "Convert", "Embed", "Evaluate", "Finetune", "Models", "Predict", "Recipes",
-    "Resume", "Train",
+    "CompareRuns", "Resume", "Runs", "Train",
     "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""
