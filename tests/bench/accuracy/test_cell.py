@@ -1,0 +1,69 @@
+"""Tests of cells and their processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitrail.bench.accuracy.cell import Cell, CellResult, Point, read_cell, read_result, run_cell, write_result
+from vitrail.errors import RunError, VitrailError
+
+CELL = Cell(entry="demo", seed=1, settings={"sizes": (3, 4)}, budget=2.5, evaluations=2, device="cpu")
+
+RESULT = CellResult(
+    points=(Point(step=3, seconds=0.5, cpu_seconds=0.7, flops=1e9, accuracy=0.25),), validation_accuracy=0.5,
+    test_accuracy=None, steps=3, own_steps=3, epochs=1.0, batch_size=2, parameters=5, precision="float32", threads=1,
+    versions={"torch": "2"},
+)  # fmt: skip
+
+SCRIPT = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+(folder / "runs").write_text("x")
+print("a line of the log")
+if {code}:
+    sys.exit({code})
+(folder / "result.json").write_text((folder.parent / "result.json").read_text())
+"""
+
+
+def command(code: int = 0) -> list[str]:
+    return [sys.executable, "-c", SCRIPT.format(code=code)]
+
+
+def test_a_finished_cell_is_not_run_again(tmp_path: Path) -> None:
+    write_result(tmp_path, RESULT)
+    folder = tmp_path / CELL.name
+    assert run_cell(folder, CELL, command()) == RESULT
+    assert folder.name == "demo-seed1" and read_cell(folder) == CELL
+    (folder / "runs").unlink()
+    assert run_cell(folder, CELL, command(9)) == RESULT
+    assert not (folder / "runs").exists()
+
+
+def test_an_unfinished_cell_starts_again(tmp_path: Path) -> None:
+    write_result(tmp_path, RESULT)
+    folder = tmp_path / CELL.name
+    with pytest.raises(VitrailError, match="demo with seed 1 ended with exit code 7") as caught:
+        run_cell(folder, CELL, command(7))
+    assert "a line of the log" in str(caught.value) and str(folder / "log.txt") in str(caught.value)
+    (folder / "rest").write_text("of the killed run")
+    assert run_cell(folder, CELL, command()) == RESULT and not (folder / "rest").exists()
+
+
+def test_a_result_of_other_settings_is_refused(tmp_path: Path) -> None:
+    write_result(tmp_path, RESULT)
+    folder = tmp_path / CELL.name
+    run_cell(folder, CELL, command())
+    other = Cell(entry="demo", seed=1, settings={"sizes": (3, 5)}, budget=2.5, evaluations=2, device="cpu")
+    with pytest.raises(RunError, match="was measured with other settings of demo; delete this folder"):
+        run_cell(folder, other, command())
+    assert read_result(folder) == RESULT
+
+
+def test_a_damaged_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(RunError, match=r"result\.json is damaged: .*; delete the folder"):
+        read_result(tmp_path)

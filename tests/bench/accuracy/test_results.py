@@ -1,0 +1,66 @@
+"""Tests of the costs of reaching an accuracy, and of their ratios."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vitrail.bench.accuracy.cell import CellResult, Point
+from vitrail.bench.accuracy.results import final_accuracies, first_at, reached
+
+
+def result(*points: tuple[float, float], test: float | None = None) -> CellResult:
+    """A cell with points of (seconds, accuracy). A second costs 10 FLOPs and two seconds of the cores."""
+    return CellResult(
+        points=tuple(
+            Point(step=step, seconds=float(seconds), cpu_seconds=2.0 * seconds, flops=10.0 * seconds, accuracy=accuracy)
+            for step, (seconds, accuracy) in enumerate(points)
+        ),
+        validation_accuracy=points[-1][1], test_accuracy=test, steps=3, own_steps=4, epochs=1.5, batch_size=8,
+        parameters=100, precision="bf16", threads=2, versions={},
+    )  # fmt: skip
+
+
+CURVES = {
+    "ours": {0: result((1, 0.5), (2, 0.8), (3, 0.7)), 1: result((2, 0.6), (4, 0.8), (5, 0.9))},
+    "theirs": {0: result((4, 0.4), (8, 0.8)), 1: result((4, 0.79), (8, 0.7))},
+}
+
+
+def test_the_first_evaluation_that_reaches_a_target_counts() -> None:
+    points = CURVES["ours"][0].points
+    found = first_at(points, 0.8, None)
+    assert found is not None and (found.step, found.seconds) == (1, 2)
+    assert first_at(points, 0.5, None) == points[0] and first_at(points, 0.81, None) is None
+
+
+def test_a_target_reached_after_the_budget_does_not_count() -> None:
+    points = CURVES["ours"][0].points
+    assert first_at(points, 0.8, 2.0) == points[1]
+    assert first_at(points, 0.8, 1.9) is None
+
+
+def test_costs_and_ratios_over_seeds() -> None:
+    ours, theirs = reached(CURVES, [0.8], None)
+    assert (ours.entry, ours.reached, ours.seeds) == ("ours", 2, 2)
+    assert (ours.costs["seconds"].low, ours.costs["seconds"].median, ours.costs["seconds"].high) == (2, 3, 4)
+    assert ours.costs["cpu_seconds"].high == 8 and ours.costs["flops"].low == 20
+    assert ours.ratios["seconds"].spread.median == 1 and not ours.ratios["seconds"].is_bound
+    # seed 0: 8 s against 2 s; seed 1 is never reached: its whole run of 8 s against 4 s
+    assert theirs.reached == 1 and theirs.costs["seconds"].low == 8 and math.isinf(theirs.costs["seconds"].high)
+    spread = theirs.ratios["flops"].spread
+    assert (spread.low, spread.median, spread.high) == (2, 3, 4) and theirs.ratios["flops"].is_bound
+
+
+def test_no_ratio_to_an_entry_that_does_not_reach_the_target() -> None:
+    ours, theirs = reached(CURVES, [0.9], None)
+    assert ours.reached == 1 and not ours.ratios and not theirs.ratios
+    assert math.isinf(theirs.costs["flops"].low)
+
+
+def test_accuracies_of_the_finished_models() -> None:
+    validation, test = final_accuracies(CURVES["ours"])
+    assert (validation.low, validation.high) == (0.7, 0.9) and validation.median == pytest.approx(0.8) and test is None
+    _, test = final_accuracies({0: result((1, 0.5), test=0.4)})
+    assert test is not None and test.median == 0.4

@@ -1,0 +1,178 @@
+"""Tests of `vitrail bench accuracy`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.bench.accuracy.cell import CellResult, Point
+from vitrail.bench.accuracy.results import reached
+from vitrail.cli import main
+from vitrail.cli.output.accuracy_chart import accuracy_chart
+from vitrail.cli.output.accuracy_tables import ROW_COLUMNS, tables, target_rows
+
+TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0.9")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "RECIPE... is missing"),
+        ("demi", "recipe 'demi' does not exist; nearest: demo"),
+        ("demo demo", "RECIPE...: demo is given twice"),
+        ("demo --targets 0.8 1.2", "--targets: 1.2 is not between 0 and 1; give a fraction, such as 0.85 for 85 %"),
+        ("demo --targets 0", "--targets: 0.0 is not between 0 and 1"),
+        ("demo --targets 80", "--targets: 80.0 is not between 0 and 1"),
+        ("demo --targets nan", "--targets: nan is not between 0 and 1"),
+        ("demo --seeds 1 1", "--seeds: 1 is given twice; give each value once"),
+        ("demo --seeds", "--seeds: give at least one value"),
+        ("demo --seeds -1", "--seeds: -1 is not between 0 and 2**32 - 1"),
+        ("demo --evaluations 0", "--evaluations: 0 is less than 1"),
+        ("demo --budget soon", "--budget: 'soon' is not a time; give a number above 0 with a unit"),
+        ("demo --budget best", "--budget: 'best' is not a time; give a number above 0 with a unit, such as 90s or 20m"),
+        ("demo --against timn", "unknown library 'timn' in --against; nearest: timm"),
+        ("demo --against timm --environment timm", "--environment: 'timm' is not LIBRARY=PATH"),
+        ("demo --against timm --environment timm=/no/python", "--environment: /no/python cannot be run as the Python"),
+        ("demo --data nowhere", "nowhere"),
+        ("demo --validation-share 0", "--validation-share: 0.0 leaves data 'bundled' without a validation split"),
+    ],
+)
+def test_wrong_input(words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["bench", "accuracy", *words.split(), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_missing_library_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "accuracy", "demo", "--against", "timm", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "torchvision is not installed" in error and "--environment timm=PATH/bin/python" in error
+    assert not (tmp_path / "out").exists()
+
+
+def result(*points: tuple[float, float]) -> CellResult:
+    return CellResult(
+        points=tuple(
+            Point(step=step, seconds=float(seconds), cpu_seconds=0.5, flops=1e12 * seconds, accuracy=accuracy)
+            for step, (seconds, accuracy) in enumerate(points)
+        ),
+        validation_accuracy=points[-1][1], test_accuracy=0.5, steps=3, own_steps=6, epochs=1.5, batch_size=8,
+        parameters=1000, precision="bf16", threads=2, versions={},
+    )  # fmt: skip
+
+
+CURVES = {
+    "demo": {0: result((10, 0.5), (20, 0.8)), 1: result((10, 0.6), (30, 0.9))},
+    "<b>&": {0: result((10, 0.1), (400, 0.8)), 1: result((10, 0.2), (500, 0.7))},
+}
+
+
+def test_rows_say_what_is_not_reached() -> None:
+    rows = list(target_rows(reached(CURVES, [0.8, 0.95], None)))
+    assert [row["reached"] for row in rows] == [2, 1, 0, 0] and all(set(row) == set(ROW_COLUMNS) for row in rows)
+    assert rows[1]["seconds_low"] == 400 and rows[1]["seconds_high"] is None
+    assert rows[1]["seconds_ratio_median"] == pytest.approx((20 + 500 / 30) / 2) and rows[1]["seconds_ratio_is_bound"]
+    assert rows[3]["flops_ratio_low"] is None and rows[2]["flops_median"] is None
+
+
+def test_tables_of_costs_and_of_models() -> None:
+    costs, models = tables(CURVES, reached(CURVES, [0.8, 0.95], None))
+    cells = [list(column.cells) for column in costs.columns]
+    assert cells[1] == ["demo", "<b>&", "demo", "<b>&"] and cells[2] == ["2 of 2", "1 of 2", "0 of 2", "0 of 2"]
+    assert cells[3][0] == "25 (20..30)" and cells[3][2] == "not reached"
+    assert cells[4][1] == "> 18.33 (16.67..20.00)"
+    assert list(models.columns[4].cells) == ["50%", "50%"]
+
+
+def test_the_chart_is_a_picture_with_a_line_for_each_run() -> None:
+    root = xml.etree.ElementTree.fromstring(accuracy_chart(CURVES, [0.8], 450.0))
+    paths = [node.attrib for node in root.iter("{http://www.w3.org/2000/svg}path")]
+    lines = [path for path in paths if path.get("class") == "line" and "L" in path["d"]]
+    assert len(lines) == 2 * 3  # the last evaluation of one run is after the budget, so that run is one point
+    assert "<b>&, 2 seeds" in "".join(root.itertext()) and "seconds of training" in "".join(root.itertext())
+    assert len({path["stroke"] for path in lines}) == 2
+    assert "no evaluation within the budget" in accuracy_chart(CURVES, [0.8], 1.0)
+
+
+@pytest.mark.slow
+def test_a_comparison_of_two_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["bench", "accuracy", "demo", "fashion-mnist", *TINY, "--seeds", "4", "--out", str(out)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "demo, seed 4: " in shown and "fashion-mnist, seed 4: " in shown
+    with (out / "curves.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["entry"] for row in rows] == ["demo"] * 3 + ["fashion-mnist"] * 3
+    with (out / "targets.csv").open(newline="") as file:
+        assert [row["reached"] for row in csv.DictReader(file)][:2] == ["1", "1"]
+    assert (out / "curves.svg").read_text().startswith("<svg")
+    before = {path: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
+    assert main([*words, "--json"]) == 0  # nothing runs again
+    plain = json.loads(capsys.readouterr().out)
+    assert plain == json.loads((out / "results.json").read_text())
+    assert plain["budget"] is None and list(plain["entries"]["demo"]) == ["4"]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert main([*words, "--budget", "2s"]) == 2
+    assert "has a comparison with budget=None, which is now 2.0" in capsys.readouterr().err
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 600.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_killed_continues_with_the_next_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [sys.executable, "-m", "vitrail", "bench", "accuracy", "demo", *TINY, "--seeds", "0", "1"]
+    words += ["--out", str(out)]
+    first, second = (out / f"cells/demo-seed{seed}" for seed in (0, 1))
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    wait_for(lambda: (second / "run/run.lock").exists())
+    child = json.loads((second / "run/run.lock").read_text())["process"]
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    wait_for(lambda: not is_alive(child))  # the run does not go on alone
+    assert (first / "result.json").exists() and not (second / "result.json").exists()
+    before = (first / "result.json").stat().st_mtime_ns
+    subprocess.run(words, check=True, capture_output=True)
+    assert (second / "result.json").exists() and (first / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_says_how_to_continue(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [sys.executable, "-m", "vitrail", "bench", "accuracy", "demo", *TINY, "--out", str(out)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    lock = out / "cells/demo-seed0/run/run.lock"
+    wait_for(lock.exists)
+    child = json.loads(lock.read_text())["process"]
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate()
+    assert process.returncode == 75
+    assert "the finished runs stay in" in error and "Continue with: vitrail bench accuracy demo" in error
+    assert not is_alive(child)

@@ -1,0 +1,1 @@
+"""Time and counted operations to reach given validation accuracies, for recipes and for other libraries."""

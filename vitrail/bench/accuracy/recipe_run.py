@@ -1,0 +1,161 @@
+"""The process of a cell that trains a recipe: `python -m vitrail.bench.accuracy.recipe_run FOLDER`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitrail.bench.accuracy.cell import Cell, CellResult, Point, end_with_parent, read_cell, write_result
+from vitrail.errors import VitrailError
+from vitrail.machine import describe
+from vitrail.tasks import Task
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.optimization.optimizer import make_optimizer
+from vitrail.training.record import read_record
+from vitrail.training.run import train
+
+__all__ = ["measure_recipe", "optimizer_flops", "seconds_per_step"]
+
+WARMUP_STEPS, TIMED_STEPS = 4, 24
+"""Numbers of steps that measure the speed of a run: untimed ones, and timed ones after these."""
+
+TIMED_FRACTION = 0.02
+"""Fraction of the budget after which the timed steps end early."""
+
+USED_FRACTION = 0.97
+"""Fraction of the budget that a shortened run should take by its measured speed."""
+
+
+def measure_recipe(folder: Path, cell: Cell) -> CellResult:
+    """Train the recipe of a cell in `folder / "run"`, and return its measurements."""
+    config = TrainConfig.from_plain(cell.settings).override(
+        seed=cell.seed, device=cell.device, evaluations=cell.evaluations, checkpoints=1, run=str(folder / "run")
+    )
+    length = _Length(TIMED_FRACTION * (cell.budget or 0.0))
+    seconds = None if cell.budget is None else seconds_per_step(config, length)
+    if cell.budget is not None and seconds:
+        fits = max(1, int(USED_FRACTION * cell.budget / seconds))
+        if fits < length.steps:
+            config = config.override(steps=fits)
+    recorder = _Recorder()
+    result = train(config, display=recorder)
+    network, batch_size = result.bundle.network, config.run.batch_size
+    record = read_record(folder / "run")
+    flops = network.config.training_flops() * batch_size + optimizer_flops(network, record.config)
+    machine = describe(torch.device("cpu"))
+    steps = int(result.summary["steps"])
+    return CellResult(
+        points=tuple(
+            Point(step=step, seconds=wall, cpu_seconds=cpu, flops=float(step * flops), accuracy=accuracy)
+            for step, wall, cpu, accuracy in recorder.points
+        ),
+        validation_accuracy=result.metrics["validation_accuracy"],
+        test_accuracy=result.metrics.get("test_accuracy"),
+        steps=steps,
+        own_steps=length.steps if cell.budget is not None else steps,
+        epochs=steps * batch_size / record.images,
+        batch_size=batch_size,
+        parameters=sum(parameter.numel() for parameter in network.parameters()),
+        precision=record.config.run.precision,
+        threads=machine["threads"],
+        versions=machine["versions"],
+    )
+
+
+def optimizer_flops(network: nn.Module, config: TrainConfig) -> int:
+    """Return the operations of the products in one update of the weights. Only Muon has any."""
+    network = copy.deepcopy(network)
+    optimizer = make_optimizer(network, config.optimizer, config.run.precision)
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    return counter.get_total_flops()
+
+
+def seconds_per_step(config: TrainConfig, length: _Length) -> float:
+    """Return the seconds of a training step, from the first steps of the run. `length` receives the run's steps."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(_Measured):
+        train(config.override(run=f"{folder}/run", evaluations=0, keep="last"), display=length, measure_test=False)
+    return length.seconds
+
+
+class _Measured(BaseException):
+    """Ends a run whose speed has been measured."""
+
+
+class _Length(Display):
+    """Measures the first steps of a run, and then ends the run."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` is the time after which the timed steps end early."""
+        self.most = seconds
+        self.steps = 0
+        self.seconds = 0.0
+        self._first: tuple[int, float] | None = None
+
+    def begin(self, step: int, steps: int, task: Task) -> None:
+        self.steps = steps
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.tick(step, 0.0)
+
+    def tick(self, step: int, seconds_left: float) -> None:
+        now = time.perf_counter()
+        if self._first is None:
+            if step >= min(WARMUP_STEPS, self.steps - 1):
+                self._first = step, now
+            return
+        first, begun = self._first
+        if step > first:
+            self.seconds = (now - begun) / (step - first)
+        if step >= first + TIMED_STEPS or (step > first and now - begun > self.most):
+            raise _Measured
+
+
+class _Recorder(Display):
+    """Records each evaluation with the times of the training before it."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float, float, float]] = []
+        """Step, seconds, processor seconds and accuracy of each evaluation."""
+        self._clocks: tuple[Callable[[], float], ...] = (time.perf_counter, time.process_time)
+        self._spent = [0.0, 0.0]
+        self._since = [0.0, 0.0]
+
+    def begin(self, step: int, steps: int, task: Task) -> None:
+        self._since = [clock() for clock in self._clocks]
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        # An evaluation follows directly after this call, so its time does not count.
+        now = [clock() for clock in self._clocks]
+        self._spent = [spent + end - start for spent, start, end in zip(self._spent, self._since, now, strict=True)]
+        self._since = now
+
+    def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
+        self.points.append((step, self._spent[0], self._spent[1], result["accuracy"]))
+        self._since = [clock() for clock in self._clocks]
+
+
+def _main(folder: Path) -> int:
+    end_with_parent()
+    try:
+        write_result(folder, measure_recipe(folder, read_cell(folder)))
+    except VitrailError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))
