@@ -26,6 +26,8 @@ VERBS = {
     "convert": "convert models between Vitrail's and other libraries' formats",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
+    "runs": "list runs with their state, metrics and differing settings",
+    "runs compare": "compare the settings and metrics of runs",
     "recipes": "list training recipes, with the results that papers published",
     "models": "list network sizes with their parameters and cost",
     "bench": "measure training and inference speed on this machine",

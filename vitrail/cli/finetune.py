@@ -79,8 +79,8 @@ class Finetune:
     """Learning rates to try. The best one on held-out images is then used to train on all training images. By default
     the paper's protocol tries the rates of its table, and the rule tries some settings within the budget."""
     budget: str | None = None
-    """Time of the whole command: 90s, 3m, 1h, or quick or best (0.4 and 4 times the default). By default 4 minutes for
-    300 training images and 10 for 5,000, until the model is trained."""
+    """Time of the whole command: 90s, 3m, 1h, or quick or best (0.4 and 4 times the default). The default is 4 minutes
+    of training for 300 images and 10 for 5,000."""
     resume: Path | None = None
     """Folder of a run to continue, or to extend with --epochs or --steps."""
     suite: str = ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from vitrail.errors import RunError
 from vitrail.files import saving
 
-__all__ = ["LOCK", "check_unlocked", "locked"]
+__all__ = ["LOCK", "check_unlocked", "is_locked", "locked"]
 
 LOCK = "run.lock"
 """Name of the file in the run's folder that is locked. The file names the process that holds the lock."""
@@ -47,13 +47,18 @@ def locked(folder: Path) -> Iterator[None]:
 
 def check_unlocked(folder: Path) -> None:
     """Raise `RunError` if a process holds the lock of a run's folder."""
+    if is_locked(folder):
+        raise RunError(_in_use(folder))
+
+
+def is_locked(folder: Path) -> bool:
+    """Return True if a process holds the lock of a run's folder."""
     try:
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return
+        return False
     try:
-        if not _acquire(file):
-            raise RunError(_in_use(folder))
+        return not _acquire(file)
     finally:
         os.close(file)
 

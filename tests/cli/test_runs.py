@@ -1,0 +1,76 @@
+"""Tests of `vitrail runs` and `vitrail runs compare`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.cli import main
+from vitrail.training.config import TrainConfig
+from vitrail.training.run import train
+
+
+@pytest.fixture
+def runs(tiny: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two finished runs, of which one has more steps and is also the worse one, an unreadable one, and a trial."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, settings in (("long-name-of-a-run", {"steps": 2}), ("[b]", {"steps": 1, "learning_rate": 0.5})):
+        train(tiny(run=f"runs/{name}", **settings))
+    trial = Path("runs/b-trials/learning-rate-0.5-30")
+    trial.mkdir(parents=True)
+    (trial / "run.json").write_bytes(Path("runs/[b]/run.json").read_bytes())
+    (trial.parents[1] / "damaged").mkdir()
+    (trial.parents[1] / "damaged/run.json").write_text('{"format": 99}')
+    return tmp_path / "runs"
+
+
+def test_the_list_shows_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines()[:6])) <= 80
+    assert "trials" not in text and "test accuracy" in text and text.count("finished") == 2
+    assert "damaged: runs/damaged/run.json has format 99" in text and "unreadable" in text
+    assert "[b]: --learning-rate 0.5, --steps 1" in text or "long-name-of-a-run: --learning-rate" in text
+
+    assert main(["runs", "--trials", "--json", "--sort", "metric"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert sorted(row["run"] for row in rows) == [
+        "runs/[b]", "runs/b-trials/learning-rate-0.5-30", "runs/damaged", "runs/long-name-of-a-run",
+    ]  # fmt: skip
+    values = [row["metrics"].get("validation_accuracy", -1) for row in rows]
+    assert values == sorted(values, reverse=True) and values[0] >= 0
+    assert main(["runs", "--sort", "time"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("[b]") < shown.index("long-name")
+
+
+def test_a_comparison_has_a_column_for_each_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = ["runs/long-name-of-a-run", "runs/[b]"]
+    assert main(["runs", "compare", *folders]) == 0
+    text = capsys.readouterr().out
+    assert "--learning-rate" in text and "0.5" in text and "2 of 2" in text and "--width" not in text
+    assert main(["runs", "compare", *folders, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert second["settings"] == {"learning_rate": 0.5, "steps": 1} and first["settings"]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runs", "nowhere"], "'nowhere' is not a folder; give the folder that holds your runs"),
+        (["runs", "."], "holds no run: no folder in it has a run.json"),
+        (["runs", "--sort", "size"], "--sort"),
+        (["runs", "compare", "one"], "RUN: a comparison needs two runs or more"),
+        (["runs", "compare", "one", "two"], "'one' is not the folder of a run: it has no run.json"),
+    ],
+)
+def test_what_cannot_be_listed_is_said(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Tests of the summaries of runs, from the files in their folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.training.config import TrainConfig
+from vitrail.training.lock import locked
+from vitrail.training.run import train
+from vitrail.training.summary import differing_settings, find_runs, settings_of, summarise
+
+Tiny = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def finished(tiny: Tiny) -> Path:
+    return train(tiny(steps=3)).folder
+
+
+def rewritten(run: Path, journal: list[dict[str, object]], place: Path) -> Path:
+    """Return a copy of a run with other events."""
+    place.mkdir()
+    (place / "run.json").write_bytes((run / "run.json").read_bytes())
+    (place / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in journal))
+    return place
+
+
+def test_a_finished_run(finished: Path) -> None:
+    found = summarise(finished)
+    assert (found.state, found.step, found.steps, found.problem) == ("finished", 3, 3, "")
+    assert found.metrics is not None and 0 <= found.metrics["validation_accuracy"] <= 1
+    assert found.started is not None and found.changed is not None and found.started <= found.changed
+    assert found.texts("validation") == [f"accuracy {found.metrics['validation_accuracy']:.2%}"]
+    assert found.texts("nowhere") == []
+
+
+BEGUN = {"event": "started", "time": 10.0, "step": 0, "steps": 7}
+BETTER = {"event": "evaluation", "time": 11.0, "step": 2, "split": "validation", "best": True, "accuracy": 0.75}
+WORSE = BETTER | {"time": 12.0, "step": 4, "best": False, "accuracy": 0.5}
+
+
+def test_the_best_evaluation_and_the_last_event_count(finished: Path, tmp_path: Path) -> None:
+    found = summarise(rewritten(finished, [BEGUN, BETTER, WORSE], tmp_path / "cut"))
+    assert (found.state, found.step, found.steps, found.changed) == ("interrupted", 4, 7, 12.0)
+    assert found.texts("validation") == ["accuracy 75.00%"] and found.texts("test") == []
+    stopped = {"event": "stopped", "time": 13.0, "step": 4}
+    assert summarise(rewritten(finished, [BEGUN, stopped], tmp_path / "stopped")).state == "stopped"
+    failed = {"event": "failed", "time": 13.0, "step": 4, "reason": "the loss is nan"}
+    found = summarise(rewritten(finished, [BEGUN, failed], tmp_path / "failed"))
+    assert (found.state, found.problem) == ("failed", "the loss is nan")
+    with locked(tmp_path / "cut"):
+        assert summarise(tmp_path / "cut").state == "training"
+    assert summarise(rewritten(finished, [], tmp_path / "empty")).started is None
+
+
+def test_what_cannot_be_read_is_said(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    found = summarise(tmp_path)
+    assert found.state == "unreadable" and "run.json is damaged" in found.problem and found.texts("test") == []
+
+
+def test_runs_are_found_in_folders_but_not_in_runs(tmp_path: Path) -> None:
+    for name in ("a", "deep/er/b", "deep/er/than/c", "a/model", "a/x", ".hidden/d", "checkpoints/e"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "run.json").touch()
+    assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["a", "deep/er/b"]
+    assert list(find_runs(tmp_path / "a")) == [tmp_path / "a"]
+    assert list(find_runs(tmp_path, depth=0)) == list(find_runs(tmp_path / "nowhere")) == []
+
+
+def test_only_settings_unlike_the_others_are_returned(tiny: Tiny) -> None:
+    usual = tiny(steps=3)
+    others = usual.override(learning_rate=0.5), usual.override(threads=1, device="cpu", name="x", flip=True)
+    flipped = differing_settings([usual, *others])
+    assert flipped[0] == {} and flipped[1] == {"learning_rate": 0.5}
+    assert flipped[2] == ({} if usual.augment.flip else {"flip": True})
+    assert settings_of(usual)["task"] == "classification" and "threads" not in settings_of(usual)
+    assert differing_settings([]) == []

@@ -1,0 +1,96 @@
+"""`vitrail runs compare`: the settings and metrics in which a few runs differ, side by side."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional, flag
+from vitrail.cli.runs import rows_of
+from vitrail.errors import ConfigError, RunError
+from vitrail.training.summary import RunSummary, settings_of, summarise
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRuns:
+    """Options of `vitrail runs compare`."""
+
+    runs: Annotated[tuple[Path, ...], Positional("RUN...")]
+    """Folders of two or more runs."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+COMMAND = Command(
+    name="runs compare",
+    summary="""Compare runs: the settings in which they differ, their lengths and their metrics, with a column for each
+    run.""",
+    examples=(
+        Example("vitrail runs compare runs/flowers runs/flowers-2", "Compare two runs."),
+        Example("vitrail runs compare runs/*", "Compare all runs."),
+        Example("vitrail runs compare runs/* --json", "Print the comparison as JSON."),
+    ),
+    options=(CompareRuns,),
+    essential={"Output": ("json",)},
+)
+
+
+def main(call: Call) -> int:
+    options = CompareRuns(**call.options)
+    if len(options.runs) < 2:
+        raise ConfigError("RUN: a comparison needs two runs or more; give the folders of both")
+    found = [summarise(folder) for folder in options.runs]
+    for run in found:
+        if run.config is None:
+            raise RunError(run.problem)
+    settings = _different([settings_of(run.config) for run in found if run.config is not None])
+    if options.json:
+        print(json.dumps(rows_of(found, settings)))
+        return 0
+    Console(highlight=False).print(_table(found, settings))
+    return 0
+
+
+def _different(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of each run whose values are not the same in all runs. A missing setting is None."""
+    names = list(dict.fromkeys(name for one in settings for name in one))
+    names = [name for name in names if len({repr(one.get(name)) for one in settings}) > 1]
+    return [{name: one.get(name) for name in names} for one in settings]
+
+
+def _table(runs: Sequence[RunSummary], settings: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for run in runs:
+        table.add_column(escape(str(run.folder)), overflow="fold")
+    for name in settings[0]:
+        table.add_row(flag(name), *(escape(_text(one[name])) for one in settings))
+    if settings[0]:
+        table.add_section()
+    table.add_row("state", *(run.state for run in runs))
+    table.add_row("steps", *(f"{run.step:,} of {run.steps:,}" for run in runs))
+    for split in ("validation", "test"):
+        texts = itertools.zip_longest(*(run.texts(split) for run in runs), fillvalue="")
+        for number, row in enumerate(texts):
+            table.add_row("" if number else split, *map(escape, row))
+    return table
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
