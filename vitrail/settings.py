@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from vitrail.errors import ConfigError
 
-__all__ = ["above_zero", "at_least", "bare_names", "below_one", "named", "one_of", "raise_problems"]
+__all__ = ["above_zero", "at_least", "bare_names", "below_one", "named", "one_of", "raise_problems", "seconds_in"]
+
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def named(bare_name: str) -> dict[str, str]:
@@ -58,6 +62,12 @@ def one_of(settings: Any, **choices: Any) -> Iterator[str]:
     for name, value in _values(settings, choices):
         if value not in get_args(choices[name]):
             yield f"{name}={value!r} is not one of {', '.join(map(repr, get_args(choices[name])))}"
+
+
+def seconds_in(text: str) -> float | None:
+    """Return the seconds in a text such as "90s", "3m" or "1.5h". Return None for any other text, and for no time."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text)
+    return float(match[1]) * UNITS[match[2]] or None if match else None
 
 
 def _values(settings: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

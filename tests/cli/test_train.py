@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.record import read_record
 from vitrail.training.run import RunResult
 
 TINY = [
@@ -275,3 +277,43 @@ def test_a_finished_run_is_extended(colour_folder: Path, tmp_path: Path, capsys:
     assert run("--resume", folder, "--steps", "5") == 0
     assert "continuing after step 3 of 5" in capsys.readouterr().out
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["step"] == 5
+
+
+def test_a_run_is_repeated_with_its_settings(
+    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", str(colour_folder), "--image-size", "14", "21", "--batch-size", "8", "--device", "cpu"]
+    assert main(["train", "folder", *words, "--variant", "ViT-Pico/7", "--steps", "1", "--name", "one"]) == 0
+    assert main(["train", "--like", "runs/one", "--name", "two"]) == 0
+    assert "has changed" not in capsys.readouterr().out
+    first, second = (read_record(Path("runs") / name) for name in ("one", "two"))
+    assert second.config == first.config.override(run=second.config.run.folder, name="two")
+    weights = [(Path("runs") / name / "model/model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]
+
+    picture = next(colour_folder.rglob("*.png"))
+    shutil.copy(picture, picture.with_name("another.png"))
+    assert main(["train", "--like", "runs/one", "--steps", "2", "--name", "three"]) == 0
+    picture.with_name("another.png").unlink()
+    assert "the data has changed since runs/one was trained" in " ".join(capsys.readouterr().out.split())
+    assert read_record(Path("runs/three")).config.run.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--like", "nowhere"], "'nowhere' is not the folder of a run"),
+        (["demo", "--like", "nowhere"], "'nowhere' is not the folder of a run"),
+        (["--like", "{own}"], "cannot be repeated, because it was started in Python with its own network"),
+        (["--max-time", "soon"], "--max-time: 'soon' is not a time"),
+    ],
+)
+def test_mistakes_in_repeating_a_run_are_named(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    formats = Path(__file__).parents[1] / "formats/v1/run-finished"
+    record = json.loads((formats / "run.json").read_text()) | {"objects": ["network"]}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert main(["train", *(word.replace("{own}", str(tmp_path)) for word in words)]) == 2
+    assert message in capsys.readouterr().err

@@ -144,7 +144,7 @@ def main(call: Call) -> int:
     try:
         if (folder := given.get("resume")) is not None:
             length = length_of_resume(given, COMMAND.known)
-            result = _resumed(folder, length, display, call.started)
+            result = _resumed(folder, length, given.get("max_time"), display, call.started)
         elif "suite" in given:
             return _suite(given, display)
         else:
@@ -167,14 +167,16 @@ def main(call: Call) -> int:
     return 0
 
 
-def _resumed(folder: Path, length: Length | None, display: Display, started: float) -> FinetuneResult:
+def _resumed(
+    folder: Path, length: Length | None, max_time: str | None, display: Display, started: float
+) -> FinetuneResult:
     """Finish a run that was stopped, or extend it, and measure its model unless an earlier command did."""
     if part := _part(folder):
         raise RunError(f"run {folder} is {part}; {AGAIN}")
     config = read_record(folder).config
     data = config.data.open_whole()
     run = None if length is not None or (folder / "report.html").exists() else finished(folder)
-    run = run or resume(folder, data=data, length=length, display=display, started=started)
+    run = run or resume(folder, data=data, length=length, max_time=max_time, display=display, started=started)
     return evaluate_run(run, config, config.data.cut(data))
 
 

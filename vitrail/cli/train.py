@@ -23,6 +23,7 @@ from vitrail.cli.options.run_options import (
     task_of,
     task_options,
 )
+from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
@@ -31,6 +32,7 @@ from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
 from vitrail.training.config import TrainConfig
 from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay
+from vitrail.training.record import read_record
 from vitrail.training.run import RunResult, resume, train
 from vitrail.training.setup import check_columns
 from vitrail.transfer.budget import seconds_of
@@ -50,6 +52,8 @@ class Train:
     """Time of the training, such as 90s, 3m or 1h, if settings are chosen from the data. Default: 5m."""
     resume: Path | None = None
     """Folder of a run to continue, or to extend with --epochs or --steps."""
+    like: Path | None = None
+    """Folder of a run whose settings and data are used again in a new run. Options that you type replace them."""
 
 
 RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
@@ -64,18 +68,52 @@ CHOSEN = (
 
 def is_chosen(given: Mapping[str, Any]) -> bool:
     """Return True if the settings are chosen from the data, because the user named data and nothing to start from."""
-    is_plain = "data" in given and not {"recipe", "init", "resume"} & given.keys()
+    is_plain = "data" in given and not {"recipe", "init", "resume", "like"} & given.keys()
     return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 
 def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
-    """Return the named recipe, else the recipe for the data. Raise `ConfigError` if the name is unknown."""
+    """Return the settings of the run that --like names, else the named recipe, else the recipe for the data.
+
+    Raise `ConfigError` if the name is unknown, and the errors of `settings_like`.
+    """
+    if (run := given.get("like")) is not None:
+        return settings_like(Path(run))
     data = given.get("data")
     for_data = "demo" if data is None else RECIPES_OF_DATA.get(data, "folder")
     name = given.get("recipe") or for_data
     if name not in RECIPES:
         raise ConfigError(f"recipe {name!r} does not exist; {_instead_of(name, 'data' in given)}")
     return RECIPES[name]()
+
+
+def settings_like(run: Path) -> TrainConfig:
+    """Return the settings of a run for a new run. Raise the errors of `read_record`, and `ConfigError` if the run was
+    started with Python objects, which no file describes."""
+    record = read_record(run)
+    if record.objects:
+        raise ConfigError(
+            f"like={str(run)!r} cannot be repeated, because it was started in Python with its own "
+            f"{' and '.join(record.objects)}"
+        )
+    return record.config.override(run=None, name="", overwrite=False)
+
+
+def _data_like(run: Path, config: TrainConfig, display: ConsoleDisplay) -> OpenedData | None:
+    """Return the open data of a run that is repeated, and tell the user if it has changed. Return None for other
+    data."""
+    record = read_record(run)
+    if config.data != record.config.data:
+        return None
+    check_columns(config)
+    data = config.data.open_whole(unlabelled="none" in config.task.targets)
+    splits = config.data.cut(data)
+    if fingerprint(splits.train, splits.validation, splits.test) != record.fingerprint:
+        display.note(
+            f"the data has changed since {run} was trained: it had {record.images:,} training images, and has "
+            f"{len(splits.train):,} now; if both numbers are equal, names or labels have changed, or another split has"
+        )
+    return data
 
 
 def _instead_of(name: str, has_data: bool) -> str:
@@ -135,13 +173,16 @@ def main(call: Call) -> int:
     try:
         if (folder := call.options.get("resume")) is not None:
             length = length_of_resume(call.options, COMMAND.known)
-            result = resume(folder, length=length, display=display, started=call.started)
+            max_time = call.options.get("max_time")
+            result = resume(folder, length=length, max_time=max_time, display=display, started=call.started)
         else:
             data = None
             if is_chosen(call.options):
                 (config, data), initial = _from_data(call.options, display), None
             else:
                 config, initial = _config(call.options)
+                if (like := call.options.get("like")) is not None:
+                    data = _data_like(Path(like), config, display)
             if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:
                 display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
             result = train(config, data=data, initial=initial, display=display, started=call.started)
@@ -176,8 +217,10 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
         raise ConfigError(
             "--budget: only settings that are chosen from the data follow a budget; leave it out, or give --data alone"
         )
+    if {"like", "recipe"} <= given.keys():
+        raise ConfigError(f"--like: the settings are those of {given['like']}; leave the recipe {given['recipe']} out")
     recipe, initial = recipe_for(given), None
-    settings = {name: value for name, value in given.items() if name != "recipe"}
+    settings = {name: value for name, value in given.items() if name not in ("recipe", "like")}
     settings["task"] = task_of(given, recipe.task.name)
     if (init := given.get("init")) is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig())

@@ -20,7 +20,7 @@ from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
 from vitrail.models.config import ModelConfig, override_fields
 from vitrail.plain import from_plain
-from vitrail.settings import above_zero, at_least, bare_names, named, one_of, raise_problems
+from vitrail.settings import above_zero, at_least, bare_names, named, one_of, raise_problems, seconds_in
 from vitrail.tasks import TASKS, Classification, Task
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.start import StartConfig
@@ -76,6 +76,8 @@ class RunConfig:
     """Steps between two runs of --probe, by default as many as between two evaluations."""
     checkpoints: int = 10
     """Number of times that the training state is saved during the run."""
+    max_time: str | None = None
+    """Stop after this time, such as 50m or 2h, with the state saved and exit code 75. --resume goes on."""
     keep: Keep = "best"
     """Weights that become the model: the best on the validation split, or the last."""
     name: str = ""
@@ -96,9 +98,18 @@ class RunConfig:
         ]  # fmt: skip
         if self.seed >= 2**32:
             problems.append(f"seed={self.seed} is too large; choose one below 2**32")
+        if self.max_time is not None and seconds_in(self.max_time) is None:
+            problems.append(
+                f"max_time={self.max_time!r} is not a time; give a number above 0 with a unit, such as 90s, 50m or 2h"
+            )
         if self.accumulation > self.batch_size:
             problems.append(f"accumulation={self.accumulation} is more than batch_size={self.batch_size}")
         raise_problems(problems)
+
+    @property
+    def max_seconds(self) -> float | None:
+        """The time after which the run stops, in seconds, or None."""
+        return None if self.max_time is None else seconds_in(self.max_time)
 
     @property
     def readers(self) -> Readers:

@@ -151,6 +151,7 @@ def resume(
     probes: Sequence[Probe] = (),
     measure_test: bool = True,
     length: Length | None = None,
+    max_time: str | None = None,
     display: Display | None = None,
     started: float | None = None,
 ) -> RunResult:
@@ -160,6 +161,8 @@ def resume(
     In float32 on the CPU, the result is bitwise equal to the result of a run that was not stopped. `data` and `network`
     are the objects that were passed to `train`, or None. A run that was killed before its first checkpoint starts
     again, so it needs the model that it started from. Raises the same errors as `train`.
+
+    `max_time` replaces the run's own `max_time`, for this process only. Without it, the run's own time begins again.
 
     The learning rate of a longer run is that of a run which had the new length from the beginning. A schedule that had
     fallen to its end therefore rises again at the first new step.
@@ -173,6 +176,7 @@ def resume(
         if record.origin is not None and not Checkpoints(folder / "checkpoints").steps():
             model = open_again(record.config.start, str(folder), record.origin.sha256)
         config = record.config if length is None else length.apply(record.config)
+        config = config if max_time is None else config.override(max_time=max_time)
         setup = prepare(config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
         if record.fingerprint != setup.fingerprint:
             raise RunError(
@@ -278,7 +282,8 @@ class _Run:
         if extends is not None:
             state.best.waited = 0  # otherwise a run that --patience ended would end again at once
             record_extension(self.folder, setup.config, step=state.step, before=extends, steps=setup.steps)
-        with StopRequest() as stop:
+        limit = setup.config.run.max_seconds
+        with StopRequest(None if limit is None else self.started + limit) as stop:
             examiner = self._examiner(state, probes)
             sinks = Sinks(journal, self.checkpoints, display)
             monitor = Monitor(state, plan, sinks, _intervals(setup), examiner, stop=stop, started=self.started)

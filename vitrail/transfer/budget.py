@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from vitrail.errors import ConfigError
+from vitrail.settings import seconds_in
 
 __all__ = ["seconds_of", "usual_seconds"]
 
 FACTORS = {"quick": 0.4, "best": 4.0}
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 SECONDS_PER_ROOT = 34.0
 """Usual seconds of fine-tuning, divided by the cube root of the number of training images: four minutes for 300 images,
@@ -30,10 +28,10 @@ def seconds_of(budget: str | None, usual: float) -> float:
         return usual
     if budget in FACTORS:
         return FACTORS[budget] * usual
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", budget)
-    if match is None or not float(match[1]):
+    seconds = seconds_in(budget)
+    if seconds is None:
         raise ConfigError(
             f"budget={budget!r} is not a time; give a number above 0 with a unit, such as 90s, 3m or 1h, or one of "
             f"{', '.join(FACTORS)}"
         )
-    return float(match[1]) * UNITS[match[2]]
+    return seconds

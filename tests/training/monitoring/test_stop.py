@@ -14,24 +14,44 @@ from pathlib import Path
 
 import pytest
 
+from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.stop import StopRequest, interrupted_by_signals
-from vitrail.training.run import train
+from vitrail.training.record import read_record
+from vitrail.training.run import resume, train
 
 Command = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_asks_and_makes_way_for_the_second(number: signal.Signals) -> None:
-    before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(kind) for kind in kinds]
     with StopRequest() as stop:
         assert not stop.requested
-        assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] != before
+        assert not {signal.getsignal(kind) for kind in kinds} & {*before}
         os.kill(os.getpid(), number)
         assert stop.requested
-        assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
-    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
+        assert [signal.getsignal(kind) for kind in kinds] == before
+    assert [signal.getsignal(kind) for kind in kinds] == before
+
+
+def test_the_end_of_the_time_asks() -> None:
+    with StopRequest(time.perf_counter() + 0.05) as stop:
+        assert not stop.requested
+        time.sleep(0.06)
+        assert stop.requested
+
+
+def test_a_run_stops_after_its_time_and_goes_on(tiny: Callable[..., TrainConfig]) -> None:
+    config = tiny(steps=4, max_time="0.001s", keep="last")
+    with pytest.raises(Stopped, match=r"^stopped at step 1 of 4") as caught:
+        train(config)
+    with pytest.raises(Stopped, match=r"^stopped at step 2 of 4"):
+        resume(caught.value.run)
+    assert resume(caught.value.run, max_time="10m").summary["steps"] == 4
+    assert read_record(caught.value.run).config.run.max_time == "0.001s"
 
 
 def test_a_hangup_asks_and_can_come_twice() -> None:
@@ -125,7 +145,7 @@ SIZES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_saves_and_says_how_to_go_on(
     number: signal.Signals, tmp_path: Path, three_splits: Path, command: Command
 ) -> None:

@@ -139,14 +139,14 @@ def _value(section: Any, name: str) -> Any:
 
 def length_of_resume(given: Mapping[str, Any], labels: Mapping[str, Option]) -> Length | None:
     """Return the new length of the run that --resume continues, or None if it keeps its length. Raise `ConfigError` if
-    any other option is combined with --resume."""
+    any other option than --max-time is combined with --resume."""
     for name in given:
-        if name not in ("resume", "epochs", "steps"):
+        if name not in ("resume", "epochs", "steps", "max_time"):
             raise ConfigError(
                 f"{labels[name].label}: a run that --resume continues keeps its settings, and only --epochs or --steps "
                 f"can make it longer; leave {labels[name].label} out"
             )
-    return Length(given.get("epochs"), given.get("steps")) if len(given) > 1 else None
+    return Length(given.get("epochs"), given.get("steps")) if {"epochs", "steps"} & given.keys() else None
 
 
 def check_effects(given: Mapping[str, Any], config: TrainConfig) -> None:

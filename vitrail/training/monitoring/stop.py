@@ -1,5 +1,5 @@
-"""Stopping on request. After the first Ctrl-C, SIGTERM or SIGHUP, the run saves its state and stops. A second Ctrl-C or
-SIGTERM ends the process at once."""
+"""Stopping on request. After the first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, the run saves its state and stops. A second
+Ctrl-C, SIGTERM or SIGUSR1 ends the process at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -37,23 +38,31 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """Records SIGINT, SIGTERM and SIGHUP in `requested` inside a `with` block. The loop checks `requested` between
-    steps.
+    """Records SIGINT, SIGTERM, SIGUSR1 and SIGHUP in `requested` inside a `with` block. The loop checks `requested`
+    between steps. Batch systems such as SLURM can send SIGUSR1 before the time of a job is over.
 
-    The first signal also restores the usual handlers of SIGINT and SIGTERM, so that a second one ends the process at
-    once. SIGHUP stays handled, because a terminal that closes can send it twice. A process that ignores SIGHUP, such as
+    At the time `end` (`time.perf_counter()`), `requested` becomes True without a signal.
+
+    The first signal also restores the usual handlers of the others, so that a second one ends the process at once.
+    SIGHUP stays handled, because a terminal that closes can send it twice. A process that ignores SIGHUP, such as
     one started by nohup, goes on ignoring it. Python handles signals in its main thread only. In other threads this
     class changes nothing.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, end: float | None = None) -> None:
+        self.end = end
+        self._asked = False
         self._before: dict[int, Any] = {}
         self._hangup: dict[int, Any] = {}
 
+    @property
+    def requested(self) -> bool:
+        """True after a signal, or after the end of the time."""
+        return self._asked or (self.end is not None and time.perf_counter() >= self.end)
+
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._before[number] = signal.signal(number, self._ask)
             for number in _hangup():
                 self._hangup[number] = signal.signal(number, self._ask)
@@ -66,7 +75,7 @@ class StopRequest:
         _restore(self._hangup)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self._asked = True
         _restore(self._before)
         _leave_closed_terminal()
 
