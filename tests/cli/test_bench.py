@@ -78,6 +78,12 @@ def test_fewer_patches_have_fewer_products(capsys: pytest.CaptureFixture[str]) -
     assert 0.3 < half["workload"]["flops"] / whole["workload"]["flops"] < 0.6
 
 
+def test_merged_tokens_have_fewer_products(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "infer", "ViT-Pico/7", *TINY, "--no-profile", "--precision", "float32"
+    whole, fewer = result_of(capsys, *words), result_of(capsys, *words, "--reduce-tokens", "4")
+    assert fewer["product_flops"] == fewer["workload"]["flops"] < 0.9 * whole["workload"]["flops"]
+
+
 def test_no_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert result_of(capsys, "infer", "ViT-Pico/7", *TINY, "--no-profile")["breakdown"] is None
 
@@ -174,6 +180,9 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "BiT-R50x1", "--compile", "on"], "--compile: 'on' compiles a transformer's blocks"),
         (["infer", "ViT-Pico/7", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
         (["train", "BiT-R50x1", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
+        (["train", "ViT-Pico/7", "--reduce-tokens", "1"], "--reduce-tokens: bench train does not use it"),
+        (["load", "ViT-Pico/7", "--reduce-tokens", "1"], "--reduce-tokens: bench load does not use it"),
+        (["infer", "BiT-R50x1", "--reduce-tokens", "1"], "unknown field 'reduction' of BiT-R50x1"),
         (["load", "ViT-Pico/7", "--channels", "4"], "--channels: 4 is not one of 1 (grey), 3 (RGB)"),
     ],
 )

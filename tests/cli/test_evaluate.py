@@ -223,6 +223,13 @@ def test_another_image_size_gives_other_features(evaluate: Evaluate, tmp_path: P
     assert code == 0 and "the cache has features of this data, but with other" in out
 
 
+def test_merged_tokens_give_other_features(evaluate: Evaluate, tmp_path: Path, colours: Path) -> None:
+    model = make_model(tmp_path / "headless", ())
+    evaluate(model, colours, "--by", "knn")
+    code, out, _ = evaluate(model, colours, "--by", "knn", "--reduce-tokens", "1")
+    assert code == 0 and "the cache has features of this data, but" in out
+
+
 IMAGENET = tuple(f"class {number}" for number in range(1000))
 
 
@@ -313,6 +320,8 @@ def test_wrong_use_is_explained(
     [
         (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
         (("--suite", "offline", "--batch-size", "-1"), "--batch-size: -1 is less than 1"),
+        (("--reduce-tokens", "-1"), "--reduce-tokens: -1 is negative; 0 keeps all tokens"),
+        (("--reduce-by", "prune"), "--reduce-by: it has an effect only with --reduce-tokens"),
         (("--bootstrap", "-1"), "--bootstrap -1 is less than 0, the value for no intervals"),
         (("--by", "knn", "--k", "0"), "--k 0 must be whole numbers of neighbours, 1 or more"),
         (("--by", "knn", "--temperature", "0"), "--temperature 0.0 must be above 0"),

@@ -13,11 +13,12 @@ import torch
 
 from vitrail.errors import BundleError
 from vitrail.models.positions import resize_grid
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import ViTConfig
-from vitrail.weights.adapt import adapted, in_colour, resize_network
+from vitrail.weights.adapt import adapted, in_colour, resize_network, with_reduction
 from vitrail.weights.bundle import Bundle, Prediction
-from vitrail.weights.load import load
+from vitrail.weights.load import convert, load
 
 Make = Callable[..., Bundle]
 
@@ -260,3 +261,34 @@ def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle], rando
         adapted(bundle, channels=1)
     with pytest.raises(BundleError, match=r"channels=4 does not fit a network of 1 channels"):
         adapted(random_bundle(GREY["ViT"]), channels=4)
+
+
+# --- merged and pruned tokens
+
+
+def test_a_reduction_is_saved_and_shares_the_weights(vit: Callable[..., Bundle], tmp_path: Path) -> None:
+    bundle, settings = vit(), TokenReduction(tokens=2, by="prune", schedule="decreasing")
+    reduced = with_reduction(bundle, settings)
+    assert reduced.network.patches.projection.weight is bundle.network.patches.projection.weight
+    assert (reduced.metrics, bundle.network.config.reduction) == ({}, None)
+    again = load(reduced.save(tmp_path / "model"))
+    assert again.network.config.reduction == settings
+    assert torch.equal(outputs(again, (12, 12)), outputs(reduced, (12, 12)))
+    assert not torch.equal(outputs(again, (12, 12)), outputs(bundle, (12, 12)))
+    assert torch.equal(outputs(with_reduction(again, None), (12, 12)), outputs(bundle, (12, 12)))
+    assert with_reduction(again, settings) is again
+
+
+@pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
+def test_other_layouts_refuse_a_reduction(vit: Callable[..., Bundle], tmp_path: Path, layout: str) -> None:
+    reduced = with_reduction(vit(), TokenReduction(tokens=1)).save(tmp_path / "model")
+    with pytest.raises(BundleError, match=rf"layout {layout} cannot store .*reduction=TokenReduction\(tokens=1"):
+        convert(reduced, tmp_path / "other", layout)
+
+
+def test_a_reduction_that_does_not_fit(vit: Callable[..., Bundle], random_bundle: Make) -> None:
+    with pytest.raises(BundleError, match="positions='relative-bias', which act inside attention"):
+        with_reduction(vit(positions="relative-bias"), TokenReduction(tokens=1))
+    resnet = random_bundle(ResNetConfig(depths=(1,), width=32, num_classes=3, image_size=(32, 32)))
+    with pytest.raises(BundleError, match="tokens can be merged or pruned in a ViT only; this model is a BiT"):
+        with_reduction(resnet, TokenReduction(tokens=1))

@@ -18,6 +18,7 @@ from vitrail.bench.workload import Workload
 from vitrail.cli.models import OWN_SIZES
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
+from vitrail.cli.options.reduction import check_reduction, reduction_of
 from vitrail.cli.output import bench_tables as tables
 from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
@@ -55,6 +56,14 @@ class Bench:
     """Number of hidden units in each block's MLP. By default the variant's number."""
     patch_dropout: float | None = None
     """Fraction of the patches that a training step drops."""
+    reduce_tokens: int | None = None
+    """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
+    no token is removed. For bench infer only."""
+    reduce_by: Literal["merge", "prune"] = "merge"
+    """merge averages the most similar tokens. prune drops those that the class token attends to least."""
+    reduce_schedule: Literal["constant", "decreasing"] = "constant"
+    """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
+    block."""
     batch_size: int = 32
     """Images per step."""
     precision: TrainingPrecision = "auto"
@@ -211,8 +220,10 @@ def _check(options: Bench) -> None:
 
 def _check_used(options: Bench, given: Collection[str]) -> None:
     """Raise `ConfigError` if an option was typed that the chosen measurement does not use."""
+    check_reduction(options.reduce_tokens, given)
     unused = {
-        "bench load": ("batch_size", "precision", "profile") if options.task == "load" else (),
+        "bench train": ("reduce_tokens",) if options.task == "train" else (),
+        "bench load": ("batch_size", "precision", "profile", "reduce_tokens") if options.task == "load" else (),
         "--largest-batch": ("batch_size", "repetitions", "warmup", "profile") if options.largest_batch else (),
         "--scaling": ("profile",) if options.scaling is not None else (),
     }
@@ -228,8 +239,10 @@ def _peers(options: Bench) -> list[str]:
 
 def _config(options: Bench) -> AnyConfig:
     names = ("width", "depth", "heads", "mlp_width", "patch_dropout")
-    fields = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    fields: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     size = options.image_size or OWN_SIZES.get(options.variant, (224, 224))
+    if options.reduce_tokens:
+        fields["reduction"] = reduction_of(options.reduce_tokens, options.reduce_by, options.reduce_schedule)
     return variant_config(
         options.variant, image_size=size, channels=options.channels, num_classes=options.num_classes, **fields
     )

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
+from vitrail.cli.options.reduction import check_reduction, reduction_of
 from vitrail.cli.output.bars import images_bar
 from vitrail.errors import ConfigError
 
@@ -97,6 +98,14 @@ class Evaluate:
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. Position embeddings are resized for other
     sizes."""
+    reduce_tokens: int | None = None
+    """Patch tokens that each block removes, on average over the blocks. 0 keeps all tokens. By default
+    the model's own setting."""
+    reduce_by: Literal["merge", "prune"] = "merge"
+    """merge averages the most similar tokens. prune drops those that the class token attends to least."""
+    reduce_schedule: Literal["constant", "decreasing"] = "constant"
+    """Distribution of the removed tokens: the same number in every block, or a number that decreases to 0 in the last
+    block."""
     batch_size: int | None = None
     """Images per forward pass. The default follows from the model's cost."""
     device: str = "auto"
@@ -152,6 +161,7 @@ def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
     for name in ("seeds", "batch_size"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise ConfigError(f"{name}={number} is less than 1")
+    check_reduction(options.reduce_tokens, given)
     if not options.suite:
         if not options.data:
             raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
@@ -329,9 +339,13 @@ def _suite(options: Evaluate, console: Console) -> int:
 
 
 def _load(options: Evaluate, name: str) -> Bundle:
+    from vitrail.weights.adapt import with_reduction
     from vitrail.weights.load import load
 
-    return load(name, device=options.device, image_size=options.image_size)
+    bundle = load(name, device=options.device, image_size=options.image_size)
+    if options.reduce_tokens is None:
+        return bundle
+    return with_reduction(bundle, reduction_of(options.reduce_tokens, options.reduce_by, options.reduce_schedule))
 
 
 def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.errors import ConfigError, nearest
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, config_type, variant_config
 from vitrail.models.vit import ViTConfig
@@ -41,8 +42,9 @@ class ModelConfig:
                 of = self.variant or "a network"
                 raise ConfigError(f"unknown field {name!r} of {of}; {nearest(name, known)}")
         overrides = dict(self.overrides)
-        if isinstance(root := overrides.get("root"), dict):  # JSON has lists instead of tuples
-            overrides["root"] = from_plain(RootConfig, root)
+        for name, cls in (("root", RootConfig), ("reduction", TokenReduction)):
+            if isinstance(value := overrides.get(name), dict):  # JSON has lists instead of tuples
+                overrides[name] = from_plain(cls, value)
         object.__setattr__(self, "overrides", overrides)
 
     @property

@@ -12,6 +12,7 @@ from vitrail.models.attention.kernels import attend
 from vitrail.models.layers import Activation, make_mlp
 from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features
+from vitrail.models.reduction import size_bias
 
 __all__ = ["AttentionPool", "FinalNorm", "Pool", "pool"]
 
@@ -32,11 +33,13 @@ class AttentionPool(nn.Module):
         self.norm = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = make_mlp(width, mlp_width, activation)
 
-    def forward(self, tokens: Float[Tensor, "b n width"]) -> Float[Tensor, "b width"]:
+    def forward(
+        self, tokens: Float[Tensor, "b n width"], sizes: Float[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b width"]:
         b, n, width = tokens.shape
         q = self.query(self.probe.to(tokens.dtype)).view(1, 1, self.heads, -1).transpose(1, 2).expand(b, -1, -1, -1)
         k, v = self.key_value(tokens).view(b, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        x = self.out(attend(q, k, v).transpose(1, 2).reshape(b, 1, width))
+        x = self.out(attend(q, k, v, size_bias(sizes)).transpose(1, 2).reshape(b, 1, width))
         x = x.to(self.norm.weight.dtype)  # a residual stream like that of the blocks: see VisionTransformer._encode
         return (x + self.mlp(self.norm(x)))[:, 0]
 
@@ -51,13 +54,29 @@ class AttentionPool(nn.Module):
             nn.init.zeros_(layer.bias)
 
 
-def pool(features: Features, how: Pool, attention: AttentionPool | None) -> Float[Tensor, "b pooled"]:
-    """Return the pooled vector of each image by the method `how` (see `ViTConfig.pool`)."""
+def pool(
+    features: Features, how: Pool, attention: AttentionPool | None, sizes: Float[Tensor, "b n"] | None = None
+) -> Float[Tensor, "b pooled"]:
+    """Return the pooled vector of each image by the method `how` (see `ViTConfig.pool`).
+
+    `sizes` are the numbers of patches that the tokens stand for, which weigh them. By default every token stands for
+    one patch.
+    """
     if how == "map":
         assert attention is not None
         first = [] if features.cls is None else [features.cls[:, None]]
-        return attention(torch.cat([*first, features.registers, features.patches], dim=1))
+        return attention(torch.cat([*first, features.registers, features.patches], dim=1), sizes)
+    if how == "cls":
+        assert features.cls is not None
+        return features.cls
+    mean = _mean(features.patches, None if sizes is None else sizes[:, -features.patches.shape[1] :])
     if how == "gap":
-        return features.patches.mean(dim=1)
+        return mean
     assert features.cls is not None
-    return features.cls if how == "cls" else torch.cat([features.cls, features.patches.mean(dim=1)], dim=1)
+    return torch.cat([features.cls, mean], dim=1)
+
+
+def _mean(patches: Float[Tensor, "b n width"], sizes: Float[Tensor, "b n"] | None) -> Float[Tensor, "b width"]:
+    if sizes is None:
+        return patches.mean(dim=1)
+    return (patches * (sizes / sizes.sum(dim=1, keepdim=True))[:, :, None]).sum(dim=1)

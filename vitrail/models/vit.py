@@ -25,6 +25,7 @@ from vitrail.models.linear.dense import Linear
 from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
 from vitrail.models.patches import PatchEmbedding, PrefixTokens, Replace
 from vitrail.models.pooling import AttentionPool, pool
+from vitrail.models.reduction import Reduce, TokenReduction, size_bias
 from vitrail.models.resnet import HybridRoot
 from vitrail.models.vit_config import ViTConfig
 
@@ -40,6 +41,9 @@ class VisionTransformer(nn.Module):
     `network(images)` returns logits, `features(images)` returns tokens, and `embed(images)` returns the pooled vector.
     Images may have any size that the patch size divides. If the image size differs from the config's, learned positions
     are resized.
+
+    With `ViTConfig.reduction`, predictions in evaluation mode (`forward`, `head_inputs` and `embed`) merge or prune
+    tokens. The methods that return tokens or attention weights compute all of them, with and without a reduction.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -75,7 +79,9 @@ class VisionTransformer(nn.Module):
 
     def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b embed_width"]:
         """Return one vector for each image: the pooled tokens."""
-        if self.config.pool == "cls":
+        if self.config.reduction is not None and not self.training:
+            pooled = self._pooled_fewer(images, self.config.reduction)
+        elif self.config.pool == "cls":
             pooled = self._encode(images, read=1)[:, 0]
         else:
             pooled = pool(self.features(images), self.config.pool, self.attention_pool)
@@ -163,13 +169,7 @@ class VisionTransformer(nn.Module):
         """
         grid = self._grid(images)
         kept = self._draw_kept(images, grid) if keep is None else keep
-        z = self.patches(images if self.root is None else self.root(images), kept)
-        # Under autocast, the branches of the blocks are in bfloat16, but the residual stream that they are added to has
-        # the format of the weights. In bfloat16 it would lose small branches, and on a CPU the gradients of the norms'
-        # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
-        z = z.to(self.norm.weight.dtype)
-        z = z if replace is None else replace(z)
-        z = self.dropout(self.positions(self.prefix(z), grid, 0, kept))  # equation 1
+        z = self._embedded(images, grid, kept, replace)
         insides = self.positions.for_attention(grid, self.config.depth, images.device, kept)
         for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
             if layer:
@@ -178,6 +178,34 @@ class VisionTransformer(nn.Module):
             if visit is not None:
                 visit(layer, before, inside, z)
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4
+
+    def _embedded(
+        self, images: Tensor, grid: tuple[int, int], kept: Tensor | None = None, replace: Replace | None = None
+    ) -> Float[Tensor, "b n width"]:
+        """Return the input of the first block: equation 1."""
+        z = self.patches(images if self.root is None else self.root(images), kept)
+        # Under autocast, the branches of the blocks are in bfloat16, but the residual stream that they are added to has
+        # the format of the weights. In bfloat16 it would lose small branches, and on a CPU the gradients of the norms'
+        # biases would be summed in bfloat16, which is imprecise over many tokens (docs/performance.md).
+        z = z.to(self.norm.weight.dtype)
+        z = z if replace is None else replace(z)
+        return self.dropout(self.positions(self.prefix(z), grid, 0, kept))
+
+    def _pooled_fewer(
+        self, images: Float[Tensor, "b c h w"], reduction: TokenReduction
+    ) -> Float[Tensor, "b embed_width"]:
+        """Return the pooled tokens, of which every block has removed some (`vitrail.models.reduction`)."""
+        grid, config = self._grid(images), self.config
+        z, sizes = self._embedded(images, grid), None
+        counts = reduction.counts(config.depth, math.prod(grid))
+        for layer, (block, count) in enumerate(zip(self.blocks, counts, strict=True)):
+            assert isinstance(block, Block)
+            if config.pool == "cls" and layer == config.depth - 1:
+                z = block(z, AttentionPositions(size_bias(sizes)), 1)
+            else:
+                z, sizes = block.reduced(z, sizes, reduction.reducer(count, config.prefix))
+        z = self.norm(z) if config.final_norm == "tokens" else z
+        return pool(self._split(z, grid), config.pool, self.attention_pool, sizes)
 
     def _draw_kept(self, images: Tensor, grid: tuple[int, int]) -> Int64[Tensor, "b k"] | None:
         """Return the indices of the patches that patch dropout keeps, in ascending order, or None if all are kept."""
@@ -275,6 +303,17 @@ class Block(nn.Module):
         mixed = self.attention(self.norm1(z), inside, read)
         z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
+
+    def reduced(
+        self, z: Float[Tensor, "b n width"], sizes: Float[Tensor, "b n"] | None, reduce: Reduce
+    ) -> tuple[Float[Tensor, "b m width"], Float[Tensor, "b m"] | None]:
+        """Return what `forward` returns in evaluation mode, if `reduce` removes tokens between attention and MLP."""
+        bias = size_bias(sizes)
+        mixed, queries, keys = self.attention.with_operands(
+            self.norm1(z), None if bias is None else AttentionPositions(bias)
+        )
+        z, sizes = reduce(z + self.scale1(mixed), sizes, queries, keys)
+        return z + self.scale2(self.mlp(self.norm2(z))), sizes
 
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
         """Yield each dense layer with the names of its projections. The rows of the layer's weight are divided equally

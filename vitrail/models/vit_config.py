@@ -14,6 +14,7 @@ from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.layers import Activation
 from vitrail.models.pooling import FinalNorm, Pool
 from vitrail.models.positions import POSITIONS, Covered, PositionEmbedding, PositionPlace, PositionResize
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import RootConfig
 
 __all__ = ["ViTConfig"]
@@ -104,6 +105,9 @@ class ViTConfig:
     first block."""
     patch_dropout: float = 0.0
     """Fraction of each image's patches that are dropped in training, chosen at random in every step (2208.07220)."""
+    reduction: TokenReduction | None = None
+    """Token merging or pruning when the network predicts (`vitrail.models.reduction`). By default all tokens are
+    kept."""
 
     def __post_init__(self) -> None:
         if problems := [*_out_of_range(self), *_not_a_choice(self), *_misfits(self)]:
@@ -222,7 +226,7 @@ class ViTConfig:
         return transformer.macs(self, image_size or self.image_size)
 
     def inference_flops(self, image_size: tuple[int, int] | None = None) -> int:
-        """Return the FLOPs that are computed to predict one image."""
+        """Return the FLOPs that are computed to predict one image. Tokens that `reduction` removes are not counted."""
         return transformer.inference_flops(self, image_size or self.image_size)
 
     def training_flops(self, image_size: tuple[int, int] | None = None) -> int:
@@ -274,6 +278,8 @@ def _misfits(config: ViTConfig) -> list[str]:
     """Return messages for fields that are valid by themselves but do not fit together."""
     found = config.attention_kind.problems() if config.attention in ATTENTION else []
     found += config.position_embedding.problems() if config.positions in POSITIONS else []
+    if config.reduction is not None:
+        found += _misfits_of_reduction(config)
     if config.class_token is False and config.pool in ("cls", "cls+gap"):
         found.append(f"pool={config.pool!r} needs a class token: class_token=False does not fit")
     if min(*config.image_size, *config.patch_size) < 1:
@@ -283,4 +289,23 @@ def _misfits(config: ViTConfig) -> list[str]:
             config.grid_of(*config.image_size)
         except ConfigError as error:
             found.append(str(error))
+    return found
+
+
+def _misfits_of_reduction(config: ViTConfig) -> list[str]:
+    """Return messages for fields that do not fit merging or pruning of tokens."""
+    assert config.reduction is not None
+    found, by = [], config.reduction.by
+    if config.attention in ATTENTION and not getattr(ATTENTION[config.attention], "can_reduce", False):
+        found.append(f"attention={config.attention!r} cannot {by} tokens; leave the reduction out")
+    if config.positions in POSITIONS:
+        is_inside = config.position_embedding.inside_attention != "none"
+        if is_inside or config.positions_place != "stem":
+            where = "act inside attention" if is_inside else "are added before every block"
+            found.append(
+                f"reduction.by={by!r} does not fit positions={config.positions!r}, which {where}: a merged or pruned "
+                "sequence has no grid of patches; leave the reduction out"
+            )
+    if by == "prune" and not config.has_class_token:
+        found.append("reduction.by='prune' needs a class token, whose attention chooses the tokens; choose 'merge'")
     return found

@@ -9,10 +9,11 @@ import torch
 
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.network import with_weights
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.variants import AnyNetwork
 from vitrail.weights.bundle import Bundle, FirstPositions
 
-__all__ = ["adapted", "in_colour", "resize_network"]
+__all__ = ["adapted", "in_colour", "resize_network", "with_reduction"]
 
 STANDARDISED_STEMS = ("root.before.weight", "root.stem.weight", "stem.weight")
 """Names of the first convolution of a hybrid with a convolutional stem, of another hybrid, and of a ResNet."""
@@ -84,6 +85,26 @@ def resize_network(network: AnyNetwork, image_size: tuple[int, int]) -> AnyNetwo
         return network.with_image_size(image_size)
     except ConfigError as error:
         raise BundleError(str(error)) from None
+
+
+def with_reduction(bundle: Bundle, reduction: TokenReduction | None) -> Bundle:
+    """Return a bundle whose network merges or prunes tokens when it predicts, or with None keeps all of them. All
+    tensors are shared.
+
+    Raise `BundleError` for a ResNet, and for a network whose tokens cannot be reduced.
+    """
+    network = bundle.network
+    if network.config.architecture != "ViT":
+        raise BundleError(
+            f"tokens can be merged or pruned in a ViT only; this model is a {network.config.architecture}"
+        )
+    if network.config.reduction == reduction:
+        return bundle
+    try:
+        config = replace(network.config, reduction=reduction)
+    except ConfigError as error:
+        raise BundleError(str(error)) from None
+    return replace(bundle, network=with_weights(network, config, network.state_dict()), metrics={})
 
 
 def _resized(bundle: Bundle, image_size: tuple[int, int]) -> tuple[AnyNetwork, FirstPositions | None]:

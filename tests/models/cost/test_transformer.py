@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.networks import DROPPED, HYBRIDS
 from vitrail.models.cost.mixing import layer_costs
 from vitrail.models.pooling import pool
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.variants import AnyConfig, build, variant_config
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
@@ -186,6 +187,25 @@ def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
         assert config.training_flops(size) < whole.training_flops(size) or size == (16, 16)
         assert config.inference_flops(size) == whole.inference_flops(size) == executed(config, "meta", 1, size)
         assert config.macs(size) == whole.macs(size)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reduction"),
+    [
+        ({"depth": 4}, {"tokens": 20}),
+        ({"depth": 3, "pool": "gap", "registers": 2}, {"tokens": 30, "schedule": "decreasing"}),
+        ({"depth": 3, "pool": "map"}, {"tokens": 60}),
+        ({"depth": 3}, {"tokens": 25, "by": "prune"}),
+        ({"depth": 2, "pool": "cls+gap"}, {"tokens": 25, "by": "prune", "schedule": "decreasing"}),
+    ],
+)
+def test_reduced_tokens_cost_what_the_modules_do(fields: dict[str, Any], reduction: dict[str, Any]) -> None:
+    config = variant_config("ViT-Ti/16", **fields, reduction=TokenReduction(**reduction))
+    assert isinstance(config, ViTConfig)
+    whole = replace(config, reduction=None)
+    for size in ((224, 160), (96, 96)):
+        assert config.inference_flops(size) == executed(config, "meta", size=size) < whole.inference_flops(size)
+        assert (config.macs(size), config.training_flops(size)) == (whole.macs(size), whole.training_flops(size))
 
 
 # --- layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,9 @@ __all__ = ["FullAttention", "SelfAttention"]
 
 class FullAttention:
     """Full attention as an `AttentionKind`: its layer, validation and cost for a config."""
+
+    can_reduce: ClassVar[bool] = True
+    """True because the layer has `with_operands`."""
 
     def __init__(self, config: ViTConfig) -> None:
         self.config = config
@@ -101,6 +104,12 @@ class SelfAttention(AttentionLayer):
             return self.out(attend_fused(self.qkv(tokens), self.heads))
         q, k, v, bias = self._operands(tokens, positions, read)
         return self.out(attend(q, k, v, bias).transpose(1, 2).flatten(2))
+
+    def with_operands(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
+    ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, "b heads n d"], Float[Tensor, "b heads n d"]]:
+        q, k, v, bias = self._operands(tokens, positions, None)
+        return self.out(attend(q, k, v, bias).transpose(1, 2).flatten(2)), q, k
 
     def weights(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None

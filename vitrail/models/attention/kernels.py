@@ -17,7 +17,7 @@ def attend(
     q: Float[Tensor, "b heads m d"],
     k: Float[Tensor, "b heads n d"],
     v: Float[Tensor, "b heads n d"],
-    bias: Float[Tensor, "*images heads m n"] | None = None,
+    bias: Float[Tensor, "*images #heads #m n"] | None = None,
 ) -> Float[Tensor, "b heads m d"]:
     """Return `softmax(q k^T / sqrt(d) + bias) v` (equations 6 and 7) by the faster kernel for these tensors.
 

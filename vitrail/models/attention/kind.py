@@ -20,7 +20,7 @@ __all__ = ["AttentionKind", "AttentionLayer", "AttentionPositions"]
 class AttentionPositions(NamedTuple):
     """Positions that act inside attention (see `vitrail.models.positions`)."""
 
-    bias: Float[Tensor, "*images heads n n"] | None = None
+    bias: Float[Tensor, "*images #heads #n n"] | None = None
     """Bias that is added to the attention logits. All images have the same bias, or each image has its own."""
     rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
     """Cosines and sines of the angles by which queries and keys are rotated. If each image has its own angles, the
@@ -43,6 +43,13 @@ class AttentionLayer(nn.Module):
         """Return the weight with which each token (row) attends to each token (column). Rows add up to 1."""
         raise NotImplementedError
 
+    def with_operands(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
+    ) -> tuple[Float[Tensor, "b n width"], Float[Tensor, "b heads n d"], Float[Tensor, "b heads n d"]]:
+        """Return the mixed tokens, and the queries and keys of all heads, by which tokens are merged or pruned. Only a
+        kind with `can_reduce` needs this method."""
+        raise NotImplementedError
+
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
         """Yield each dense layer with the names of its projections. The rows of the layer's weight are divided equally
         among these projections, in this order."""
@@ -58,7 +65,8 @@ class AttentionKind(Protocol):
     """An attention mechanism for one config.
 
     `ViTConfig.attention` chooses the class, which is constructed from the config. To add a mechanism, write a file like
-    `full.py` and add the class to `ATTENTION`.
+    `full.py` and add the class to `ATTENTION`. A class attribute `can_reduce = True` says that its layer has
+    `with_operands` and accepts a bias of the logits, so that tokens can be merged or pruned in inference.
     """
 
     def __init__(self, config: ViTConfig) -> None: ...

@@ -51,7 +51,8 @@ def macs(config: ViTConfig, size: tuple[int, int]) -> int:
 
 def inference_flops(config: ViTConfig, size: tuple[int, int]) -> int:
     """Return the FLOPs that are computed to predict one image."""
-    return 2 * (macs(config, size) - _unread_macs(config, math.prod(config.grid_of(*size)) + config.prefix))
+    patches = math.prod(config.grid_of(*size))
+    return 2 * (macs(config, size) - _unread_macs(config, patches + config.prefix) - _removed_macs(config, patches))
 
 
 def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
@@ -94,12 +95,10 @@ def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrec
 
 def _macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
     """Return the multiply-accumulates for an image of this size if this many patches are kept."""
-    n, width = patches + config.prefix, config.width
+    n = patches + config.prefix
     root = resnet.root_macs(config.root, config.channels, size) if config.root else 0
     block = config.attention_kind.macs(n, n) + n * _mlp_macs(config)
-    attention_pool = 0
-    if config.pool == "map":  # the query is the same for all images, but is computed with each batch
-        attention_pool = 2 * n * width * width + 2 * width * width + 2 * n * width + _mlp_macs(config)
+    attention_pool = _attention_pool_macs(config, n)
     hidden = config.head_hidden * config.embed_width
     head = config.num_classes * config.head_inputs
     return root + _stem_macs(config, patches) + config.depth * block + attention_pool + hidden + head
@@ -114,6 +113,33 @@ def _unread_macs(config: ViTConfig, n: int) -> int:
         return 0
     attention = config.attention_kind
     return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
+
+
+def _removed_macs(config: ViTConfig, patches: int) -> int:
+    """Return the multiply-accumulates that `ViTConfig.reduction` saves, apart from those of `_unread_macs`.
+
+    A block removes tokens between attention and MLP, so its attention still has the tokens of the block before.
+    """
+    if config.reduction is None:
+        return 0
+    attention, mlp, saved, left = config.attention_kind, _mlp_macs(config), 0, patches
+    n = patches + config.prefix
+    for layer, count in enumerate(config.reduction.counts(config.depth, patches)):
+        now = left + config.prefix
+        if config.pool == "cls" and layer == config.depth - 1:
+            saved += attention.macs(n, 1) - attention.macs(now, 1)  # of the other tokens, only keys and values
+            break
+        saved += attention.macs(n, n) - attention.macs(now, now) + (n - now + count) * mlp
+        saved -= config.reduction.macs(count, left, config.prefix, config.heads, config.width // config.heads)
+        left -= count
+    return saved + _attention_pool_macs(config, n) - _attention_pool_macs(config, left + config.prefix)
+
+
+def _attention_pool_macs(config: ViTConfig, n: int) -> int:
+    if config.pool != "map":
+        return 0
+    width = config.width  # the query is the same for all images, but is computed with each batch
+    return 2 * n * width * width + 2 * width * width + 2 * n * width + _mlp_macs(config)
 
 
 def _stem_macs(config: ViTConfig, patches: int) -> int:
