@@ -18,7 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli", "testing"),
     ("recipes",),
-    ("transfer",),
+    ("transfer", "acceleration"),
     ("bench",),
     ("training",),
     ("tasks",),
@@ -32,7 +32,7 @@ FLOORS = (
 
 INTERNAL = {
     "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Finetune",
-    "Models", "Predict", "Recipes", "Resume", "Runs", "Train",
+    "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Train",
     "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""

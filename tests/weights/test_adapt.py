@@ -269,7 +269,8 @@ def test_other_changes_of_channels_are_refused(vit: Callable[..., Bundle], rando
 def test_a_reduction_is_saved_and_shares_the_weights(vit: Callable[..., Bundle], tmp_path: Path) -> None:
     bundle, settings = vit(), TokenReduction(tokens=2, by="prune", schedule="decreasing")
     reduced = with_reduction(bundle, settings)
-    assert reduced.network.patches.projection.weight is bundle.network.patches.projection.weight
+    weights = reduced.network.state_dict()
+    assert all(weights[name].data_ptr() == one.data_ptr() for name, one in bundle.network.state_dict().items())
     assert (reduced.metrics, bundle.network.config.reduction) == ({}, None)
     again = load(reduced.save(tmp_path / "model"))
     assert again.network.config.reduction == settings
@@ -282,7 +283,7 @@ def test_a_reduction_is_saved_and_shares_the_weights(vit: Callable[..., Bundle],
 @pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
 def test_other_layouts_refuse_a_reduction(vit: Callable[..., Bundle], tmp_path: Path, layout: str) -> None:
     reduced = with_reduction(vit(), TokenReduction(tokens=1)).save(tmp_path / "model")
-    with pytest.raises(BundleError, match=rf"layout {layout} cannot store .*reduction=TokenReduction\(tokens=1"):
+    with pytest.raises(BundleError, match=rf"layout {layout}.* cannot store reduction=TokenReduction\(tokens=1"):
         convert(reduced, tmp_path / "other", layout)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -32,6 +33,7 @@ from vitrail.files import recover_folder
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.weights.bundle import Bundle, NumberPrediction, Prediction, load_bundle, write_bundle
+from vitrail.weights.load import convert
 from vitrail.weights.prediction import rank, read_image
 
 Make = Callable[..., Bundle]
@@ -99,7 +101,7 @@ def test_what_is_saved_is_what_is_loaded(make_bundle: Make, tmp_path: Path, fiel
     for name in before:
         assert torch.equal(before[name], after[name]) and after[name].dtype == torch.float32, name
     assert loaded.network.config == bundle.network.config
-    for name in ("classes", "preprocess", "output", "metrics", "provenance"):
+    for name in ("classes", "preprocess", "output", "precision", "metrics", "provenance"):
         assert getattr(loaded, name) == getattr(bundle, name), name
     assert not loaded.network.training and loaded.device == torch.device("cpu")
     assert all(isinstance(parameter, torch.nn.Parameter) for parameter in loaded.network.parameters())
@@ -194,14 +196,15 @@ def test_the_format_is_2(saved: Path) -> None:
 
 def test_fields_that_a_file_lacks_take_their_defaults(saved: Path, bundle: Bundle) -> None:
     description = json.loads((saved / "model.json").read_text(encoding="utf-8"))
-    for name in ("output", "metrics", "provenance"):
+    for name in ("output", "precision", "metrics", "provenance"):
         del description[name]
     for name in ("position_resize", "norm_eps", "patch_dropout", "attention", "root"):
         description["config"].pop(name, None)
     del description["preprocess"]["pad_value"]
     (saved / "model.json").write_text(json.dumps(description), encoding="utf-8")
     loaded = load_bundle(saved, device="cpu")
-    assert (loaded.output, loaded.metrics, loaded.provenance, loaded.notes) == ("softmax", {}, {}, ())
+    assert (loaded.output, loaded.precision, loaded.metrics) == ("softmax", "float32", {})
+    assert (loaded.provenance, loaded.notes) == ({}, ())
     assert loaded.network.config == bundle.network.config and loaded.preprocess == bundle.preprocess
 
 
@@ -732,3 +735,30 @@ def test_a_network_without_a_head_says_so() -> None:
     with pytest.raises(ConfigError, match="has no head, so it cannot predict; use embed"):
         bundle.predict([np.zeros((14, 14, 3), np.uint8)])
     assert bundle.embed([np.zeros((14, 14, 3), np.uint8)]).shape == (1, 8)
+
+
+# --- precision
+
+
+def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None:
+    lower = dataclasses.replace(bundle, precision="bf16")
+    loaded = load_bundle(lower.save(tmp_path / "model"), device="cpu")
+    assert loaded.precision == "bf16"
+    arrays = images(2, 20, 17, 3)
+    assert loaded.predict(arrays) == bundle.predict(arrays, precision="bf16") != bundle.predict(arrays)
+    assert loaded.predict(arrays, precision="float32") == bundle.predict(arrays)
+    assert not torch.equal(loaded.embed(arrays), bundle.embed(arrays))
+    pixels = [bundle.preprocess.pixels(array) for array in arrays]
+    assert torch.equal(loaded.probabilities(pixels), bundle.probabilities(pixels, precision="bf16"))
+
+
+def test_a_precision_that_does_not_exist(bundle: Bundle, saved: Path) -> None:
+    rewrite(saved, precision="bf17")
+    with pytest.raises(BundleError, match=r"precision='bf17' is not one of 'auto', 'bf16', 'float32'"):
+        load_bundle(saved)
+
+
+def test_other_layouts_refuse_a_precision(bundle: Bundle, tmp_path: Path) -> None:
+    dataclasses.replace(bundle, precision="bf16").save(tmp_path / "model")
+    with pytest.raises(BundleError, match="the layout timm cannot store precision='bf16', which only vitrail"):
+        convert(tmp_path / "model", tmp_path / "timm", "timm")

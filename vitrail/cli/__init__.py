@@ -20,6 +20,7 @@ VERBS = {
     "train": "train a network on the bundled images or on yours",
     "finetune": "adapt a pre-trained model to your images",
     "evaluate": "measure a model on a data set",
+    "optimize": "make a model's predictions faster",
     "predict": "classify images with a model",
     "embed": "save the features of every image of a data set",
     "nearest": "find the images that resemble given images",

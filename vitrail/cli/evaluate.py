@@ -111,7 +111,8 @@ class Evaluate:
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "bf16", "float32"] | None = None
-    """Number format of matrix products. By default features use bf16 if it hardly changes them."""
+    """Number format of matrix products. The default is the model's own, usually float32. Features use bf16 by default
+    if it hardly changes them."""
     cache: Path | None = None
     """Folder that keeps extracted features for later commands. By default $VITRAIL_DATA/features or
     ~/.cache/vitrail/features."""
@@ -370,7 +371,7 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
     return Outputs(
         bundle,
         batch_size=options.batch_size,
-        precision=options.precision or "float32",
+        precision=options.precision or bundle.precision,
         feature_precision=options.precision or ("float32" if options.suite else "auto"),
         cache=None if options.no_cache else options.cache or default_cache(),
         on_progress=bar.update,

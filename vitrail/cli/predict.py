@@ -50,8 +50,9 @@ class Predict:
     sizes."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    precision: Precision = "float32"
-    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32."""
+    precision: Precision | None = None
+    """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
+    has units for it."""
     csv: bool = False
     """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities."""
     json: bool = False

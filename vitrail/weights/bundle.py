@@ -63,6 +63,8 @@ class Bundle:
     preprocess: Preprocess
     output: OutputKind = "softmax"
     """Meaning of the network's outputs."""
+    precision: Precision = "float32"
+    """Number format of matrix products, unless a call names another one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics measured with these weights, by their names, such as `test_accuracy`."""
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -79,8 +81,9 @@ class Bundle:
             raise BundleError(
                 f"there are {len(self.classes)} class names, but the network has {config.num_classes} outputs"
             )
-        if self.output not in get_args(OutputKind):
-            raise BundleError(f"output={self.output!r} is not one of {', '.join(map(repr, get_args(OutputKind)))}")
+        for name, choices in (("output", get_args(OutputKind)), ("precision", get_args(Precision))):
+            if getattr(self, name) not in choices:
+                raise BundleError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, choices))}")
         expected = (config.channels, *config.image_size)
         made = (self.preprocess.channels, *self.preprocess.image_size)
         if made != expected:
@@ -97,7 +100,7 @@ class Bundle:
         *,
         top: int | None = None,
         batch_size: int | None = None,
-        precision: Precision = "float32",
+        precision: Precision | None = None,
         undecodable: Literal["raise"] = "raise",
     ) -> list[AnyPrediction]: ...
     @overload
@@ -107,7 +110,7 @@ class Bundle:
         *,
         top: int | None = None,
         batch_size: int | None = None,
-        precision: Precision = "float32",
+        precision: Precision | None = None,
         undecodable: Literal["return"],
     ) -> list[AnyPrediction | UndecodableImage]: ...
     def predict(
@@ -116,16 +119,16 @@ class Bundle:
         *,
         top: int | None = None,
         batch_size: int | None = None,
-        precision: Precision = "float32",
+        precision: Precision | None = None,
         undecodable: Literal["raise", "return"] = "raise",
     ) -> list[AnyPrediction] | list[AnyPrediction | UndecodableImage]:
         """Return one prediction per image, in the order of the images.
 
         A prediction is a `Prediction` of classes, or a `NumberPrediction` if the model's output is "numbers". A
         `Prediction` ranks the `top` likeliest classes, or all classes if `top` is None. Matrix products are computed in
-        `precision`. "auto" is bf16 on processors with matrix units for bf16, else float32. bf16 is faster and changes
-        probabilities slightly (docs/performance.md). The default `batch_size` follows from the network's arithmetic
-        and memory.
+        `precision`, by default the bundle's own. "auto" is bf16 on processors with matrix units for bf16, else float32.
+        bf16 is faster and changes probabilities slightly (docs/performance.md). The default `batch_size` follows from
+        the network's arithmetic and memory.
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist, and
@@ -135,8 +138,8 @@ class Bundle:
             raise ConfigError("this model has no head, so it cannot predict; use embed")
         count = self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
-        predictor = Predictor(self.network, precision)
-        for batch in _batches(images, self._batch_size(batch_size, precision)):
+        predictor = Predictor(self.network, precision or self.precision)
+        for batch in _batches(images, self._batch_size(batch_size, precision or self.precision)):
             loaded = [self._pixels(image) for image in batch]
             broken = [item for item in loaded if isinstance(item, UndecodableImage)]
             if broken and undecodable == "raise":
@@ -148,9 +151,9 @@ class Bundle:
 
     def embed(self, images: Sequence[ImageLike], *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:
         """Return the head's input for each image, in float32 on the CPU. Raises the same errors as `predict`."""
-        predictor = Predictor(self.network)
+        predictor = Predictor(self.network, self.precision)
         parts = [torch.empty(0, self.network.config.embed_width)]
-        for batch in _batches(images, self._batch_size(batch_size)):
+        for batch in _batches(images, self._batch_size(batch_size, self.precision)):
             pixels = []
             for image in batch:
                 item = self._pixels(image)
@@ -161,13 +164,13 @@ class Bundle:
         return torch.cat(parts)
 
     def probabilities(
-        self, pixels: Sequence[Pixels], *, precision: Precision = "float32"
+        self, pixels: Sequence[Pixels], *, precision: Precision | None = None
     ) -> Float[Tensor, "b classes"]:
         """Return the probability of every class for images that `preprocess.pixels` made. Raise `ConfigError` if the
         model's output is "numbers"."""
         if self.output == "numbers":
             raise ConfigError("this model predicts numbers, which have no probabilities; use predict")
-        return self._probabilities(Predictor(self.network, precision), pixels)
+        return self._probabilities(Predictor(self.network, precision or self.precision), pixels)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write a folder that `vitrail.load` reads. If writing fails, `path` stays as it was.
@@ -179,7 +182,7 @@ class Bundle:
         write_bundle(self, path)
         return path
 
-    def _batch_size(self, given: int | None, precision: Precision = "float32") -> int:
+    def _batch_size(self, given: int | None, precision: Precision) -> int:
         if given is not None:
             return given
         return prediction_batch(self.network, self.preprocess.image_size, self.device, precision)
@@ -229,6 +232,7 @@ def load_bundle(path: str | Path, *, device: str = "auto") -> Bundle:
         classes=saved.classes,
         preprocess=saved.preprocess,
         output=saved.output,
+        precision=saved.precision,
         metrics=saved.metrics,
         provenance=saved.provenance,
         notes=saved.notes,
@@ -242,6 +246,7 @@ def write_bundle(bundle: Bundle, path: Path) -> None:
         classes=bundle.classes,
         preprocess=bundle.preprocess,
         output=bundle.output,
+        precision=bundle.precision,
         metrics=bundle.metrics,
         provenance=bundle.provenance,
     )

@@ -94,6 +94,11 @@ def convert(
     if to == "vitrail":
         write_bundle(bundle, destination)
         return bundle.notes
+    if bundle.precision != "float32":
+        raise BundleError(
+            f"the layout {to} cannot store precision={bundle.precision!r}, which only vitrail, our own layout, has; "
+            "convert a model that predicts in float32"
+        )
     lost = LAYOUTS[to].write(bundle, destination)
     return (*bundle.notes, *(f"not carried: {item}" for item in lost))
 

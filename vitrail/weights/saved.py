@@ -9,7 +9,8 @@ change what the model computes. The format number increases when older versions 
 Every version refuses files whose format number is above its own.
 
 1. The first format. The meaning of the outputs is called "scores".
-2. The meaning of the outputs is called "output", and can be "numbers".
+2. The meaning of the outputs is called "output", and can be "numbers". The optional field "precision" came later: older
+   versions ignore it and compute in float32.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_folder, replacing_folder, sha256, write_json
+from vitrail.machine import Precision
 from vitrail.models.variants import ARCHITECTURES, AnyConfig, AnyNetwork, build
 from vitrail.plain import from_plain, to_plain
 from vitrail.weights.prediction import OutputKind
@@ -41,7 +43,7 @@ NAMES = (WEIGHTS, DESCRIPTION)
 REQUIRED: dict[str, type] = {
     "format": int, "architecture": str, "config": dict, "classes": list, "preprocess": dict, "weights": dict,
 }  # fmt: skip
-OPTIONAL: dict[str, type] = {"output": str, "metrics": dict, "provenance": dict}
+OPTIONAL: dict[str, type] = {"output": str, "precision": str, "metrics": dict, "provenance": dict}
 """Optional fields at the top level of `model.json`, with their JSON types."""
 
 
@@ -53,6 +55,7 @@ class SavedModel:
     classes: tuple[str, ...]
     preprocess: Preprocess
     output: OutputKind = "softmax"
+    precision: Precision = "float32"
     metrics: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -85,6 +88,7 @@ def write_model(saved: SavedModel, network: AnyNetwork, path: Path) -> None:
             "classes": list(saved.classes),
             "preprocess": to_plain(saved.preprocess),
             "output": saved.output,
+            "precision": saved.precision,
             "metrics": saved.metrics,
             "provenance": saved.provenance,
             "weights": {"bytes": (partial / WEIGHTS).stat().st_size, "sha256": sha256(partial / WEIGHTS)},
@@ -144,7 +148,10 @@ def _check_format(version: Any, path: Path) -> None:
 
 
 def _saved_model(description: dict[str, Any], path: Path) -> SavedModel:
-    for name, choices in (("architecture", tuple(ARCHITECTURES)), ("output", get_args(OutputKind))):
+    known_values = {
+        "architecture": tuple(ARCHITECTURES), "output": get_args(OutputKind), "precision": get_args(Precision),
+    }  # fmt: skip
+    for name, choices in known_values.items():
         if name in description and description[name] not in choices:
             raise BundleError(f"{path}: {name}={description[name]!r} is not one of {', '.join(map(repr, choices))}")
     if not all(isinstance(name, str) for name in description["classes"]):

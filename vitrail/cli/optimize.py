@@ -1,0 +1,243 @@
+"""`vitrail optimize`: find the settings with which a model predicts fastest and keeps its accuracy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.output.bars import images_bar
+from vitrail.errors import ConfigError, plural
+
+if TYPE_CHECKING:  # without PyTorch, --help is faster
+    from rich.table import Table
+
+    from vitrail.acceleration.search import Images, Search, Trial
+    from vitrail.data.source import Source
+    from vitrail.weights.bundle import Bundle
+
+__all__ = ["main"]
+
+USUAL_BUDGET = 600.0
+"""Default seconds of the search."""
+
+TRAIN_TIMES = 2
+"""New linear heads are fitted to at most this many times the number of measured images."""
+
+REASONS = {"start": "", "taken": "kept", "accuracy": "too inaccurate", "not faster": "not faster"}
+"""Results of trials, as the table shows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimize:
+    """Options of `vitrail optimize`."""
+
+    model: Annotated[str, Positional("MODEL")]
+    """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub. A model
+    without a head first gets a linear head, which is fitted to the training images."""
+    data: str
+    """Data set, in any form that `vitrail train` accepts. Accuracy is measured on its validation split, or on a part of
+    its training images. The test split is not read."""
+    out: Path | None = None
+    """Folder of the faster model: a new path or an empty folder. By default nothing is written."""
+    keep: float = 0.99
+    """Fraction of the model's accuracy that has to remain, above 0 and at most 1."""
+    images: int = 1000
+    """Maximum number of held-out images on which each setting is measured."""
+    budget: str | None = None
+    """Time after which no other setting is tried, such as 90s, 5m or 1h. The default is 10m."""
+    batch_size: int = 8
+    """Images per batch when time is measured."""
+    device: str = "auto"
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+    overwrite: bool = False
+    """Replace an earlier model at --out. A folder with any other files is never replaced."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+COMMAND = Command(
+    name="optimize",
+    summary="""Make a model's predictions faster, and keep a fraction of its accuracy. Precision, number of blocks,
+    merging of tokens and image size are changed step by step. Accuracy is measured on held-out training images, and
+    time on this machine.""",
+    examples=(
+        Example("vitrail optimize runs/flowers --data flowers", "Show what can be gained at 99 % of the accuracy."),
+        Example("vitrail optimize runs/flowers --data flowers --keep 0.97 --out fast", "Write the faster model."),
+        Example("vitrail predict fast rose.jpg", "Use the faster model: its settings are in the folder."),
+    ),
+    options=(Optimize,),
+    essential={
+        "Task": ("data", "keep", "images"),
+        "Output": ("out", "overwrite", "json"),
+        "Speed": ("budget", "batch_size", "device"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = Optimize(**call.options)
+    seconds = _check(options)
+    from vitrail.acceleration.search import search
+    from vitrail.machine import keep_freed_memory
+    from vitrail.training.monitoring.stop import interrupted_by_signals
+    from vitrail.weights.load import load
+
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    keep_freed_memory()
+    with interrupted_by_signals(), images_bar(console, transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        bundle = load(options.model, device=options.device)
+        start, images, notes = _opened(bundle, options)
+        for note in dict.fromkeys((*bundle.notes, *notes)):
+            console.print(COMMAND.note(note), style="yellow", markup=False)
+        found = search(
+            start,
+            images,
+            keep=options.keep,
+            seconds=seconds,
+            batch_size=options.batch_size,
+            on_progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+        )
+    is_written = options.out is not None and len(found.trials) > 1 and found.best.verdict == "taken"
+    if is_written:
+        assert options.out is not None
+        _recorded(found, bundle, options, len(images.held_out)).save(options.out, overwrite=options.overwrite)
+    _show(found, options, is_written, console)
+    return 0
+
+
+def _check(options: Optimize) -> float:
+    """Return the budget in seconds. Raise `ConfigError` for options that are out of range, and `DestinationError` if
+    the model must not be written. Neither the model nor the data is read."""
+    from vitrail.transfer.budget import seconds_of
+    from vitrail.weights.saved import check_model_folder
+
+    if not 0 < options.keep <= 1:
+        raise ConfigError(f"keep={options.keep} is not above 0 and at most 1; 0.99 keeps 99 % of the accuracy")
+    for name in ("images", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{name}={getattr(options, name)} is less than 1")
+    if options.overwrite and options.out is None:
+        raise ConfigError("--overwrite: nothing is written without --out; add --out, or leave --overwrite out")
+    if options.out is not None:
+        check_model_folder(options.out, overwrite=options.overwrite)
+    return seconds_of(options.budget, USUAL_BUDGET)
+
+
+def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[str, ...]]:
+    """Return the model with a head, the images by which models are compared, and notes for the user."""
+    from vitrail.acceleration.moves import linear_head
+    from vitrail.acceleration.search import Images
+    from vitrail.cli.evaluate_data import open_for_features, open_for_head
+    from vitrail.data.source import target_kind
+
+    if bundle.output == "numbers":
+        raise ConfigError("MODEL predicts numbers, and only the accuracy of classes can be kept; choose another model")
+    if bundle.classes:
+        opened = open_for_head(bundle, options.data, "validation", "", None)
+    else:
+        opened = open_for_features(bundle, options.data, "validation", ())
+    train = _some(opened.train, TRAIN_TIMES * options.images)
+    held_out = _some(opened.sources["validation"], options.images)
+    if target_kind(held_out) == "numbers":
+        raise ConfigError(f"data={options.data!r} has numbers, and only the accuracy of classes can be kept")
+    notes = opened.notes
+    if not bundle.classes:
+        bundle = linear_head(bundle, tuple(train.classes), train)
+        notes = (*notes, f"the model has no head, so it got a linear head from {plural(len(train), 'training image')}")
+    return bundle, Images(train, held_out), notes
+
+
+def _some(source: Source, count: int) -> Source:
+    """Return at most `count` samples of a source, chosen at random with a fixed seed."""
+    import numpy as np
+
+    from vitrail.data.source import Subset
+
+    if len(source) <= count:
+        return source
+    return Subset(source, np.sort(np.random.default_rng(0).permutation(len(source))[:count]).tolist())
+
+
+def _recorded(found: Search, bundle: Bundle, options: Optimize, images: int) -> Bundle:
+    """Return the faster model with a record of what was traded for its speed."""
+    start, best = found.trials[0], found.best
+    record = {
+        "model": options.model,
+        "data": options.data,
+        "images": images,
+        "keep": options.keep,
+        "before": _plain(start),
+        "after": _plain(best),
+    }
+    return replace(
+        found.bundle,
+        provenance={**bundle.provenance, "optimized": record},
+        metrics={"validation_accuracy": best.accuracy},
+    )
+
+
+def _show(found: Search, options: Optimize, is_written: bool, console: Console) -> None:
+    """Print the trials and the result."""
+    if options.json:
+        written = str(options.out) if is_written else None
+        print(json.dumps({"trials": [_plain(trial) for trial in found.trials], "written": written}))
+        return
+    console.print(_table(found.trials))
+    start, best = found.trials[0], found.best
+    console.print(
+        f"{start.seconds / best.seconds:.2f} times as fast at {best.accuracy:.1%} instead of {start.accuracy:.1%} "
+        f"(at least {found.floor:.1%} was asked for)",
+        markup=False,
+    )
+    if not found.is_complete:
+        console.print("the time was over before all settings were tried; see --budget", style="yellow", markup=False)
+    if is_written:
+        console.print(f"Written: {options.out}", markup=False)
+    elif best.verdict == "start":
+        console.print("No setting is faster and keeps the accuracy, so no model is written.", markup=False)
+    else:
+        console.print("Not written; name a folder with --out.", markup=False)
+
+
+def _table(trials: Sequence[Trial]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    columns = "tried", "precision", "image", "blocks", "tokens", "GFLOPs", "accuracy", "ms/image", "result"
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("tried", "precision", "result") else "right")
+    for trial in trials:
+        settings = trial.settings
+        table.add_row(
+            trial.axis or "the model",
+            settings["precision"],
+            " x ".join(map(str, settings["image_size"])),
+            str(settings["blocks"]),
+            f"-{settings['removed_tokens']}",
+            f"{trial.flops / 1e9:.3g}",
+            f"{trial.accuracy:.1%}",
+            f"{1000 * trial.seconds:.3g}",
+            REASONS[trial.verdict],
+        )
+    return table
+
+
+def _plain(trial: Trial) -> dict[str, Any]:
+    """Return a trial as JSON values."""
+    return {
+        "tried": trial.axis,
+        **trial.settings,
+        "accuracy": trial.accuracy,
+        "milliseconds_per_image": 1000 * trial.seconds,
+        "flops": trial.flops,
+        "result": trial.verdict,
+    }
