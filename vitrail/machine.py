@@ -8,7 +8,7 @@ import os
 import platform
 import resource
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -23,6 +23,7 @@ __all__ = [
     "cpu_name",
     "describe",
     "has_bf16_matrix_units",
+    "has_int8_products",
     "keep_freed_memory",
     "peak_memory",
     "pick_device",
@@ -30,8 +31,10 @@ __all__ = [
     "total_memory",
 ]
 
-Precision = Literal["auto", "bf16", "float32"]
-"""Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32."""
+Precision = Literal["auto", "int8", "bf16", "float32"]
+"""Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32. "int8"
+applies to the dense layers in blocks (`models/linear/int8.py`); all other matrix products then use the format of
+"auto"."""
 TrainingPrecision = Literal["auto", "float8", "bf16", "float32"]
 """Number format of matrix products during training. "float8" applies to the dense layers in blocks
 (`models/linear/float8.py`); all other matrix products then use bf16."""
@@ -56,24 +59,48 @@ def has_bf16_matrix_units(device: torch.device) -> bool:
     """Return True if the device has matrix units for bfloat16: CUDA since Ampere, AMX, AVX512-BF16 or Arm's bf16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    if device.type != "cpu":
-        return False
+    return device.type == "cpu" and bool(_cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def has_int8_products(device: torch.device) -> bool:
+    """Return True if the device is a CPU that multiplies 8-bit integers four at a time (VNNI or AMX), and PyTorch has
+    oneDNN's products for them. Other CPUs are slower in 8 bits than in float32."""
+    return (
+        device.type == "cpu"
+        and hasattr(torch.ops.onednn, "qlinear_pointwise")
+        and "onednn" in torch.backends.quantized.supported_engines
+        and bool(_cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"})
+    )
+
+
+def _cpu_flags() -> set[str]:
+    """Return the names of the processor's instructions, or an empty set if the system does not report them."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [line for line in file if line.startswith(("flags", "Features"))]
+            return set(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
     except OSError:
-        return False
-    flags = set(lines[0].split()) if lines else set()
-    return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+        return set()
 
 
-def resolve_precision(precision: TrainingPrecision, device: torch.device) -> TrainingPrecision:
+@overload
+def resolve_precision(  # type: ignore[overload-overlap]  # the names that both share have the same result
+    precision: Precision, device: torch.device
+) -> Precision: ...
+@overload
+def resolve_precision(precision: TrainingPrecision, device: torch.device) -> TrainingPrecision: ...
+def resolve_precision(precision: Precision | TrainingPrecision, device: torch.device) -> Precision | TrainingPrecision:
     """Return the precision with "auto" resolved: "bf16" if the device has matrix units for it, else "float32".
 
-    Raises `ConfigError` for "float8" on a device that cannot multiply 8-bit floating-point numbers.
+    Raises `ConfigError` for "float8" on a device that cannot multiply 8-bit floating-point numbers, and for "int8" on a
+    device without fast products of 8-bit integers.
     """
     if precision == "float8":
         _check_float8(device)
+    if precision == "int8" and not has_int8_products(device):
+        raise ConfigError(
+            f"precision='int8' needs a CPU with VNNI instructions and oneDNN's quantized products, which the device "
+            f"{device.type!r} of this machine lacks; choices: 'auto', 'bf16', 'float32'"
+        )
     if precision != "auto":
         return precision
     return "bf16" if has_bf16_matrix_units(device) else "float32"

@@ -754,7 +754,7 @@ def test_the_precision_is_saved_and_used(bundle: Bundle, tmp_path: Path) -> None
 
 def test_a_precision_that_does_not_exist(bundle: Bundle, saved: Path) -> None:
     rewrite(saved, precision="bf17")
-    with pytest.raises(BundleError, match=r"precision='bf17' is not one of 'auto', 'bf16', 'float32'"):
+    with pytest.raises(BundleError, match=r"precision='bf17' is not one of 'auto', 'int8', 'bf16', 'float32'"):
         load_bundle(saved)
 
 

@@ -110,7 +110,7 @@ class Evaluate:
     """Images per forward pass. The default follows from the model's cost."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    precision: Literal["auto", "bf16", "float32"] | None = None
+    precision: Literal["auto", "int8", "bf16", "float32"] | None = None
     """Number format of matrix products. The default is the model's own, usually float32. Features use bf16 by default
     if it hardly changes them."""
     cache: Path | None = None

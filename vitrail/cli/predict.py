@@ -52,7 +52,7 @@ class Predict:
     """Device to run on: auto, cpu, cuda or cuda:N."""
     precision: Precision | None = None
     """Number format of matrix products. The default is the model's own, usually float32. auto is bf16 if the processor
-    has units for it."""
+    has units for it. int8 needs a CPU with VNNI."""
     csv: bool = False
     """Print CSV: a header, and one line per image with its path, its most probable classes and their probabilities."""
     json: bool = False

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vitrail.machine import Precision, autocast, resolve_precision
+from vitrail.machine import Precision, TrainingPrecision, autocast, resolve_precision
 from vitrail.models.compiled import compile_copy
+from vitrail.models.linear.int8 import use_int8
 from vitrail.models.network import Features
 
 __all__ = ["Predictor"]
@@ -30,18 +31,23 @@ class Predictor:
     weights have changed.
 
     Results keep the number format of the network's last operation. With precision "bf16", logits are therefore
-    bfloat16.
+    bfloat16. With precision "int8", the dense layers in blocks round weights and activations to 8 bits.
     """
 
     def __init__(self, network: nn.Module, precision: Precision = "float32") -> None:
         """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
-        bfloat16."""
+        bfloat16. Raise `ConfigError` for "int8" on a device without fast products of 8-bit integers, and for a network
+        without dense layers in blocks."""
         tensors = list(itertools.chain(network.parameters(), network.buffers()))
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._precision = resolve_precision(precision, self._device)
         self._network = _copied(network, {id(tensor): tensor for tensor in tensors})
-        dtype = torch.bfloat16 if self._precision == "bf16" else None
+        is_bf16 = (resolve_precision("auto", self._device) if precision == "int8" else self._precision) == "bf16"
+        self._usual: TrainingPrecision = "bf16" if is_bf16 else "float32"  # of products that are not in 8 bits
+        dtype = torch.bfloat16 if is_bf16 else None
         with torch.no_grad():
+            if self._precision == "int8":
+                use_int8(self._network)
             for module in self._network.modules():
                 freeze = getattr(type(module), "freeze", None)  # if products use another weight
                 if freeze is not None:
@@ -55,7 +61,7 @@ class Predictor:
 
     @property
     def precision(self) -> str:
-        """Format of matrix products: "bf16" or "float32"."""
+        """Format of matrix products: "int8", "bf16" or "float32"."""
         return self._precision
 
     def __call__(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
@@ -93,7 +99,7 @@ class Predictor:
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with torch.inference_mode(), autocast(self._precision, self._device):
+        with torch.inference_mode(), autocast(self._usual, self._device):
             yield
 
 
