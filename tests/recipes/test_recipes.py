@@ -19,6 +19,7 @@ from vitrail.weights.load import load
 COMMANDS = {
     "demo": "vitrail train",
     "fashion-mnist": "vitrail train fashion-mnist",
+    "cifar10": "vitrail train cifar10",
     "folder": "vitrail train folder --data DIR",
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from vitrail.recipes.augreg import AUGREG_RECIPES, PLAIN_RECIPES
 from vitrail.recipes.bit import BIT_RECIPES
+from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.demo import demo
 from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
@@ -23,7 +24,8 @@ PAPER_RECIPES: dict[str, PaperRecipe] = {
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "demo": demo,
     "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
     "folder": folder,
     **PAPER_RECIPES,
 }
-"""All recipes by name: three of our own, and those of papers."""
+"""All recipes by name: four of our own, and those of papers."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +72,44 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(RunError, match=r"result\.json is damaged: .*; delete the folder"):
         read_result(tmp_path)
+
+
+def test_an_interrupted_cell_ends_its_process(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, sys, time
+partial = pathlib.Path(sys.argv[1], "partial")
+partial.write_text(str(os.getpid()))
+partial.rename(partial.with_name("pid"))
+time.sleep(99)
+"""
+    folder = tmp_path / CELL.name
+
+    def interrupt() -> None:
+        until = time.monotonic() + 60
+        while not (folder / "pid").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_cell(folder, CELL, [sys.executable, "-S", "-c", script])
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "pid").read_text()), 0)
+    assert read_result(folder) is None
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    script = """
+import time
+from vitrail.bench.accuracy.cell import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(99)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n" and process.poll() is None
+        process.stdin.close()
+        assert process.wait(60) == 1
