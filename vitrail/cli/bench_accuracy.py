@@ -129,7 +129,7 @@ def main(call: Call) -> int:
         return 0
     for table in tables(curves, reached(curves, options.targets, comparison.budget)):
         console.print()
-        console.print(table)
+        console.print(table, soft_wrap=False)
     console.print(f"\nwritten to {options.out}: results.json, targets.csv, curves.csv, curves.svg", markup=False)
     return 0
 
