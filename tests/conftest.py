@@ -26,6 +26,7 @@ from tests.checking import check_signatures_quickly
 
 check_signatures_quickly()  # before the package is imported
 
+from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
 from vitrail.recipes import RECIPES  # noqa: E402
 from vitrail.training.config import TrainConfig  # noqa: E402
 from vitrail.weights.bundle import Bundle  # noqa: E402
@@ -51,6 +52,14 @@ def usual_signals() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_library() -> Iterator[None]:
+    """Computes float32 products by one library, so that counted operations do not depend on the processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "mkl")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

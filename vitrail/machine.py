@@ -20,7 +20,9 @@ __all__ = [
     "autocast",
     "available_memory",
     "check_memory",
+    "cpu_flags",
     "cpu_name",
+    "cpu_vendor",
     "describe",
     "has_bf16_matrix_units",
     "has_int8_products",
@@ -59,7 +61,7 @@ def has_bf16_matrix_units(device: torch.device) -> bool:
     """Return True if the device has matrix units for bfloat16: CUDA since Ampere, AMX, AVX512-BF16 or Arm's bf16."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and bool(_cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
+    return device.type == "cpu" and bool(cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def has_int8_products(device: torch.device) -> bool:
@@ -69,17 +71,8 @@ def has_int8_products(device: torch.device) -> bool:
         device.type == "cpu"
         and hasattr(torch.ops.onednn, "qlinear_pointwise")
         and "onednn" in torch.backends.quantized.supported_engines
-        and bool(_cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"})
+        and bool(cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"})
     )
-
-
-def _cpu_flags() -> set[str]:
-    """Return the names of the processor's instructions, or an empty set if the system does not report them."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return set(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
-    except OSError:
-        return set()
 
 
 @overload
@@ -209,14 +202,30 @@ def _gigabytes(count: int) -> str:
 
 def cpu_name() -> str:
     """Return the processor's name as the operating system reports it."""
+    return _cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def cpu_vendor() -> str:
+    """Return the vendor's name in /proc/cpuinfo, such as "AuthenticAMD", or "" if the system does not report it."""
+    return _cpu_field("vendor_id")
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the names of the processor's instruction sets in /proc/cpuinfo, such as "avx512f". Without this file, the
+    set is empty.
+    """
+    return frozenset(_cpu_field("flags", "Features").split())
+
+
+def _cpu_field(*names: str) -> str:
+    """Return the value of the first line of /proc/cpuinfo that begins with one of the names, or "" without such a
+    line.
+    """
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
+            return next((line.partition(":")[2].strip() for line in file if line.startswith(names)), "")
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return ""
 
 
 def describe(device: torch.device) -> dict[str, Any]:

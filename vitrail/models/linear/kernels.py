@@ -1,7 +1,8 @@
-"""Kernels for matrix products in bfloat16 on a CPU.
+"""Kernels for matrix products in bfloat16 on a CPU, and the choice of a dense layer's kernel.
 
-The kernels return the same results as PyTorch's kernels, with fewer passes over memory. In float32, on GPUs and inside
-torch.compile, PyTorch's own kernels are used. `docs/performance.md` lists the measured speeds.
+The kernels return the same results as PyTorch's kernels, with fewer passes over memory. On GPUs and inside
+torch.compile, PyTorch's own kernels are used. In float32, `float32.py` chooses between PyTorch's kernel and oneDNN's.
+`docs/performance.md` lists the measured speeds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from vitrail.models.linear.float32 import float32_linear, uses_onednn
 
 __all__ = ["ONEDNN", "Gelu", "fuses", "gelu_linear", "linear"]
 
@@ -43,9 +46,11 @@ def linear(
 
     The bias is added while the matrix product is written to memory. PyTorch's kernel copies the bias into the output
     first and adds the product to the copy, which is slower (`docs/performance.md`). For the backward pass, `x` is kept
-    in bfloat16 only.
+    in bfloat16 only. In float32, oneDNN computes the layer on processors on which it is faster than MKL.
     """
-    return _linear(x, weight, bias, None) if fuses(x) else F.linear(x, weight, bias)
+    if fuses(x):
+        return _linear(x, weight, bias, None)
+    return float32_linear(x, weight, bias) if uses_onednn(x, weight) else F.linear(x, weight, bias)
 
 
 def gelu_linear(

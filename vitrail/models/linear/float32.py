@@ -1,0 +1,154 @@
+"""Dense layers in float32 on a CPU, computed by MKL or by oneDNN.
+
+PyTorch sends float32 products to MKL. On AMD processors, MKL does not use AVX-512, and oneDNN, which is part of
+PyTorch, is faster (docs/performance.md). Both libraries compute in IEEE float32. They add up in different orders, so
+their results differ by rounding. Each of them returns the same bits for the same inputs and number of threads.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from vitrail.errors import ConfigError
+from vitrail.machine import cpu_flags, cpu_vendor
+
+__all__ = [
+    "VARIABLE",
+    "Float32Products",
+    "Library",
+    "float32_linear",
+    "float32_products",
+    "resolve_float32_products",
+    "uses_onednn",
+]
+
+Library = Literal["mkl", "onednn"]
+"""A library of matrix products. "mkl" stands for PyTorch's own choice, which is MKL on x86 processors."""
+
+Float32Products = Literal["auto", "mkl", "onednn"]
+"""Setting of the library. "auto" is the value of the environment variable, or else the faster library."""
+
+VARIABLE = "VITRAIL_FLOAT32_PRODUCTS"
+"""Environment variable that replaces the setting "auto"."""
+
+_library: contextvars.ContextVar[Library | None] = contextvars.ContextVar("library", default=None)
+
+
+def resolve_float32_products(setting: Float32Products = "auto") -> Library:
+    """Return the library that a setting means on this machine.
+
+    The answer depends on the processor and on the environment variable, and not on a measurement. Two runs on one
+    machine therefore compute the same bits. "onednn" means "mkl" if this build of PyTorch has no oneDNN. Raises
+    `ConfigError` if the environment variable has another value than the setting can have.
+    """
+    if setting == "auto":
+        setting = _from_environment()
+    if not _has_onednn():
+        return "mkl"
+    return _faster() if setting == "auto" else setting
+
+
+@contextmanager
+def float32_products(setting: Float32Products) -> Iterator[None]:
+    """Compute dense layers in float32 by this setting's library inside the `with` block. Other threads are not
+    affected.
+    """
+    token = _library.set(resolve_float32_products(setting))
+    try:
+        yield
+    finally:
+        _library.reset(token)
+
+
+def uses_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Return True if `float32_linear` should compute a layer of this input and weight.
+
+    PyTorch's own kernel is used inside torch.compile, in function transforms and in forward-mode differentiation,
+    which need its derivatives.
+    """
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.numel() > 0
+        and (_library.get() or resolve_float32_products()) == "onednn"
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def float32_linear(
+    x: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None
+) -> Float[Tensor, "*batch outputs"]:
+    """Return `x weight^T + bias`, computed by oneDNN. `uses_onednn(x, weight)` must be true."""
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return _product(x, weight, bias)
+
+
+def _from_environment() -> Float32Products:
+    value = os.environ.get(VARIABLE, "auto")
+    for choice in get_args(Float32Products):
+        if value == choice:
+            return choice
+    raise ConfigError(
+        f"{VARIABLE}={value!r} is not one of {', '.join(map(repr, get_args(Float32Products)))}; change the environment "
+        "variable or remove it"
+    )
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    return bool(hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available())
+
+
+@functools.cache
+def _faster() -> Library:
+    """Return the faster library for this processor: oneDNN on AMD processors with AVX-512 if the other choice is MKL,
+    which uses AVX2 there.
+    """
+    slow_mkl = cpu_vendor() == "AuthenticAMD" and "avx512f" in cpu_flags() and torch.backends.mkl.is_available()
+    return "onednn" if slow_mkl else "mkl"
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias = ctx.needs_input_grad
+        rows, seen = gradient.reshape(-1, weight.shape[0]).contiguous(), x.reshape(-1, weight.shape[1]).contiguous()
+        # The gradient is differentiated again if grad mode is enabled, and oneDNN's product has no derivative.
+        again = torch.is_grad_enabled()
+        x_gradient = weight_gradient = None
+        if to_x:
+            x_gradient = (rows @ weight if again else _product(rows, weight.t())).view(x.shape)
+        if to_weight:
+            weight_gradient = rows.t() @ seen if again else _weight_gradient(rows, seen)
+        return x_gradient, weight_gradient, rows.sum(0) if to_bias else None
+
+
+def _weight_gradient(gradient: Float[Tensor, "n outputs"], x: Float[Tensor, "n inputs"]) -> Tensor:
+    """Return `gradient^T x`. oneDNN copies its first factor into another order, so the smaller tensor comes first."""
+    if gradient.shape[1] <= x.shape[1]:
+        return _product(gradient.t(), x.t())
+    return _product(x.t(), gradient.t()).t()
