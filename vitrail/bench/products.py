@@ -1,20 +1,24 @@
 """The matrix products of a step without all other operations. Their total time is a lower bound for the step.
 
 The products are recorded during a real step of our network. They are replayed with random numbers of the same shapes,
-strides and dtypes.
+strides and dtypes. On a CPU, each product of two matrices is replayed by the fastest of PyTorch's kernel and oneDNN's,
+so that the bound is that of the processor and not that of one library.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Operand", "Product", "Products", "record"]
+from vitrail.bench.measure import interleave, timed
+
+__all__ = ["Operand", "Product", "Products", "fastest_multiplication", "record"]
 
 
 class Operand(NamedTuple):
@@ -61,7 +65,8 @@ class Products:
             for product in dict.fromkeys(recorded)
         }
         self.recorded = tuple(recorded)
-        self._calls = [(REPLAYS[product.operation], inputs[product], product.arguments) for product in recorded]
+        replays = {product: _replay(product, inputs[product]) for product in inputs}
+        self._calls = [(replays[product], inputs[product], product.arguments) for product in recorded]
 
     @property
     def flops(self) -> int:
@@ -72,6 +77,35 @@ class Products:
     def __call__(self) -> None:
         for replay, inputs, arguments in self._calls:
             replay(*inputs, *arguments)
+
+
+def fastest_multiplication(left: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function that multiplies these two matrices in the shortest time. On a CPU, three calls of each
+    function are timed.
+    """
+    kernels: list[Callable[[Tensor, Tensor], Tensor]] = [torch.mm]
+    if left.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        kernels += [_by_onednn, _by_onednn_transposed]
+    if len(kernels) == 1 or 0 in (*left.stride(), *right.stride()):  # oneDNN takes no expanded tensors
+        return torch.mm
+    with torch.no_grad():
+        timers = {kernel: timed(partial(kernel, left, right)) for kernel in kernels}
+        times = interleave(timers, repetitions=3, warmup=1)
+    return min(kernels, key=lambda kernel: min(times[kernel]))
+
+
+def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+
+
+def _by_onednn_transposed(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product as the transpose of `right^T left^T`. oneDNN copies a transposed first factor."""
+    return _by_onednn(right.t(), left.t()).t()
+
+
+def _replay(product: Product, inputs: tuple[Tensor, ...]) -> Callable[..., object]:
+    """Return the function that replays a product with these inputs."""
+    return fastest_multiplication(*inputs) if product.operation == "mm" else REPLAYS[product.operation]
 
 
 def record(step: Callable[[], object]) -> list[Product]:
@@ -202,7 +236,6 @@ READERS: dict[str, Callable[[Any, Any], Iterator[Product]]] = {
 result."""
 
 REPLAYS: dict[str, Callable[..., object]] = {
-    "mm": torch.mm,
     "bmm": torch.bmm,
     "convolution": lambda images, weight, cells, *rest: torch.ops.aten.convolution(images, weight, None, *rest),
     "convolution_backward": lambda gradient, images, weight, *rest: torch.ops.aten.convolution_backward(
