@@ -201,9 +201,9 @@ def tiny(tmp_path: Path) -> Callable[..., TrainConfig]:
             make_idx_folder(data)
         defaults = {
             "data": str(data), "run": str(tmp_path / "run"), "variant": "ViT-Pico/7", "image_size": (28, 28),
-            "steps": 12, "batch_size": 16, "width": 16, "depth": 2,
-            "heads": 2, "mlp_width": 32, "precision": "float32", "device": "cpu", "threads": 2, "evaluations": 3,
-            "checkpoints": 1, "validation_share": 0.1, "keep": "best",
+            "steps": 12, "batch_size": 16, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32,
+            "precision": "float32", "float32_products": "mkl", "compute_threads": 1, "device": "cpu", "threads": 2,
+            "evaluations": 3, "checkpoints": 1, "validation_share": 0.1, "keep": "best",
         }  # fmt: skip
         return RECIPES["demo"]().override(**{**defaults, **fields})
 

@@ -25,7 +25,7 @@ FLOORS = (
     ("evaluation",),
     ("weights",),
     ("models", "data"),
-    ("files", "hub", "machine", "page", "plain", "settings"),
+    ("cores", "files", "hub", "machine", "page", "plain", "settings"),
     ("errors",),
 )
 """Rooms from top to bottom, as docs/design.md draws them. Rooms on one floor do not import each other."""

@@ -126,3 +126,10 @@ def test_a_file_that_is_no_record_is_named(text: str, message: str, tmp_path: Pa
     (tmp_path / "run.json").unlink()
     with pytest.raises(RunError, match=r"is not the folder of a run: it has no run\.json"):
         read_record(tmp_path)
+
+
+def test_a_run_that_does_not_name_its_library_used_mkl(tmp_path: Path) -> None:
+    config = TrainConfig().to_plain()
+    assert read_record(written(tmp_path, config=config)).config.run.float32_products == "auto"
+    del config["run"]["float32_products"]
+    assert read_record(written(tmp_path, config=config)).config.run.float32_products == "mkl"

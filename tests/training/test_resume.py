@@ -72,6 +72,7 @@ def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> N
     ),
     {"optimizer": "muon", "momentum_format": "bfloat16", "layer_decay": 0.7, "accumulation": 3, "average": 0.9},
     {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
+    {"float32_products": "onednn"},  # the environment of these tests chooses the other library
     pytest.param(
         {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
         marks=pytest.mark.slow,

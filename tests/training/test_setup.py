@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from vitrail.data.augmentation.crop import tensorflow_crop
 from vitrail.errors import ConfigError
 from vitrail.training.config import TrainConfig
-from vitrail.training.setup import make_network, make_state, prepare
+from vitrail.training.setup import make_network, make_plan, make_state, prepare
 
 
 def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
@@ -31,3 +33,17 @@ def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], 
 def test_the_original_crop_excludes_averaging_while_decoding() -> None:
     with pytest.raises(ConfigError, match=r"^scaled_decode=True averages pixels, and crop_rule='tensorflow' scales"):
         TrainConfig().override(preset="augreg-light1", scaled_decode=True)
+
+
+def test_the_number_of_threads_is_fixed_where_equal_bits_are_promised(
+    small: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    def fixed(**fields: Any) -> tuple[int | None, bool]:
+        setup = prepare(small(tmp_path / "run", **fields))
+        return setup.config.run.compute_threads, make_plan(setup).adapts_threads
+
+    assert fixed(precision="float32") == (torch.get_num_threads(), False)
+    assert fixed(precision="float32", compute_threads=3) == (3, False)
+    assert fixed(precision="bf16") == (None, True)
+    assert fixed(precision="bf16", compute_threads=3) == (3, False)
+    assert fixed(precision="bf16", processes=1) == (None, False)

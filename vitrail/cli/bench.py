@@ -105,7 +105,8 @@ COMMAND = Command(
 
     train measures training steps. infer measures inference. load measures importing the library, reading a model and
     the first prediction. Each round measures every library once. The row "products alone" is the time of the step's
-    matrix products only, a lower bound for the step. On a CPU, each is computed by the faster of MKL and oneDNN. To measure how fast images are read, use vitrail bench data.""",
+    matrix products only, a lower bound for the step. On a CPU, each is computed by the faster of MKL and
+    oneDNN. To measure how fast images are read, use vitrail bench data.""",
     examples=(
         Example("vitrail bench train ViT-S/16", "Measure training steps of ViT-S/16."),
         Example("vitrail bench infer ViT-B/16 --against timm,torchvision", "Compare inference with two libraries."),

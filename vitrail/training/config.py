@@ -19,6 +19,7 @@ from vitrail.errors import ConfigError, nearest
 from vitrail.machine import TrainingPrecision
 from vitrail.models.compiled import Compile
 from vitrail.models.config import ModelConfig, override_fields
+from vitrail.models.linear.float32 import Float32Products
 from vitrail.plain import from_plain
 from vitrail.settings import above_zero, at_least, bare_names, named, one_of, raise_problems, seconds_in
 from vitrail.tasks import TASKS, Classification, Task
@@ -53,6 +54,12 @@ class RunConfig:
     """Number format of training. auto: bf16 with float32 master weights if the processor has bf16 matrix units, else
     float32. float8: the dense layers of blocks in 8 bits and everything else in bf16, on CUDA with compute capability
     8.9 or more."""
+    float32_products: Float32Products = "auto"
+    """Library that computes dense layers in float32 on a CPU. auto: oneDNN on AMD processors with AVX-512, else mkl.
+    mkl is PyTorch's own choice."""
+    compute_threads: int | None = None
+    """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core, and fewer while other
+    programs use the cores, except in float32, which promises equal bits."""
     compile: Compile = "auto"
     """Compile each block before the first step, which takes about a minute. auto: on for CUDA, off elsewhere. graphs
     also replays blocks as CUDA graphs, which helps small models or batches."""
@@ -91,10 +98,10 @@ class RunConfig:
         problems = [
             *at_least(
                 self, batch_size=1, accumulation=1, steps=1, evaluations=0, checkpoints=1, threads=0, processes=0,
-                seed=0, patience=1, probe_every=1,
+                seed=0, patience=1, probe_every=1, compute_threads=1,
             ),
             *above_zero(self, "epochs"),
-            *one_of(self, precision=TrainingPrecision, compile=Compile, keep=Keep),
+            *one_of(self, precision=TrainingPrecision, float32_products=Float32Products, compile=Compile, keep=Keep),
         ]  # fmt: skip
         if self.seed >= 2**32:
             problems.append(f"seed={self.seed} is too large; choose one below 2**32")

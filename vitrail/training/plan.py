@@ -35,6 +35,8 @@ class Plan:
     """Number of consecutive evaluations without a better result after which the run ends."""
     most_skipped: int = 0
     """Maximum number of training samples that may fail to decode."""
+    adapts_threads: bool = False
+    """True if the number of compute threads follows the cores that other programs leave."""
 
     def is_over(self, state: TrainState) -> bool:
         """Return True after the last step, or if patience is exhausted.

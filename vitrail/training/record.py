@@ -89,10 +89,12 @@ def _field(path: Path, values: dict[str, Any], name: str) -> Any:
 def _with_older_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Add the settings that an older config lacks and whose defaults have changed since then, with their old defaults.
 
-    In older runs, `cut_method` was "threshold", and `average_start` was "capped".
+    In older runs, `cut_method` was "threshold", `average_start` was "capped", and `float32_products` was "mkl".
     """
     added: dict[str, dict[str, Any]] = {}
-    data, optimizer = config.get("data"), config.get("optimizer")
+    data, optimizer, run = config.get("data"), config.get("optimizer"), config.get("run")
+    if isinstance(run, dict):
+        added["run"] = {"float32_products": "mkl"} | run
     if isinstance(data, dict):
         added["data"] = {"cut_method": "threshold"} | data
     if isinstance(optimizer, dict) and optimizer.get("average"):

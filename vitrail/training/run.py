@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from vitrail.cores import compute_threads
 from vitrail.data.check import quick_check
 from vitrail.data.colour import colour_note, images_of
 from vitrail.data.pipeline import Skipped
@@ -23,6 +25,7 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import keep_freed_memory
+from vitrail.models.linear.float32 import float32_products
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import load_weights, without_adapters, write_weights
 from vitrail.training.config import TrainConfig
@@ -129,18 +132,19 @@ def train(
     setup = prepare(config, model=model, objects=OwnObjects(data, network), measure_test=measure_test)
     check_probes((*setup.probes, *probes), setup.splits)
     memory = check_run_memory(setup.config, setup.network, setup.device)
-    torch.manual_seed(config.run.seed)
-    trained, setup, notes = make_network(setup, model, (display or Display()).extracting)
-    del model, initial  # the new network has copies of their weights
-    folder = new_folder(setup.config)
-    with locked(folder):
-        try:
-            with saving("the run", folder):
-                write_json(folder / "run.json", record_of(setup))
-        except SaveError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return _Run(setup, folder, display or Display(), started, memory).go(trained, notes, probes)
+    with _same_arithmetic(setup.config):
+        torch.manual_seed(config.run.seed)
+        trained, setup, notes = make_network(setup, model, (display or Display()).extracting)
+        del model, initial  # the new network has copies of their weights
+        folder = new_folder(setup.config)
+        with locked(folder):
+            try:
+                with saving("the run", folder):
+                    write_json(folder / "run.json", record_of(setup))
+            except SaveError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            return _Run(setup, folder, display or Display(), started, memory).go(trained, notes, probes)
 
 
 def resume(
@@ -187,11 +191,12 @@ def resume(
         _check_unfinished(folder, record, setup.steps, extends=length is not None)
         check_probes((*setup.probes, *probes), setup.splits)
         recover_folder(folder / "model")
-        torch.manual_seed(record.config.run.seed)
-        trained, setup, notes = make_network(setup, model)
-        run = _Run(setup, folder, display or Display(), started, _memory_of_resumed(setup))
-        before = record.config.run.total_steps(record.images)
-        return run.go(trained, notes, probes, resuming=True, extends=None if length is None else before)
+        with _same_arithmetic(setup.config):
+            torch.manual_seed(record.config.run.seed)
+            trained, setup, notes = make_network(setup, model)
+            run = _Run(setup, folder, display or Display(), started, _memory_of_resumed(setup))
+            before = record.config.run.total_steps(record.images)
+            return run.go(trained, notes, probes, resuming=True, extends=None if length is None else before)
 
 
 def finished(folder: Path) -> RunResult | None:
@@ -206,6 +211,13 @@ def finished(folder: Path) -> RunResult | None:
             task = read_record(folder).config.task
             return RunResult(folder, load_bundle(folder / "model"), metrics, summary, (), task)
     return None
+
+
+@contextmanager
+def _same_arithmetic(config: TrainConfig) -> Iterator[None]:
+    """Compute inside the `with` block as a checked config says, so that a resumed run computes the same bits."""
+    with float32_products(config.run.float32_products), compute_threads(config.run.compute_threads):
+        yield
 
 
 def _check_objects(folder: Path, record: Record, objects: OwnObjects) -> None:

@@ -19,10 +19,11 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Together, evaluators_of
-from vitrail.machine import describe, pick_device, resolve_precision
+from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compiled, compile_blocks, resolve_compile
 from vitrail.models.config import ModelConfig
 from vitrail.models.linear.float8 import check_float8, use_float8
+from vitrail.models.linear.float32 import resolve_float32_products
 from vitrail.models.variants import AnyConfig, build
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
@@ -74,8 +75,8 @@ class Setup:
     """A config that has been checked on this machine, with its open data."""
 
     config: TrainConfig
-    """The checked config. This machine's precision replaces "auto", and a run that is resumed on another machine keeps
-    that precision."""
+    """The checked config. This machine's precision, library of float32 products and number of threads replace the
+    defaults, and a run that is resumed on another machine keeps them."""
     device: torch.device
     compile: Compiled
     splits: Splits
@@ -104,7 +105,12 @@ def prepare(
     `measure_test` the run has no test split.
     """
     device = pick_device(config.run.device)
-    config = config.override(precision=resolve_precision(config.run.precision, device))
+    precision = resolve_precision(config.run.precision, device)
+    config = config.override(
+        precision=precision,
+        float32_products=resolve_float32_products(config.run.float32_products),
+        compute_threads=_fixed_threads(config.run.compute_threads, precision, device),
+    )
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
     if objects.network is not None:
@@ -224,6 +230,8 @@ def make_plan(setup: Setup) -> Plan:
         classes=len(setup.splits.classes),
         patience=config.run.patience,
         most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),
+        # The worker processes of a run are not told apart from other programs.
+        adapts_threads=config.run.compute_threads is None and setup.device.type == "cpu" and not config.run.processes,
     )
 
 
@@ -272,6 +280,16 @@ def _network_config(config: TrainConfig, model: Bundle | None, origin: Origin | 
     if origin is not None:
         return origin.network
     return config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
+
+
+def _fixed_threads(setting: int | None, precision: TrainingPrecision, device: torch.device) -> int | None:
+    """Return the number of compute threads that the whole run uses, or None if the number follows the free cores.
+
+    Sums of float32 numbers depend on the number of threads, so a float32 run that is resumed uses the same number.
+    """
+    if setting is None and precision == "float32" and device.type == "cpu":
+        return torch.get_num_threads()
+    return setting
 
 
 def _length(config: TrainConfig, splits: Splits, steps: int) -> RunLength:

@@ -96,14 +96,14 @@ def test_a_predictor_in_int8_is_near_and_changes_nothing(fields: dict[str, Any])
 @needs_int8
 def test_without_bf16_units_the_rest_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     network, images = vit(), torch.randn(2, 3, 35, 21)
-    monkeypatch.setattr(machine, "_cpu_flags", lambda: {"avx512_vnni"})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx512_vnni"})
     found = Predictor(network, "int8")(images)
     assert found.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(found, Predictor(network)(images)).min() > 0.995
 
 
 def test_a_machine_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx2"})
     with pytest.raises(ConfigError, match=r"precision='int8' needs a CPU with VNNI instructions .* choices: 'auto'"):
         Predictor(vit(), "int8")
     assert not has_int8_products(torch.device("meta"))

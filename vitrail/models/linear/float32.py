@@ -110,7 +110,8 @@ def _from_environment() -> Float32Products:
 
 @functools.cache
 def _has_onednn() -> bool:
-    return bool(hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available())
+    available: Any = torch.backends.mkldnn.is_available  # torch has no types here
+    return bool(hasattr(torch.ops.mkldnn, "_linear_pointwise") and available())
 
 
 @functools.cache
@@ -118,8 +119,9 @@ def _faster() -> Library:
     """Return the faster library for this processor: oneDNN on AMD processors with AVX-512 if the other choice is MKL,
     which uses AVX2 there.
     """
-    slow_mkl = cpu_vendor() == "AuthenticAMD" and "avx512f" in cpu_flags() and torch.backends.mkl.is_available()
-    return "onednn" if slow_mkl else "mkl"
+    mkl_is_used: Any = torch.backends.mkl.is_available  # torch has no types here
+    mkl_is_slow = cpu_vendor() == "AuthenticAMD" and "avx512f" in cpu_flags()
+    return "onednn" if mkl_is_slow and mkl_is_used() else "mkl"
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vitrail.cores import SharedCores
 from vitrail.data.pipeline import Batch
 from vitrail.errors import DataError, Stopped
 from vitrail.machine import peak_memory
@@ -99,6 +100,8 @@ class Monitor:
         self.speed = SmoothedRate()
         self.means = RunningMeans()
         self.left = self._time_left()
+        self.cores = SharedCores() if plan.adapts_threads else None
+        self._has_shared = False
         self._ticked = time.perf_counter()
         self._reported = state.step
 
@@ -128,6 +131,8 @@ class Monitor:
         self.meter.add(step, metrics)
         if self.plan.device.type == "cpu":
             self._tick()
+        if self.cores is not None and (threads := self.cores.check()) is not None:
+            self._say_threads(self.cores, threads)
         if not self.clock.to_first_step:
             self.clock.to_first_step = time.perf_counter() - self.clock.started
         if batch.skipped:
@@ -207,6 +212,16 @@ class Monitor:
                 f"{len(skipped)} training images cannot be decoded, more than the {most} that --max-skipped "
                 f"allows; the last one is {batch.skipped[-1].key}: {batch.skipped[-1].reason}. Find them with "
                 "vitrail data check"
+            )
+
+    def _say_threads(self, cores: SharedCores, threads: int) -> None:
+        """Write a new number of compute threads to the journal. The display says only the first change."""
+        self.sinks.journal.write("threads", step=self.state.step, threads=threads, at_most=cores.full)
+        if not self._has_shared:
+            self._has_shared = True
+            self.sinks.display.note(
+                f"other programs use the cores, so {threads} of {cores.full} compute threads are used until cores are "
+                "free again"
             )
 
     def _say_early(self) -> None:
