@@ -55,8 +55,8 @@ class RunConfig:
     float32. float8: the dense layers of blocks in 8 bits and everything else in bf16, on CUDA with compute capability
     8.9 or more."""
     float32_products: Float32Products = "auto"
-    """Library that computes dense layers in float32 on a CPU. auto: oneDNN on AMD processors with AVX-512, else mkl.
-    mkl is PyTorch's own choice."""
+    """Library that computes large dense layers in float32 on a CPU. auto: oneDNN on AMD processors with AVX-512, else
+    mkl. mkl is PyTorch's own choice."""
     compute_threads: int | None = None
     """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core, and fewer while other
     programs use the cores, except in float32, which promises equal bits."""

@@ -22,6 +22,14 @@ AVAILABLE = torch.backends.mkldnn.is_available()
 needs_onednn = pytest.mark.skipif(not AVAILABLE, reason="this build of PyTorch has no oneDNN")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_layers() -> Iterator[None]:
+    """Lets oneDNN compute the small layers of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float32, "SMALLEST", 1)
+        yield
+
+
 @pytest.fixture
 def onednn() -> Iterator[None]:
     with float32_products("onednn"):
@@ -101,8 +109,11 @@ def test_transforms_and_second_derivatives_still_work(onednn: None) -> None:
 
 
 @needs_onednn
-def test_other_tensors_take_pytorchs_kernel(onednn: None) -> None:
+def test_other_tensors_take_pytorchs_kernel(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(float32, "SMALLEST", 12)
+        assert uses_onednn(x, weight) and not uses_onednn(x, weight[1:])
     assert uses_onednn(x, weight)
     assert not uses_onednn(x.double(), weight.double()) and not uses_onednn(x[:0], weight)
     with torch.autocast("cpu", torch.float16):

@@ -1,8 +1,9 @@
 """Dense layers in float32 on a CPU, computed by MKL or by oneDNN.
 
 PyTorch sends float32 products to MKL. On AMD processors, MKL does not use AVX-512, and oneDNN, which is part of
-PyTorch, is faster (docs/performance.md). Both libraries compute in IEEE float32. They add up in different orders, so
-their results differ by rounding. Each of them returns the same bits for the same inputs and number of threads.
+PyTorch, computes large layers faster (docs/performance.md). Both libraries compute in IEEE float32. They add up in
+different orders, so their results differ by rounding. Each of them returns the same bits for the same inputs and number
+of threads.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ Float32Products = Literal["auto", "mkl", "onednn"]
 
 VARIABLE = "VITRAIL_FLOAT32_PRODUCTS"
 """Environment variable that replaces the setting "auto"."""
+
+SMALLEST = 2**17
+"""Number of weights from which on a layer is large enough for oneDNN, whose calls take more time."""
 
 _library: contextvars.ContextVar[Library | None] = contextvars.ContextVar("library", default=None)
 
@@ -79,6 +83,7 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
+        and weight.numel() >= SMALLEST
         and x.numel() > 0
         and (_library.get() or resolve_float32_products()) == "onednn"
         and not torch.is_autocast_enabled("cpu")
