@@ -111,7 +111,7 @@ class AccuracyComparison:
             curves: dict[str, dict[int, CellResult]] = {name: {} for name in (*self.recipes, *self.peers)}
             for seed in self.seeds:  # all entries with a seed before the next seed, so that slow hours hit all entries
                 for entry in curves:
-                    cell, command = self._cell(entry, seed, folder, splits, first)
+                    cell, command = self._cell(entry, seed, splits, first)
                     result = run_cell(folder / CELLS / cell.name, cell, command)
                     curves[entry][seed] = result
                     on_cell(cell, result)
@@ -143,9 +143,7 @@ class AccuracyComparison:
         with saving("the comparison", path):
             write_json(path, shared)
 
-    def _cell(
-        self, entry: str, seed: int, folder: Path, splits: Splits, first: TrainConfig
-    ) -> tuple[Cell, tuple[str, ...]]:
+    def _cell(self, entry: str, seed: int, splits: Splits, first: TrainConfig) -> tuple[Cell, tuple[str, ...]]:
         """Return the cell of an entry and a seed, and the command that runs it."""
         cell = Cell(
             entry=entry, seed=seed, settings={}, budget=self.budget, evaluations=self.evaluations,
@@ -158,7 +156,7 @@ class AccuracyComparison:
         images = first.images
         settings: dict[str, Any] = plain_settings(
             entry,
-            images=str((folder / IMAGES).resolve()),
+            images=f"../../{IMAGES}",  # from the folder of the cell, so that the whole folder can be moved
             num_classes=len(splits.classes),
             train_images=len(splits.train),
             image_size=list(images.image_size),

@@ -53,7 +53,7 @@ def main(argument: str) -> int:
     _end_with_parent()
     folder = Path(argument)
     cell = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
-    result = {**_Run(cell).measure(), "versions": versions}
+    result = {**_Run(cell, folder).measure(), "versions": versions}
     partial = folder / ".result.json.partial"
     partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / "result.json")
@@ -108,11 +108,11 @@ def _end_with_parent() -> None:
 class _Run:
     """One run of timm's training loop."""
 
-    def __init__(self, cell: dict[str, Any]) -> None:
+    def __init__(self, cell: dict[str, Any], folder: Path) -> None:
         self.cell = cell
         self.settings = cell["settings"]
         self.device = torch.device(cell["device"])
-        self.images = Path(self.settings["images"])
+        self.images = folder / self.settings["images"]
         self.classes = self.settings["num_classes"]
         self.batch_size = min(self.settings["batch_size"], self.settings["train_images"])
         self.bf16 = self.settings["amp"] and self.settings["bf16_units"]
