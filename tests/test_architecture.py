@@ -18,7 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli", "testing"),
     ("recipes",),
-    ("transfer", "acceleration"),
+    ("transfer", "acceleration", "serving"),
     ("bench",),
     ("training",),
     ("tasks",),
@@ -31,8 +31,8 @@ FLOORS = (
 """Rooms from top to bottom, as docs/design.md draws them. Rooms on one floor do not import each other."""
 
 INTERNAL = {
-    "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Finetune",
-    "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Train",
+    "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Export",
+    "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Train",
     "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""

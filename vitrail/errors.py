@@ -2,6 +2,7 @@
 
     VitrailError                 exit code 1: a fault of Vitrail or of the machine
     ├── NonFiniteLoss            training diverged; the message names the last good checkpoint
+    ├── ExportFailed             an exported file does not compute what the network computes
     ├── SaveError                a file could not be written; the earlier file is intact
     ├── Stopped                  exit code 75: the run stopped on request and can be resumed
     └── UserError                exit code 2: wrong usage or input (also a ValueError)
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DestinationError",
+    "ExportFailed",
     "Interrupted",
     "NonFiniteLoss",
     "RunError",
@@ -49,6 +51,10 @@ class VitrailError(Exception):
 
 class NonFiniteLoss(VitrailError):
     """The loss or the gradient became NaN or infinite."""
+
+
+class ExportFailed(VitrailError):
+    """A network could not be exported, or the exported file does not compute what the network computes."""
 
 
 class SaveError(VitrailError):

@@ -25,6 +25,7 @@ VERBS = {
     "embed": "save the features of every image of a data set",
     "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",
+    "export": "write a model for another runtime, and compare the answers",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
     "runs": "list runs with their state, metrics and differing settings",

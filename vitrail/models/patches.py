@@ -62,7 +62,7 @@ class PrefixTokens(nn.Module):
         prefix = [part for part in (self.cls, self.registers) if part is not None]
         if not prefix:
             return tokens
-        return torch.cat([*(part.to(tokens.dtype).expand(len(tokens), -1, -1) for part in prefix), tokens], dim=1)
+        return torch.cat([*(part.to(tokens.dtype).expand(tokens.shape[0], -1, -1) for part in prefix), tokens], dim=1)
 
     @torch.no_grad()
     def initialise(self) -> None:

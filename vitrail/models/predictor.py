@@ -55,6 +55,11 @@ class Predictor:
                 compile_copy(module)
 
     @property
+    def network(self) -> nn.Module:
+        """The copy of the network that predicts, with its weights in the form that products use."""
+        return self._network
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights. Images have to be on the same device."""
         return self._device

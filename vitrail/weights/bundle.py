@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from vitrail.machine import Precision, pick_device
 from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.predictor import Predictor
 from vitrail.models.variants import AnyNetwork
+from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.prediction import (
     AnyPrediction,
     ImageLike,
@@ -44,6 +45,12 @@ __all__ = [
 ]
 
 
+if TYPE_CHECKING:
+    LoadedNetwork = AnyNetwork  # an exported network refuses by name what it cannot do, so callers need not ask
+else:
+    LoadedNetwork = AnyNetwork | ExportedNetwork
+
+
 @dataclass(frozen=True, eq=False)
 class FirstPositions:
     """The positions of a network before they were resized for the first time."""
@@ -57,7 +64,7 @@ class FirstPositions:
 class Bundle:
     """A network with everything that is needed to use it. `vitrail.load` returns a bundle, and `save` writes one."""
 
-    network: AnyNetwork
+    network: LoadedNetwork
     classes: tuple[str, ...]
     """Names of the network's outputs, in their order: names of classes, or names of the numbers of a regression."""
     preprocess: Preprocess
@@ -254,7 +261,12 @@ def write_bundle(bundle: Bundle, path: Path) -> None:
 
 
 def weights_sha256(network: nn.Module) -> str:
-    """Return a hash of all weights and their names. The hash does not depend on the file format or the layout."""
+    """Return a hash of all weights and their names. The hash does not depend on the file format or the layout.
+
+    The weights of an exported file are not readable, so the hash of the file is returned."""
+    exported = getattr(network, "sha256", None)
+    if isinstance(exported, str):
+        return exported
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vitrail.errors import BundleError, ConfigError, nearest
 from vitrail.files import check_new_file, check_new_folder
 from vitrail.machine import pick_device
 from vitrail.models.variants import AnyConfig
 from vitrail.weights.adapt import adapted
 from vitrail.weights.bundle import Bundle, load_bundle, write_bundle
+from vitrail.weights.exported.read import exported_file, load_exported
 from vitrail.weights.hub import download, looks_like_hub_name
 from vitrail.weights.layouts.bit import BIT, BIT_TORCH
 from vitrail.weights.layouts.google import BIG_VISION, GOOGLE
@@ -45,8 +48,8 @@ def load(
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
 ) -> Bundle:
-    """Load a model from a folder that `Bundle.save` wrote, a run's folder, another library's file or folder, or the
-    hub.
+    """Load a model from a folder that `Bundle.save` wrote, a run's folder, an exported file (.onnx, .pt2), another
+    library's file or folder, or the hub.
 
     - `layout` is a name in `LAYOUTS`. By default the layout is recognised from the names of the tensors.
     - `heads` and `image_size` are needed if the file does not contain them. If the grid of patches for `image_size`
@@ -62,7 +65,21 @@ def load(
     """
     target, hints = pick_device(device), Hints(heads=heads, image_size=image_size)
     source = download(str(path)) if looks_like_hub_name(path) else Path(path)
-    if layout is None and is_bundle(source):
+    exported = exported_file(source) if layout is None else None
+    if exported is not None:
+        if device != "auto" and target.type != "cpu":
+            raise BundleError(f"device={device!r} does not fit {exported}: exported models run on the CPU here")
+        bundle, target = load_exported(exported), torch.device("cpu")
+        changes = {"num_classes": num_classes, "classes": classes, "mean": mean, "std": std}
+        if image_size != bundle.preprocess.image_size:
+            changes["image_size"] = image_size
+        for name, value in changes.items():
+            if value not in (None, ()):
+                raise BundleError(
+                    f"{name}={value!r} cannot change {exported}, because it is an exported model. Use the model that "
+                    "it was exported from"
+                )
+    elif layout is None and is_bundle(source):
         bundle = load_bundle(source, device="cpu")
         _check_heads(source, bundle.network.config, hints)
     else:

@@ -100,7 +100,7 @@ class _Added(Positions):
         layer = layer if self.place == "every-layer" else 0
         sequence = self._sequence(grid, layer, tokens.device)
         if kept is not None:
-            prefix = torch.arange(self.prefix, device=kept.device).expand(len(kept), -1)
+            prefix = torch.arange(self.prefix, device=kept.device).expand(kept.shape[0], -1)
             sequence = F.embedding(torch.cat([prefix, self.prefix + kept], dim=1), sequence[0])
         return tokens + sequence.to(tokens.dtype)
 

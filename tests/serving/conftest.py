@@ -1,0 +1,67 @@
+"""Small models with random weights, their exported files, and images to compare them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
+from vitrail.models.variants import AnyConfig, build
+from vitrail.models.vit import ViTConfig
+from vitrail.serving.export.export import export
+from vitrail.weights.bundle import Bundle
+
+CLASSES = ("rose", "tulip", "黒い花 / black")
+
+
+def make_bundle(config: AnyConfig | None = None, *, output: Any = "softmax", **preprocess: Any) -> Bundle:
+    """Return a model with random weights, by default a transformer for images of 12 x 10 pixels."""
+    if config is None:
+        config = ViTConfig(
+            image_size=(12, 10), patch_size=(4, 5), width=12, depth=2, heads=3, mlp_width=20, num_classes=3
+        )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(5)
+        network = build(config).eval()
+        for parameter in network.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    settings = {"image_size": config.image_size, "channels": config.channels, "mean": (0.4,), "std": (0.25,)}
+    return Bundle(network, CLASSES[: config.num_classes], Preprocess(**{**settings, **preprocess}), output=output)
+
+
+def make_samples(count: int = 9, size: tuple[int, int] = (17, 13)) -> list[Sample]:
+    """Return random pictures with labels."""
+    draws = np.random.default_rng(3)
+    return [
+        Sample(f"{row}", draws.integers(0, 256, (*size, 3), dtype=np.uint8), row % len(CLASSES)) for row in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[Sample]:
+    return make_samples()
+
+
+@pytest.fixture(scope="session")
+def bundle() -> Bundle:
+    return make_bundle()
+
+
+@pytest.fixture(scope="session")
+def exported(bundle: Bundle, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that exports the model `bundle` to a format, once per session."""
+    made: dict[str, Path] = {}
+
+    def get(to: str) -> Path:
+        if to not in made:
+            path = tmp_path_factory.mktemp("exported") / f"flowers.{to}"
+            made[to] = export(bundle, path, to, samples).path
+        return made[to]
+
+    return get

@@ -1,0 +1,219 @@
+"""Tests of exported files: the answers, the bytes, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.serving.conftest import CLASSES, make_bundle, make_samples
+from vitrail import load
+from vitrail.data.source import Sample
+from vitrail.errors import BundleError, ConfigError, DestinationError, ExportFailed, VitrailError
+from vitrail.models.linear.lora import add_adapters, merged
+from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.variants import variant_config
+from vitrail.serving.export.export import export
+from vitrail.serving.export.parity import compare, expected_outputs
+from vitrail.serving.export.write import FORMATS
+from vitrail.weights.bundle import Bundle, NumberPrediction
+
+
+@pytest.mark.parametrize("to", ["pt2", "onnx"])
+def test_an_exported_file_predicts_like_the_model(
+    to: str, bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
+) -> None:
+    file = load(exported(to))
+    images = [sample.image for sample in samples]
+    assert file.classes == CLASSES
+    for size in (1, 2, 5):
+        expected, found = (one.predict(images, batch_size=size) for one in (bundle, file))
+        for wanted, got in zip(expected, found, strict=True):
+            assert got.label == wanted.label
+            assert got.probability == pytest.approx(wanted.probability, abs=1e-5)
+
+
+def test_the_exported_file_takes_levels_and_names_its_inputs(
+    bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
+) -> None:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(exported("onnx"))
+    (image,) = session.get_inputs()
+    assert (image.name, image.type, image.shape) == ("images", "tensor(uint8)", ["batch", 12, 10, 3])
+    assert [(output.name, output.shape) for output in session.get_outputs()] == [
+        ("logits", ["batch", 3]),
+        ("probabilities", ["batch", 3]),
+    ]
+    pixels = bundle.preprocess.pixels(samples[0].image)
+    (probabilities,) = session.run(["probabilities"], {"images": pixels.transpose(1, 2, 0)[None]})
+    expected = bundle.probabilities([pixels])
+    np.testing.assert_allclose(probabilities, expected.numpy(), atol=1e-6)
+
+
+def test_an_exported_file_cannot_be_trained_or_changed(
+    types_unchecked: None, exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = exported("onnx")
+    file = load(path)
+    for attempt in (
+        lambda: file.embed([np.zeros((12, 10, 3), np.uint8)]),
+        lambda: file.save(tmp_path / "model"),
+        lambda: load(path, num_classes=7),
+        lambda: load(path, image_size=(24, 20)),
+        lambda: load(path, mean=(0.5,)),
+        lambda: load(path, device="meta"),
+    ):
+        with pytest.raises(VitrailError, match=r"flowers\.onnx|device"):
+            attempt()
+    with pytest.raises(ConfigError, match="exported already"):
+        export(file, tmp_path / "again.pt2", "pt2", make_samples())
+
+
+@pytest.mark.parametrize("to", ["pt2", "onnx"])
+def test_an_altered_file_is_refused(to: str, exported: Callable[[str], Path], tmp_path: Path) -> None:
+    content = bytearray(exported(to).read_bytes())
+    place = content.index(b"tulip")
+    content[place : place + 5] = b"lilac"
+    (tmp_path / f"other.{to}").write_bytes(content)
+    with pytest.raises(BundleError, match=r"was altered|not a file of torch\.export"):
+        load(tmp_path / f"other.{to}")
+    (tmp_path / f"cut.{to}").write_bytes(content[: len(content) // 2])
+    with pytest.raises(BundleError, match=f"cut.{to}"):
+        load(tmp_path / f"cut.{to}")
+
+
+def test_a_flat_network_fails_and_leaves_no_file(tmp_path: Path, samples: list[Sample]) -> None:
+    bundle = make_bundle()
+    head: Any = bundle.network.head
+    nn.init.zeros_(head.weight)  # a bias remains, with which any file would agree
+    with pytest.raises(ExportFailed, match="proves nothing") as caught:
+        export(bundle, tmp_path / "flat.pt2", "pt2", samples)
+    assert caught.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_differs_fails(bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]) -> None:
+    other = make_bundle()
+    with torch.no_grad():
+        other.network.norm.weight[0] += 0.1
+    written: Any = load(exported("onnx")).network
+    with pytest.raises(ExportFailed, match="differs from the network"):
+        compare(expected_outputs(other, written.exported, samples), written)
+    parity = compare(expected_outputs(bundle, written.exported, samples), written)
+    assert parity.agreement == 1.0 and parity.images == parity.labelled == 9
+    assert parity.relative < 1e-4
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path, samples: list[Sample], bundle: Bundle) -> None:
+    with pytest.raises(ConfigError, match="to='onnxx' is not a format; nearest: onnx"):
+        export(bundle, tmp_path / "a.onnx", "onnxx", samples)
+    with pytest.raises(ConfigError, match=r"must end in '\.onnx'"):
+        export(bundle, tmp_path / "a.pt2", "onnx", samples)
+    with pytest.raises(ConfigError, match="opset=7 is not one of 20, 23"):
+        export(bundle, tmp_path / "a.onnx", "onnx", samples, opset=7)
+    (tmp_path / "a.onnx").touch()
+    with pytest.raises(DestinationError, match="exists already"):
+        export(bundle, tmp_path / "a.onnx", "onnx", samples)
+    headless = replace(bundle, network=bundle.network.with_head(0), classes=())
+    with pytest.raises(ConfigError, match="has no head; choose output='embedding'"):
+        export(headless, tmp_path / "b.pt2", "pt2", samples)
+
+
+def test_a_missing_package_names_its_extra(
+    bundle: Bundle, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ConfigError, match=r"onnxscript is not installed; .* pip install 'vitrail\[export\]'"):
+        export(bundle, tmp_path / "a.onnx", "onnx", samples)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.serving.conftest import make_bundle, make_samples
+from vitrail.serving.export.export import export
+for to in ("pt2", "onnx"):
+    export(make_bundle(), Path(sys.argv[1]) / f"flowers.{to}", to, make_samples())
+"""
+
+
+@pytest.mark.slow
+def test_the_bytes_are_reproducible(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True)
+    for to in ("pt2", "onnx"):
+        assert (tmp_path / f"flowers.{to}").read_bytes() == exported(to).read_bytes()
+
+
+def vit(**fields: Any) -> Any:
+    usual = {
+        "image_size": (16, 24), "patch_size": (8, 8), "width": 16, "depth": 2, "heads": 2, "mlp_width": 24,
+        "num_classes": 3,
+    }  # fmt: skip
+    config = variant_config("ViT-Ti/8", num_classes=3, image_size=(16, 24))
+    return replace(config, **{**usual, **fields})
+
+
+NETWORKS: dict[str, Any] = {
+    **{kind: {"positions": kind} for kind in ("none", "learned-2d", "sincos-2d", "relative-bias", "rotary-2d")},
+    "every-layer": {"positions_at": "every-layer"},
+    "registers": {"registers": 3},
+    "map": {"pool": "map"},
+    "gap": {"pool": "gap", "final_norm": "pooled"},
+    "both": {"pool": "cls+gap"},
+    "hidden": {"head_hidden": 8},
+    "swiglu": {"activation": "swiglu"},
+    "tanh": {"activation": "gelu-tanh"},
+    "scaled": {"layer_scale": 0.5, "qk_norm": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", [*NETWORKS, "grey", "hybrid", "bit", "numbers", "sigmoid", "lora", "fractions"])
+def test_every_network_round_trips(name: str, to: str, tmp_path: Path) -> None:
+    bundle = {
+        "grey": lambda: make_bundle(vit(channels=1)),
+        "hybrid": lambda: make_bundle(variant_config("R+ViT-Ti/16", num_classes=3, image_size=(32, 64))),
+        "bit": lambda: make_bundle(ResNetConfig(image_size=(33, 40), num_classes=3, width=32, depths=(1, 1, 1, 1))),
+        "numbers": lambda: make_bundle(vit(), output="numbers"),
+        "sigmoid": lambda: make_bundle(vit(), output="sigmoid"),
+        "lora": with_adapters,
+        "fractions": lambda: make_bundle(vit(), resampler="tensorflow"),
+    }.get(name, lambda: make_bundle(vit(**NETWORKS[name])))()
+    files = {}
+    for contents in ("logits", "embedding", "tokens") if name in ("registers", "map", "hidden", "bit") else ("logits",):
+        path = tmp_path / f"{contents}{FORMATS[to].suffix}"
+        assert export(bundle, path, to, make_samples(), contents=contents).parity.relative < 1e-3  # type: ignore[arg-type]
+        files[contents] = load(path)
+    images = [sample.image for sample in make_samples(3)]
+    for found, expected in zip(files["logits"].predict(images), bundle.predict(images), strict=True):
+        if isinstance(expected, NumberPrediction):
+            assert found.values == pytest.approx(expected.values, rel=1e-3, abs=1e-3)
+        else:
+            assert dict(found.ranking) == pytest.approx(dict(expected.ranking), abs=1e-3)
+    if "embedding" in files:
+        torch.testing.assert_close(files["embedding"].embed(images), bundle.embed(images), atol=1e-3, rtol=1e-3)
+
+
+def with_adapters() -> Bundle:
+    bundle = make_bundle(vit())
+    add_adapters(bundle.network, rank=2, alpha=4.0, names=("query", "value", "down"))
+    with torch.no_grad():
+        for name, parameter in bundle.network.named_parameters():
+            if ".adapter." in name:
+                parameter.add_(0.2)
+    return replace(bundle, network=merged(bundle.network))
+
+
+@pytest.mark.slow
+def test_newer_operators(tmp_path: Path, bundle: Bundle, samples: list[Sample]) -> None:
+    assert export(bundle, tmp_path / "a.onnx", "onnx", samples, opset=23).parity.agreement == 1.0

@@ -1,0 +1,1 @@
+"""Use of trained models elsewhere: exported files for other runtimes."""

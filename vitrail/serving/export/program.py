@@ -1,0 +1,101 @@
+"""The program that is exported: a network with everything after decoding, traced for any number of images."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from vitrail.errors import ConfigError, ExportFailed, nearest
+from vitrail.models.predictor import Predictor
+from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.weights.exported.description import Contents, Exported, output_names
+from vitrail.weights.exported.network import ExportedNetwork
+
+__all__ = ["EndToEnd", "describe", "trace"]
+
+EXAMPLES = 2
+"""Number of images in the batch that is traced. PyTorch would take a batch of 1 for a constant."""
+
+
+class EndToEnd(nn.Module):
+    """A network with everything after decoding: it takes levels of shape (b, h, w, c), and returns named outputs."""
+
+    mean: Float[Tensor, "1 c 1 1"]
+    scale: Float[Tensor, "1 c 1 1"]
+
+    def __init__(self, bundle: Bundle, exported: Exported) -> None:
+        super().__init__()
+        self.network = Predictor(bundle.network).network
+        self.names = output_names(exported.contents, exported.output)
+        self.contents = exported.contents
+        self.output = exported.output
+        preprocess = exported.preprocess
+        mean = torch.tensor([255 * value for value in preprocess.mean])
+        scale = torch.tensor([1 / (255 * value) for value in preprocess.std])
+        self.register_buffer("mean", mean.view(1, -1, 1, 1))
+        self.register_buffer("scale", scale.view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> tuple[Float[Tensor, "b ..."], ...]:
+        network: Any = self.network
+        x = images.permute(0, 3, 1, 2).to(torch.float32)
+        x = (x - self.mean) * self.scale
+        if self.contents == "embedding":
+            return (network.embed(x),)
+        if self.contents == "tokens":
+            found = network.features(x)
+            first = [] if found.cls is None else [found.cls[:, None]]
+            return (torch.cat([*first, found.registers, found.patches], dim=1),)
+        logits = network(x)
+        if self.output == "numbers":
+            return (logits,)
+        return logits, torch.softmax(logits, dim=1) if self.output == "softmax" else torch.sigmoid(logits)
+
+
+def describe(bundle: Bundle, contents: Contents) -> Exported:
+    """Return the description of a bundle's exported file. Raise `ConfigError` for a model that cannot be exported."""
+    network: Any = bundle.network
+    if isinstance(network, ExportedNetwork):
+        raise ConfigError(f"{network.path} is exported already; export the model that it was exported from")
+    if contents not in ("logits", "embedding", "tokens"):
+        raise ConfigError(f"output={contents!r} is unknown; {nearest(contents, ('logits', 'embedding', 'tokens'))}")
+    if contents == "logits" and not bundle.classes:
+        raise ConfigError("output='logits': this model has no head; choose output='embedding' or output='tokens'")
+    config: Any = bundle.network.config
+    return Exported(
+        config=config if contents == "logits" else config.with_head(0),
+        contents=contents,
+        output=bundle.output,
+        classes=bundle.classes if contents == "logits" else (),
+        preprocess=bundle.preprocess,
+        weights_sha256=weights_sha256(bundle.network),
+    )
+
+
+def trace(bundle: Bundle, exported: Exported) -> ExportedProgram:
+    """Return the program of a bundle for any number of images, without the paths of source files.
+
+    Raise `ExportFailed` if PyTorch cannot trace the network, or would fix the number of images.
+    """
+    module = EndToEnd(bundle, exported).cpu().eval()
+    images = torch.zeros(EXAMPLES, *exported.shape, dtype=getattr(torch, exported.dtype))
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+        stack.enter_context(torch.no_grad())
+        try:
+            program = torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
+        except Exception as error:  # PyTorch's exporter has no common class of exceptions
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            name = exported.config.architecture
+            raise ExportFailed(f"torch.export cannot trace this {name} network: {first}") from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine; the same file must result elsewhere
+        if node.target is torch.ops.aten.sym_size.int:
+            node.name = "batch_size"  # PyTorch's number in this name changes from process to process
+    return program

@@ -1,0 +1,110 @@
+"""Writing of programs as files. Each format has one writer, and the bytes of a file do not depend on when and where it
+is written."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from vitrail.errors import ConfigError, ExportFailed
+from vitrail.weights.exported.description import KEY, Exported, output_names, text_of
+from vitrail.weights.exported.runtimes import OUTPUTS, optional_module, pt2_parts
+from vitrail.weights.exported.seal import BLANK, SEAL, digest, sealed
+
+__all__ = ["FORMATS", "OPSETS", "Format", "write_onnx", "write_pt2"]
+
+OPSETS = (20, 23)
+"""Versions of ONNX's operators that can be written."""
+
+LARGEST_ONNX = 2**31 - 1
+"""Largest size in bytes of one ONNX file, which protobuf limits."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of exported files."""
+
+    suffix: str
+    write: Callable[[ExportedProgram, Exported, Path, int], None]
+    """Function that writes a program with its description to a path. The last argument is ONNX's opset."""
+    needs: tuple[str, ...] = ()
+    """Packages that have to be installed, which are in the extra `export`."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` with the command that installs a missing package."""
+        for name in self.needs:
+            optional_module(name, "export")
+
+
+def write_pt2(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+    """Write a file of torch.export."""
+    names = " ".join(output_names(exported.contents, exported.output))
+    texts = {KEY: text_of(exported), OUTPUTS: names}
+    file, seal = io.BytesIO(), BLANK
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
+        for _ in range(2):  # the hash is known once the file is written
+            file = io.BytesIO()  # in a file with a path, PyTorch writes the file's name into every entry
+            torch.export.save(program, file, extra_files={**texts, SEAL: seal})
+            seal = digest(pt2_parts(file)[1])
+    path.write_bytes(file.getvalue())
+
+
+def write_onnx(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+    """Write an ONNX file. Raise `ExportFailed` if PyTorch cannot express the program in ONNX."""
+    onnx: Any = optional_module("onnx", "export")
+    names = list(output_names(exported.contents, exported.output))
+    with _quiet():
+        try:
+            made: Any = torch.onnx.export(
+                program, (), dynamo=True, opset_version=opset, input_names=["images"], output_names=names, verbose=False
+            )
+        except Exception as error:  # PyTorch's exporter has no common class of exceptions
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ExportFailed(f"ONNX cannot express this {exported.config.architecture} network: {first}") from error
+    model: Any = made.model_proto
+    model.doc_string = ""
+    model.producer_version = ""
+    for part in (*model.graph.node, *model.graph.value_info, *model.graph.initializer, model.graph, model):
+        del part.metadata_props[:]  # names of Python's classes and lines
+    for function in model.functions:
+        del function.metadata_props[:]
+        for node in function.node:
+            del node.metadata_props[:]
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+        del value.metadata_props[:]
+    onnx.helper.set_model_props(model, {KEY: text_of(exported), SEAL: BLANK})
+    if model.ByteSize() > LARGEST_ONNX:
+        raise ConfigError(f"to='onnx': a network of {model.ByteSize():,} bytes exceeds ONNX's 2 GB; use to='pt2'")
+    content = model.SerializeToString(deterministic=True)
+    path.write_bytes(sealed(content))
+
+
+FORMATS: dict[str, Format] = {
+    "pt2": Format(".pt2", write_pt2),
+    "onnx": Format(".onnx", write_onnx, ("onnx", "onnxscript", "onnxruntime")),
+}
+"""Formats by the names that `vitrail export --to` uses."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back the exporter's warnings about packages that are not needed, and its progress."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
