@@ -86,7 +86,7 @@ def test_the_plain_s16_in_every_detail() -> None:
 
 def test_bit_falls_after_30_60_and_80_epochs() -> None:
     config = PAPER_RECIPES["bit-r50x1-i1k"]()
-    steps = config.run.total_steps(IMAGENET)
+    steps = config.total_steps(IMAGENET)
     schedule = config.optimizer.schedule_of(RunLength(steps, 4096, IMAGENET))
     per_epoch = IMAGENET / 4096
     rates = [schedule(round(epoch * per_epoch)) for epoch in (20, 29.9, 30.1, 59.9, 60.1, 79.9, 80.1, 89.9)]

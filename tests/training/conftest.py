@@ -147,7 +147,7 @@ def prepare() -> Callable[[TrainConfig], tuple[TrainState, Plan]]:
             seed=config.run.seed,
             readers=config.run.readers,
         )
-        steps = config.run.total_steps(len(splits.train))
+        steps = config.total_steps(len(splits.train))
         rates = config.optimizer
         plan = Plan(
             steps=steps,

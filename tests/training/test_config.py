@@ -107,12 +107,12 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     (
         {"init": "m", "variant": "ViT-S/16"},
         "variant='ViT-S/16' cannot be given with init='m', because the "
-        "model fixes the architecture; only dropout, stochastic_depth, patch_dropout, cut_uneven can",
+        "model fixes the architecture; only dropout, stochastic_depth, skip_dropped, patch_dropout, cut_uneven can",
     ),
     (
         {"init": "m", "depth": 3, "dropout": 0.1},
         "depth=3 cannot be given with init='m', because the "
-        "model fixes the architecture; only dropout, stochastic_depth, patch_dropout, cut_uneven can",
+        "model fixes the architecture; only dropout, stochastic_depth, skip_dropped, patch_dropout, cut_uneven can",
     ),
     ({"seed": 2**32}, "seed=4294967296 is too large; choose one below 2**32"),
     ({"max_skipped": 1.1}, "max_skipped=1.1 is not in [0, 1]"),
@@ -239,7 +239,7 @@ def test_no_two_sections_have_a_field_of_the_same_bare_name(task: str) -> None:
     ],
 )
 def test_total_steps(fields: dict[str, Any], images: int, steps: int) -> None:
-    assert RunConfig(**fields).total_steps(images) == steps
+    assert TrainConfig(run=RunConfig(**fields)).total_steps(images) == steps
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import itertools
 import logging
 import math
 import os
@@ -33,6 +34,7 @@ __all__ = [
     "Ranks",
     "Readers",
     "Skipped",
+    "Stage",
     "TrainingBatches",
     "default_threads",
     "evaluation_batches",
@@ -230,6 +232,16 @@ def _batch(columns: dict[str, Any], kind: TargetKind) -> Batch:
     return Batch(**tensors, target_kind=kind, skipped=columns["skipped"])
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive training batches with the same image size and batch size."""
+
+    first: int
+    """Number of the stage's first batch, counted from 0."""
+    preprocess: Preprocess
+    batch_size: int
+
+
 def skips_allowed(images: int, share: float) -> int:
     """Return the number of images that may fail to decode: the fraction `share` of `images`. Unless `share` is 0, at
     least three failures are allowed, or a tenth of the images if there are fewer than 30."""
@@ -255,7 +267,9 @@ class TrainingBatches(Iterator[Batch]):
     influence it. Each of `ranks.world` processes gets an equal part of every batch, so that together they see the same
     samples at each step as one process would. `state` and `restore` resume from any batch, even with a different number
     of readers or ranks. A batch has `batch_size` samples with `views` rows each. The views of a sample have different
-    boxes and different augmentation. Raise `ConfigError` if the batch size is not divisible by the number of ranks.
+    boxes and different augmentation. From the first batch of each of the `later` stages on, batches have the image size
+    and the batch size of that stage; the order of the samples does not change. Raise `ConfigError` if a batch size is
+    not divisible by the number of ranks.
     """
 
     def __init__(
@@ -269,40 +283,66 @@ class TrainingBatches(Iterator[Batch]):
         ranks: Ranks = Ranks(),
         crop: Crop | None = None,
         views: int = 1,
+        later: Sequence[Stage] = (),
     ) -> None:
         if views < 1:
             raise ConfigError(f"views={views} is less than 1")
-        if batch_size % ranks.world:
-            raise ConfigError(
-                f"batch_size={batch_size} is not a multiple of the number of processes ({ranks.world}); choose a "
-                "multiple"
-            )
+        self._stages = (Stage(0, preprocess, batch_size), *later)
+        for stage in self._stages:
+            if stage.batch_size % ranks.world:
+                raise ConfigError(
+                    f"batch_size={stage.batch_size} is not a multiple of the number of processes ({ranks.world}); "
+                    "choose a multiple"
+                )
+        self._source, self._seed, self._ranks, self._crop, self._views = source, seed, ranks, crop, views
         self._kind = target_kind(source)
-        parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
-        orders = [
-            _grain()
-            .MapDataset.range(length)
-            .shuffle(seed=_order_seed(seed, number))
-            .repeat()
-            .map_with_index(_Loader(source, preprocess, self._kind, crop, first, length, views, whole_levels=True))
-            for number, (first, length, _) in enumerate(parts)
-        ]
-        order = orders[0] if len(orders) == 1 else _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])
-        mine = order[ranks.rank :: ranks.world] if ranks.world > 1 else order
-        # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
-        self._batches = mine.batch(batch_size // ranks.world, batch_fn=_collate, drop_remainder=True)
         self._readers = readers
         self._taken = 0
         self._iterator: Any = None
 
     def __next__(self) -> Batch:
+        if any(stage.first == self._taken for stage in self._stages):
+            self.close()
         if self._iterator is None:
-            ahead = self._batches[self._taken :] if self._taken else self._batches
-            self._iterator = _read(ahead, self._readers)
+            self._iterator = _read(self._ahead(), self._readers)
             weakref.finalize(self, self._iterator.close)  # closed at the latest before Python unloads its modules
         columns = next(self._iterator)
         self._taken += 1
         return _batch(columns, self._kind)
+
+    def _ahead(self) -> Any:
+        """Return all batches that follow, with the settings of the current stage."""
+        number = max(number for number, stage in enumerate(self._stages) if stage.first <= self._taken)
+        stage, world = self._stages[number], self._ranks.world
+        before = sum(
+            (after.first - earlier.first) * earlier.batch_size
+            for earlier, after in itertools.pairwise(self._stages[: number + 1])
+        )
+        order = self._order(stage.preprocess)
+        order = order[before:] if before else order
+        mine = order[self._ranks.rank :: world] if world > 1 else order
+        # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
+        batches = mine.batch(stage.batch_size // world, batch_fn=_collate, drop_remainder=True)
+        done = self._taken - stage.first
+        return batches[done:] if done else batches
+
+    def _order(self, preprocess: Preprocess) -> Any:
+        """Return the rows of all samples in the order of the run."""
+        source = self._source
+        parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
+        orders = [
+            _grain()
+            .MapDataset.range(length)
+            .shuffle(seed=_order_seed(self._seed, number))
+            .repeat()
+            .map_with_index(
+                _Loader(source, preprocess, self._kind, self._crop, first, length, self._views, whole_levels=True)
+            )
+            for number, (first, length, _) in enumerate(parts)
+        ]
+        if len(orders) == 1:
+            return orders[0]
+        return _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])
 
     def state(self) -> dict[str, int]:
         """Return the position of the iterator as plain JSON values."""

@@ -39,9 +39,10 @@ OPTIONS = "compile_options"
 def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -> Compiled:  # noqa: A002
     """Return `compile`, with "auto" replaced by its value for this device and config. Raise `ConfigError` if the device
     or the config does not support the value."""
-    lacks = _lacks(device)
+    lacks, skips = _lacks(device), bool(getattr(config, "skip_dropped", False))
     if compile == "auto":
-        return "on" if device.type == "cuda" and config.has_uniform_blocks and lacks is None else "off"
+        compiles = device.type == "cuda" and config.has_uniform_blocks and lacks is None
+        return "on" if compiles and not skips else "off"
     if compile == "off":
         return "off"
     if not config.has_uniform_blocks:
@@ -49,6 +50,11 @@ def resolve_compile(compile: Compile, device: torch.device, config: AnyConfig) -
     if compile == "graphs" and device.type != "cuda":
         raise ConfigError(
             f"compile='graphs' needs CUDA, but this device is {device.type!r}; choices: 'auto', 'on', 'off'"
+        )
+    if skips:
+        raise ConfigError(
+            f"compile={compile!r} makes one graph for all blocks, but with skip_dropped every block has another number "
+            "of images; choose 'off', or leave out skip_dropped"
         )
     if lacks is not None:
         raise ConfigError(f"compile={compile!r} needs {lacks}, which is not installed here; choices: 'auto', 'off'")

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.models.linear.dense import Linear
@@ -93,15 +93,20 @@ class LayerScale(nn.Module):
 
 class StochasticDepth(nn.Module):
     """In training, drops a branch for some images of a batch, and scales the branch of the other images so that the
-    expected value does not change (1603.09382)."""
+    expected value does not change (1603.09382).
+
+    By default the branch is computed for all images, and each image drops it independently. With `skips`, a fixed
+    number of images keeps the branch, and it is computed for these images only (2304.07193, section 5).
+    """
 
     keep: Float[Tensor, ""]
     """Probability that a branch is kept. It is a tensor because the compiler would make a separate graph for each value
     of a Python number."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, *, skips: bool = False) -> None:
         super().__init__()
         self.rate = rate
+        self.skips = skips
         self.draws = rate > 0
         # On the CPU even if the network is built on "meta", because no file holds this number.
         keep = torch.tensor(1 - rate, dtype=torch.float32, device="cpu")
@@ -112,6 +117,14 @@ class StochasticDepth(nn.Module):
             return branch
         kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) < self.keep
         return branch * (kept / self.keep).to(branch.dtype)
+
+    def draw(self, images: int, device: torch.device) -> Int64[Tensor, " kept"] | None:
+        """Return the indices of the images for which a branch is computed, at least one of them. Return None if it is
+        computed for all images."""
+        count = max(1, round(images * (1 - self.rate)))
+        if count == images or not (self.training and self.skips):
+            return None
+        return torch.randperm(images, device=device)[:count].sort().values
 
 
 def lecun_normal_(weight: Tensor) -> None:

@@ -49,6 +49,7 @@ class VisionTransformer(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
+        self.patch_dropout = config.patch_dropout  # a run can change it from phase to phase
         self.root = HybridRoot(config.root, config.channels) if config.root else None
         channels = config.root.out_channels if config.root else config.channels
         self.patches = PatchEmbedding(config.patch_size, channels, config.width, bias=config.patch_bias)
@@ -210,7 +211,7 @@ class VisionTransformer(nn.Module):
     def _draw_kept(self, images: Tensor, grid: tuple[int, int]) -> Int64[Tensor, "b k"] | None:
         """Return the indices of the patches that patch dropout keeps, in ascending order, or None if all are kept."""
         patches = math.prod(grid)
-        count = self.config.kept_of(patches)
+        count = self.config.kept_of(patches, self.patch_dropout)
         if not self.training or count == patches:
             return None
         scores = torch.rand(len(images), patches, device=images.device)
@@ -284,6 +285,7 @@ class Block(nn.Module):
         dropout: float = 0.0,
         layer_scale: float = 0.0,
         stochastic_depth: float = 0.0,
+        skip_dropped: bool = False,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
@@ -293,13 +295,15 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.mlp = mlp
         self.scale2 = LayerScale(width, layer_scale) if layer_scale else nn.Identity()
-        self.skip = StochasticDepth(stochastic_depth)
+        self.skip = StochasticDepth(stochastic_depth, skips=skip_dropped)
 
     def forward(
         self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None = None, read: int | None = None
     ) -> Float[Tensor, "b m width"]:
         """Return the tokens after this block. With `read`, return only the first `read` tokens, which still attend to
         all tokens."""
+        if self.training and self.skip.skips:
+            return self._forward_of_kept(z, inside, read)
         mixed = self.attention(self.norm1(z), inside, read)
         z = z[:, :read] + self.skip(self.scale1(self.dropout(mixed)))  # equation 2
         return z + self.skip(self.scale2(self.mlp(self.norm2(z))))  # equation 3
@@ -315,6 +319,19 @@ class Block(nn.Module):
         z, sizes = reduce(z + self.scale1(mixed), sizes, queries, keys)
         return z + self.scale2(self.mlp(self.norm2(z))), sizes
 
+    def _forward_of_kept(
+        self, z: Float[Tensor, "b n width"], inside: AttentionPositions | None, read: int | None
+    ) -> Float[Tensor, "b m width"]:
+        """Compute each branch only for the images that stochastic depth keeps."""
+        kept = self.skip.draw(len(z), z.device)
+        tokens = z if kept is None else z[kept]
+        inside = inside if kept is None or inside is None else inside.of_images(kept)
+        mixed = self.scale1(self.dropout(self.attention(self.norm1(tokens), inside, read)))
+        z = _added(z[:, :read], mixed, kept)
+        kept = self.skip.draw(len(z), z.device)
+        tokens = z if kept is None else z[kept]
+        return _added(z, self.scale2(self.mlp(self.norm2(tokens))), kept)
+
     def projections(self) -> Iterator[tuple[Linear, tuple[str, ...]]]:
         """Yield each dense layer with the names of its projections. The rows of the layer's weight are divided equally
         among these projections, in this order."""
@@ -323,6 +340,16 @@ class Block(nn.Module):
             layer = self.mlp.get_submodule(name)
             assert isinstance(layer, Linear)
             yield layer, (name,)
+
+
+def _added(
+    z: Float[Tensor, "b n width"], branch: Float[Tensor, "k n width"], kept: Int64[Tensor, " k"] | None
+) -> Float[Tensor, "b n width"]:
+    """Add a branch to the tokens of the images for which it was computed, scaled so that the expected value is that of
+    a branch of all images."""
+    if kept is None:
+        return z + branch
+    return z.index_add(0, kept, branch.to(z.dtype), alpha=len(z) / len(kept))
 
 
 def make_block(config: ViTConfig, layer: int) -> Block:
@@ -334,5 +361,6 @@ def make_block(config: ViTConfig, layer: int) -> Block:
         norm_eps=config.norm_eps,
         dropout=config.dropout,
         layer_scale=config.layer_scale,
-        stochastic_depth=config.stochastic_depth * layer / max(config.depth - 1, 1),
+        stochastic_depth=config.depth_rate(layer),
+        skip_dropped=config.skip_dropped,
     )

@@ -103,6 +103,9 @@ class ViTConfig:
     stochastic_depth: float = 0.0
     """Probability that a branch of the last block is dropped for an image. The probability grows linearly from 0 in the
     first block."""
+    skip_dropped: bool = False
+    """True to compute the branches only for the images that --stochastic-depth keeps, which saves time. A fixed number
+    of images then keeps each branch. If False, branches are computed for all images."""
     patch_dropout: float = 0.0
     """Fraction of each image's patches that are dropped in training, chosen at random in every step (2208.07220)."""
     reduction: TokenReduction | None = None
@@ -206,9 +209,16 @@ class ViTConfig:
         the head."""
         return replace(self, num_classes=num_classes, head_hidden=0 if drop_hidden else self.head_hidden)
 
-    def kept_of(self, patches: int) -> int:
-        """Return the number of patches that patch dropout keeps in training, for an image with this many patches."""
-        return max(1, round(patches * (1 - self.patch_dropout)))
+    def depth_rate(self, layer: int) -> float:
+        """Return the probability that a branch of block `layer`, counted from 0, is dropped for an image."""
+        return self.stochastic_depth * layer / max(self.depth - 1, 1)
+
+    def kept_of(self, patches: int, dropout: float | None = None) -> int:
+        """Return the number of patches that patch dropout keeps in training, for an image with this many patches.
+
+        `dropout` replaces the config's own rate.
+        """
+        return max(1, round(patches * (1 - (self.patch_dropout if dropout is None else dropout))))
 
     def nearest_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the image size nearest to (height, width) that patches fill without a remainder."""

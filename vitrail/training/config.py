@@ -23,6 +23,7 @@ from vitrail.models.linear.float32 import Float32Products
 from vitrail.plain import from_plain
 from vitrail.settings import above_zero, at_least, bare_names, named, one_of, raise_problems, seconds_in
 from vitrail.tasks import TASKS, Classification, Task
+from vitrail.training.early import EarlyConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.start import StartConfig
 
@@ -30,7 +31,7 @@ __all__ = ["RunConfig", "TrainConfig"]
 
 Keep = Literal["best", "last"]
 
-WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "patch_dropout", "cut_uneven")
+WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "cut_uneven")
 """Fields of a network's config that do not change its weights. A run that starts from a model can override only
 these."""
 
@@ -123,10 +124,6 @@ class RunConfig:
         """The worker threads and processes that read and decode images."""
         return Readers(self.threads, self.processes)
 
-    def total_steps(self, images: int) -> int:
-        """Return the number of optimiser steps with this many training images."""
-        return self.steps if self.steps is not None else max(1, math.ceil(self.epochs * images / self.batch_size))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -140,9 +137,21 @@ class TrainConfig:
     augment: Augment = field(default_factory=Augment)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    early: EarlyConfig = field(default_factory=EarlyConfig)
 
     def __post_init__(self) -> None:
         raise_problems(self._contradictions())
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Mean number of images per step, which is smaller than the batch size if early batches are smaller."""
+        return self.early.mean_batch_size(self.run.batch_size)
+
+    def total_steps(self, images: int) -> int:
+        """Return the number of optimiser steps with this many training images."""
+        if self.run.steps is not None:
+            return self.run.steps
+        return max(1, math.ceil(self.run.epochs * images / self.mean_batch_size))
 
     def override(self, **values: Any) -> TrainConfig:
         """Return a copy with some settings replaced. Each setting is given by its bare name, such as `width` or `seed`.

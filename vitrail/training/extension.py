@@ -42,9 +42,9 @@ def check_extension(folder: Path, record: Record, steps: int, finished_at: int |
 
     `finished_at` is the last step of a finished run, whose checkpoint is needed, or None.
     """
-    before = record.config.run.total_steps(record.images)
+    before = record.config.total_steps(record.images)
     if steps <= before:
-        epochs = before * record.config.run.batch_size / record.images
+        epochs = before * record.config.mean_batch_size / record.images
         raise RunError(
             f"run {folder} has {before:,} steps ({epochs:.3g} epochs), and {steps:,} steps are not more; a run can "
             "only be made longer: choose a larger total"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitrail.data.pipeline import Batch
 from vitrail.machine import autocast
 from vitrail.training.monitoring.monitor import Monitor
+from vitrail.training.phases import Phase, use_patch_dropout
 from vitrail.training.plan import Plan
 from vitrail.training.state.state import TrainState
 
@@ -22,7 +23,12 @@ def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
     Raises the errors of `Monitor.after_step`.
     """
     state.objective.train()
+    phase: Phase | None = None
     while not plan.is_over(state):
+        if (current := plan.phase_of(state.step)) is not phase and current is not None:
+            phase = current
+            use_patch_dropout(state.objective, phase.patch_dropout)
+            monitor.begin_phase(phase)
         with monitor.waiting():
             batch = next(state.batches)
         metrics = train_step(state, plan, batch.to(plan.device))
@@ -40,7 +46,8 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate * group["scale"]
-    batch = plan.augment(batch, seed=plan.seed, classes=plan.classes, size=plan.preprocess.image_size)
+    augment = plan.augment_at(state.step)
+    batch = augment(batch, seed=plan.seed, classes=plan.classes, size=plan.preprocess.image_size)
     parts = batch.chunks(plan.accumulation)
     counts = [state.objective.counted(part).sum() for part in parts] if len(parts) > 1 else []
     total = torch.stack(counts).sum().clamp(min=1) if counts else None

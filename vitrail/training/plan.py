@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.machine import TrainingPrecision
 from vitrail.training.optimization.schedule import Schedule
+from vitrail.training.phases import Phase
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Plan"]
@@ -37,6 +38,24 @@ class Plan:
     """Maximum number of training samples that may fail to decode."""
     adapts_threads: bool = False
     """True if the number of compute threads follows the cores that other programs leave."""
+
+    phases: tuple[Phase, ...] = ()
+    """The phases of the run, in order. Without phases, all steps have the settings above."""
+
+    def phase_of(self, step: int) -> Phase | None:
+        """Return the phase of a step, counted from 0."""
+        return next((phase for phase in reversed(self.phases) if phase.first <= step), None)
+
+    def augment_at(self, step: int) -> Augment:
+        """Return the augmentation of a step. Shifts are proportional to the image size of the step's phase."""
+        phase, height = self.phase_of(step), self.preprocess.image_size[0]
+        if phase is None or phase.image_size[0] == height:
+            return self.augment
+        return replace(self.augment, shift=round(self.augment.shift * phase.image_size[0] / height))
+
+    def work(self, step: int) -> float:
+        """Return the cost of the steps before this one, in steps of the last phase."""
+        return sum(phase.cost * min(max(step - phase.first, 0), phase.steps) for phase in self.phases) or float(step)
 
     def is_over(self, state: TrainState) -> bool:
         """Return True after the last step, or if patience is exhausted.

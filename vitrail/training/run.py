@@ -41,6 +41,7 @@ from vitrail.training.monitoring.journal import Journal, read_journal
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor, Sinks
 from vitrail.training.monitoring.stop import StopRequest
+from vitrail.training.phases import cost_text
 from vitrail.training.record import Record, read_record
 from vitrail.training.setup import (
     OwnObjects,
@@ -195,7 +196,7 @@ def resume(
             torch.manual_seed(record.config.run.seed)
             trained, setup, notes = make_network(setup, model)
             run = _Run(setup, folder, display or Display(), started, _memory_of_resumed(setup))
-            before = record.config.run.total_steps(record.images)
+            before = record.config.total_steps(record.images)
             return run.go(trained, notes, probes, resuming=True, extends=None if length is None else before)
 
 
@@ -353,6 +354,8 @@ class _Run:
             self.display.say(line)
         self.display.say(self.memory)
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
+        if len(setup.phases) > 1 and setup.network is not None:
+            self.display.say(cost_text(setup.phases, setup.network, setup.config.task.views))
 
     def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
         """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.data.pipeline import TrainingBatches, skips_allowed
+from vitrail.data.pipeline import Stage, TrainingBatches, skips_allowed
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
@@ -32,7 +32,9 @@ from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.layers import check_choice, choose_weights
 from vitrail.training.optimization.optimizer import check_names, make_optimizer
+from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.own import check_network, check_settings, named_splits
+from vitrail.training.phases import Phase, phases_of
 from vitrail.training.plan import Plan
 from vitrail.training.record import FORMAT
 from vitrail.training.start import Origin, fitted, network_from
@@ -89,6 +91,7 @@ class Setup:
     objects: OwnObjects
     network: AnyConfig | None
     """The config of the run's network with a head for two classes, or None for a network of the user's own."""
+    phases: tuple[Phase, ...]
 
 
 def prepare(
@@ -134,8 +137,8 @@ def prepare(
     config.task.check_data(splits)
     config.task.selection(splits)
     _check_choosing(config, splits)
-    steps = config.run.total_steps(len(splits.train))
-    config.optimizer.schedule_of(_length(config, splits, steps))  # checks that its parts fit into the run
+    steps = config.total_steps(len(splits.train))
+    _schedule(config, splits, steps)  # checks that its parts fit into the run
     return Setup(
         config=config,
         device=device,
@@ -147,6 +150,7 @@ def prepare(
         probes=_probes(config, steps),
         objects=objects,
         network=network_config,
+        phases=phases_of(config, network_config, steps),
     )
 
 
@@ -199,14 +203,16 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     config = setup.config
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
     objective = config.task.objective(network, setup.splits).to(setup.device)
+    first, *later = _stages(setup)
     batches = TrainingBatches(
         setup.splits.train,
-        config.augment.training_preprocess(config.images),
-        batch_size=config.run.batch_size,
+        first.preprocess,
+        batch_size=first.batch_size,
         seed=config.run.seed,
         readers=config.run.readers,
         crop=config.augment.crop(config.run.seed),
         views=config.task.views,
+        later=later,
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     made = make_optimizer(objective, optimizer, config.run.precision)
@@ -218,7 +224,7 @@ def make_plan(setup: Setup) -> Plan:
     config, optimizer = setup.config, setup.config.optimizer
     return Plan(
         steps=setup.steps,
-        schedule=optimizer.schedule_of(_length(config, setup.splits, setup.steps)),
+        schedule=_schedule(config, setup.splits, setup.steps),
         accumulation=config.run.accumulation,
         clip=optimizer.clip,
         seed=config.run.seed,
@@ -232,6 +238,7 @@ def make_plan(setup: Setup) -> Plan:
         most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),
         # The worker processes of a run are not told apart from other programs.
         adapts_threads=config.run.compute_threads is None and setup.device.type == "cpu" and not config.run.processes,
+        phases=setup.phases,
     )
 
 
@@ -292,8 +299,23 @@ def _fixed_threads(setting: int | None, precision: TrainingPrecision, device: to
     return setting
 
 
-def _length(config: TrainConfig, splits: Splits, steps: int) -> RunLength:
-    return RunLength(steps, config.run.batch_size, len(splits.train))
+def _schedule(config: TrainConfig, splits: Splits, steps: int) -> Schedule:
+    """Return the schedule of the learning rate. Raises `ConfigError` if parts of it do not fit into the run."""
+    optimizer = config.optimizer.for_batch_size(config.run.batch_size)
+    return optimizer.schedule_of(RunLength(steps, config.mean_batch_size, len(splits.train)))
+
+
+def _stages(setup: Setup) -> list[Stage]:
+    """Return the stages of the training batches, one for each phase."""
+    config = setup.config
+    return [
+        Stage(
+            phase.first,
+            config.augment.training_preprocess(replace(config.images, image_size=phase.image_size)),
+            phase.batch_size,
+        )
+        for phase in setup.phases
+    ]
 
 
 def _probes(config: TrainConfig, steps: int) -> tuple[Probe, ...]:

@@ -101,7 +101,7 @@ def summarise(folder: Path) -> RunSummary:
         str(last.get("reason", "")) if state == "failed" else "",
         record.config,
         step=max((int(event.get("step", 0)) for event in events), default=0),
-        steps=int(begun[-1]["steps"]) if begun else record.config.run.total_steps(record.images),
+        steps=int(begun[-1]["steps"]) if begun else record.config.total_steps(record.images),
         started=events[0]["time"] if events else None,
         changed=last.get("time"),
         metrics=_metrics(events),

@@ -152,7 +152,7 @@ def _settings(
     rates, data, noun = config.optimizer, record["data"], config.task.output_noun
     splits = ", ".join(f"{data[name]:,} {name}" for name in ("train", "validation", "test") if data[name])
     height, width = bundle.preprocess.image_size
-    epochs = record["steps"] * config.run.batch_size / max(data["train"], 1)
+    epochs = record["steps"] * config.mean_batch_size / max(data["train"], 1)
     optimizer = {
         "sgd": f"SGD with momentum {rates.momentum_rate:g}",
         "adamw": f"AdamW with betas {rates.beta1:g} and {rates.beta2:g}",

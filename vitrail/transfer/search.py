@@ -128,7 +128,7 @@ def search_settings(
     def left() -> float:
         return max(0.0, search.seconds - later - (time.perf_counter() - started))
 
-    most = config.run.total_steps(len(trials.splits.train))
+    most = config.total_steps(len(trials.splits.train))
     cost = trials.images * evaluation / step_seconds
     count, steps = _trial_lengths(len(search.candidates), left() * TRIAL_FRACTION / step_seconds, cost)
     steps = trials.recorded_steps or min(steps, max(MIN_TRIAL_STEPS, most // 4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.models.cost.footprint import FootprintPrecision
@@ -25,6 +25,15 @@ class AttentionPositions(NamedTuple):
     rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
     """Cosines and sines of the angles by which queries and keys are rotated. If each image has its own angles, the
     shape is (b, 1, n, d)."""
+
+    def of_images(self, kept: Int64[Tensor, " k"]) -> AttentionPositions:
+        """Return the positions of some images of the batch."""
+        bias, rotation = self.bias, self.rotation
+        if bias is not None and bias.ndim == 4:
+            bias = bias[kept]
+        if rotation is not None and rotation[0].ndim == 4:
+            rotation = rotation[0][kept], rotation[1][kept]
+        return AttentionPositions(bias, rotation)
 
 
 class AttentionLayer(nn.Module):

@@ -59,10 +59,16 @@ def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
     """Return the FLOPs that a training step computes per image.
 
     The backward pass has two matrix products for each product of the forward pass. The gradient of the image is not
-    computed. Patches that `patch_dropout` removes are not counted.
+    computed. Patches that `patch_dropout` removes are not counted, nor are branches that `skip_dropped` skips. The
+    number of images that skip a branch is not rounded here.
     """
     patches = config.kept_of(math.prod(config.grid_of(*size)))
-    forward = _macs(config, size, patches) - _unread_macs(config, patches + config.prefix)
+    unread = _unread_macs(config, patches + config.prefix)
+    forward = _macs(config, size, patches) - unread
+    if config.skip_dropped:
+        block, last = _block_macs(config, patches + config.prefix), config.depth - 1
+        skipped = sum(config.depth_rate(layer) for layer in range(config.depth)) * block
+        forward -= round(skipped - config.depth_rate(last) * unread)
     root = config.root
     first = resnet.root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
     return 2 * (3 * forward - first)
@@ -97,11 +103,16 @@ def _macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
     """Return the multiply-accumulates for an image of this size if this many patches are kept."""
     n = patches + config.prefix
     root = resnet.root_macs(config.root, config.channels, size) if config.root else 0
-    block = config.attention_kind.macs(n, n) + n * _mlp_macs(config)
+    block = _block_macs(config, n)
     attention_pool = _attention_pool_macs(config, n)
     hidden = config.head_hidden * config.embed_width
     head = config.num_classes * config.head_inputs
     return root + _stem_macs(config, patches) + config.depth * block + attention_pool + hidden + head
+
+
+def _block_macs(config: ViTConfig, n: int) -> int:
+    """Return the multiply-accumulates of a block for n tokens."""
+    return config.attention_kind.macs(n, n) + n * _mlp_macs(config)
 
 
 def _unread_macs(config: ViTConfig, n: int) -> int:

@@ -20,6 +20,7 @@ from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import Meter, RunningMeans
 from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.monitoring.stop import StopRequest
+from vitrail.training.phases import Phase
 from vitrail.training.plan import Plan
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
@@ -120,6 +121,25 @@ class Monitor:
         with self._pause():
             self.examiner.evaluate()
 
+    def begin_phase(self, phase: Phase) -> None:
+        """Write the settings of a phase to the journal and the display, unless the run has one phase only or continues
+        within the phase."""
+        if len(self.plan.phases) == 1 or phase.first != self.state.step:
+            return
+        self.report()
+        height, width = phase.image_size
+        self.sinks.journal.write(
+            "phase",
+            step=self.state.step,
+            image_size=[height, width],
+            patch_dropout=phase.patch_dropout,
+            batch_size=phase.batch_size,
+        )
+        self.sinks.display.note(
+            f"from step {phase.first + 1:,}: images of {height} x {width} pixels, patch dropout "
+            f"{phase.patch_dropout:g}, batches of {phase.batch_size}"
+        )
+
     def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
         """Run the reports, evaluations and checkpoints that are due after a step.
 
@@ -174,7 +194,8 @@ class Monitor:
         steps, self._reported = self.state.step - self._reported, self.state.step
         self.means.add(steps, metrics)
         if self.plan.device.type != "cpu":
-            self.left.add(steps, seconds)
+            done = self.state.step
+            self.left.add(self.plan.work(done) - self.plan.work(done - steps), seconds)
         metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
         images = clock.images - clock.marked_images
         metrics["images_per_second"] = images / seconds
@@ -235,7 +256,8 @@ class Monitor:
     def _tick(self) -> None:
         """Measure the time of a step, and show the progress."""
         now = time.perf_counter()
-        self.left.add(1, max(now - self._ticked, 1e-9))
+        step = self.state.step
+        self.left.add(self.plan.work(step) - self.plan.work(step - 1), max(now - self._ticked, 1e-9))
         self._ticked = now
         if (left := self.left.seconds(self.state.step)) is not None:
             self.sinks.display.tick(self.state.step, left)
@@ -252,6 +274,7 @@ class Monitor:
             batch_size=self.plan.batch_size,
             evaluated=validation,
             at_end=validation + test,
+            work=self.plan.work,
         )
 
     @contextmanager

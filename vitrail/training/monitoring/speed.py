@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 __all__ = ["SmoothedRate", "TimeLeft"]
 
@@ -22,7 +22,7 @@ class SmoothedRate:
         self._seconds = 0.0
         self._reports = 0
 
-    def add(self, count: int, seconds: float) -> float:
+    def add(self, count: int | float, seconds: float) -> float:
         """Add a report, and return the rate. `seconds` is above 0."""
         kept = 0.0 if self._reports == 1 else math.exp(-seconds / self.SECONDS)
         self._count = kept * self._count + count
@@ -41,25 +41,34 @@ class TimeLeft:
     """
 
     def __init__(
-        self, steps: int, every: Mapping[str, int], *, batch_size: int = 1, evaluated: int = 0, at_end: int = 0
+        self,
+        steps: int,
+        every: Mapping[str, int],
+        *,
+        batch_size: int = 1,
+        evaluated: int = 0,
+        at_end: int = 0,
+        work: Callable[[int], float] = float,
     ) -> None:
         """`every` maps the names of pauses to the number of steps between them; an "evaluation" measures `evaluated`
-        images. `at_end` is the number of images that are measured after the last step.
+        images. `at_end` is the number of images that are measured after the last step. `work` returns the cost of the
+        steps before a step, in steps of `batch_size` images. By default all steps cost the same.
         """
         self.steps = steps
         self.every = dict(every)
         self.batch_size = batch_size
         self.evaluated = evaluated
         self.at_end = at_end
+        self.work = work
         self._rate = SmoothedRate()
         self._reports = 0
         self._step_seconds = 0.0
         self._pauses: dict[str, tuple[int, float]] = {}
 
-    def add(self, steps: int, seconds: float) -> None:
+    def add(self, work: int | float, seconds: float) -> None:
         """Add the time of some steps, without pauses."""
         self._reports += 1
-        self._step_seconds = 1 / self._rate.add(steps, seconds)
+        self._step_seconds = 1 / self._rate.add(work, seconds)
 
     def pause(self, name: str, seconds: float) -> None:
         """Add the time of a pause."""
@@ -74,7 +83,7 @@ class TimeLeft:
         if self.evaluated and "evaluation" in self._pauses:
             count, total = self._pauses["evaluation"]
             per_image = total / count / self.evaluated
-        left = (self.steps - step) * self._step_seconds + self.at_end * per_image
+        left = (self.work(self.steps) - self.work(step)) * self._step_seconds + self.at_end * per_image
         for name, every in self.every.items():
             times = self.steps // every - step // every + (self.steps % every > 0 and step < self.steps)
             count, total = self._pauses.get(name, (0, 0.0))

@@ -19,8 +19,8 @@ class RunLength(NamedTuple):
 
     steps: int
     """Number of optimizer steps."""
-    batch_size: int
-    """Images per step."""
+    batch_size: float
+    """Mean number of images per step."""
     images: int
     """Number of training images, which is the length of an epoch."""
 

@@ -172,7 +172,7 @@ class OptimizerConfig:
             return self.momentum
         return 0.95 if self.kind == "muon" else 0.9
 
-    def for_batch_size(self, batch_size: int) -> OptimizerConfig:
+    def for_batch_size(self, batch_size: int | float) -> OptimizerConfig:
         """Return the config for batches of this size, with the learning rate scaled from `base_batch_size`."""
         if self.base_batch_size is None:
             return self

@@ -1,0 +1,182 @@
+"""Cheaper steps at the beginning of a run: settings, phases, batches, costs, and resuming in every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitrail.errors import ConfigError, Stopped
+from vitrail.models.variants import create, variant_config
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.monitoring.speed import TimeLeft
+from vitrail.training.phases import Phase, phases_of, run_flops
+from vitrail.training.run import resume, train
+from vitrail.training.setup import make_network, make_state, prepare
+
+Small = Callable[..., TrainConfig]
+
+ALL: dict[str, Any] = {
+    "early_image_size": ("7x14:0.25", "14x21:0.5"), "early_patch_dropout": ("0.5:0.25", "0.25:0.75"),
+    "early_batch_size": ("7:0.5",), "shift": 4,
+}  # fmt: skip
+"""Settings with changes after a quarter, a half and three quarters of the run."""
+
+
+def network_of(config: TrainConfig) -> Any:
+    return config.model.resolve(num_classes=2, image_size=config.images.image_size, channels=config.images.channels)
+
+
+def test_phases_follow_from_the_settings(small: Small, tmp_path: Path) -> None:
+    config = small(tmp_path, **ALL, batch_size=20)
+    network = network_of(config)
+    found = phases_of(config, network, 24)
+    assert [(one.first, one.steps, one.image_size, one.patch_dropout, one.batch_size) for one in found] == [
+        (0, 6, (7, 14), 0.5, 7), (6, 6, (14, 21), 0.25, 7), (12, 6, (28, 28), 0.25, 20), (18, 6, (28, 28), 0.0, 20),
+    ]  # fmt: skip
+    flops = [6 * one.batch_size * variant_config(
+        "ViT-Pico/7", image_size=one.image_size, patch_dropout=one.patch_dropout, num_classes=2, width=16, depth=2,
+        heads=2, mlp_width=32, channels=1).training_flops() for one in found]  # fmt: skip
+    assert run_flops(found, network) == sum(flops) and run_flops(found, network, views=2) == 2 * sum(flops)
+    assert [one.cost for one in found] == pytest.approx([each / flops[-1] for each in flops], rel=1e-12)
+    assert found[0].cost < found[1].cost < found[2].cost < found[3].cost == 1
+
+
+def test_a_run_without_early_settings_has_one_phase(small: Small, tmp_path: Path) -> None:
+    config = small(tmp_path, patch_dropout=0.25)
+    assert phases_of(config, network_of(config), 24) == (Phase(0, 24, (28, 28), 0.25, 20),)
+    assert config.mean_batch_size == 20
+
+
+def test_short_runs_have_the_phases_that_fit(small: Small, tmp_path: Path) -> None:
+    config = small(tmp_path, early_image_size=("14:0.4",))
+    assert [(one.first, one.steps, one.image_size) for one in phases_of(config, network_of(config), 1)] == [
+        (0, 1, (28, 28))
+    ]
+    config = small(tmp_path, early_image_size=("14:0.9",))
+    assert [(one.first, one.steps, one.image_size) for one in phases_of(config, network_of(config), 1)] == [
+        (0, 1, (14, 14))
+    ]
+
+
+def test_epochs_count_the_images_of_all_phases(small: Small, tmp_path: Path) -> None:
+    config = small(tmp_path, steps=None, epochs=3.0, early_batch_size=("5:0.5", "10:0.75"))
+    assert config.mean_batch_size == 0.5 * 5 + 0.25 * 10 + 0.25 * 20
+    steps = config.total_steps(200)
+    assert steps == 60
+    assert sum(one.steps * one.batch_size for one in phases_of(config, network_of(config), steps)) == 600
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"early_image_size": ("14",)},
+     "early_image_size='14' is not SIZE:END, with END a fraction of the run between 0 and 1; write for example "
+     "'16:0.5'"),
+    ({"early_patch_dropout": ("1.5:0.5",)},
+     "early_patch_dropout='1.5:0.5' is not RATE:END, with END a fraction of the run between 0 and 1; write for example "
+     "'0.5:0.4'"),
+    ({"early_batch_size": ("8:1.0",)},
+     "early_batch_size='8:1.0' is not IMAGES:END, with END a fraction of the run between 0 and 1; write for example "
+     "'16:0.3'"),
+    ({"early_batch_size": ("8:0.5", "9:0.4")}, "early_batch_size='8:0.5 9:0.4' has ends that do not increase"),
+])  # fmt: skip
+def test_a_setting_out_of_range_is_named(small: Small, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(tmp_path, **fields)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"early_image_size": ("21:0.2", "14:0.5")},
+     "early_image_size='21:0.2 14:0.5' does not grow to image_size=(28, 28); choose other values, or leave it out"),
+    ({"early_batch_size": ("20:0.2",)},
+     "early_batch_size='20:0.2' does not grow to batch_size=20; choose other values, or leave it out"),
+    ({"early_patch_dropout": ("0.2:0.2",), "patch_dropout": 0.5},
+     "early_patch_dropout='0.2:0.2' does not fall to patch_dropout=0.5; choose other values, or leave it out"),
+    ({"early_image_size": ("15:0.2",)},
+     "early_image_size: image_size=(15, 15) is not a multiple of patch_size=(7, 7); the nearest multiple is (14, 14)"),
+    ({"early_image_size": ("14:0.2",), "crop_from": (32, 32)},
+     "early_image_size and crop_from=(32, 32) cannot be combined, because the boxes of crop_from have the network's "
+     "image size; choose crop_area, or leave one of them out"),
+    ({"early_patch_dropout": ("0.2:0.2",), "variant": "BiT-R26x1", "image_size": (32, 32), "width": 32, "depth": None,
+      "heads": None, "mlp_width": None, "dropout": None, "stochastic_depth": None},
+     "early_patch_dropout drops patches of a transformer, but a ResNet has none; leave it out"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_settings_that_do_not_fit_are_refused_before_the_run(
+    small: Small, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(small(tmp_path / "run", **fields))
+    assert str(caught.value) == message
+    assert not (tmp_path / "run").exists()
+
+
+def test_networks_of_the_user_have_no_smaller_images(small: Small, tmp_path: Path) -> None:
+    config = small(tmp_path / "run", early_image_size=("14:0.5",))
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    message = "early_image_size cannot be combined with network=...; it works only for networks that are built from"
+    with pytest.raises(ConfigError, match=message):
+        train(config, network=network)
+
+
+@pytest.mark.parametrize("cuts", [(12, 19), pytest.param((3, 6, 11, 18), marks=pytest.mark.slow)], ids=str)
+def test_stopping_in_any_phase_changes_no_bit(
+    cuts: tuple[int, ...],
+    small: Small,
+    outcome: Callable[[Path], dict[str, Any]],
+    stop_at: Callable[[int], Display],
+    tmp_path: Path,
+) -> None:
+    fields = {**ALL, "skip_dropped": True, "average": 0.9}
+    train(small(tmp_path / "straight", **fields))
+    run = tmp_path / "stopped"
+    for number, cut in enumerate(cuts):
+        with pytest.raises(Stopped):
+            config = small(run, **fields)
+            train(config, display=stop_at(cut)) if number == 0 else resume(run, display=stop_at(cut))
+    resume(run)
+    assert outcome(run) == outcome(tmp_path / "straight")
+    for folder in (run, tmp_path / "straight"):
+        begun = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "phase"]
+        values = [(one["step"], one["image_size"], one["patch_dropout"], one["batch_size"]) for one in begun]
+        assert values == [
+            (0, [7, 14], 0.5, 7), (6, [14, 21], 0.25, 7), (12, [28, 28], 0.25, 20), (18, [28, 28], 0.0, 20),
+        ]  # fmt: skip
+
+
+def test_the_order_of_samples_does_not_depend_on_the_phases(small: Small, tmp_path: Path) -> None:
+    samples = []
+    for fields in (ALL, {}):
+        setup = prepare(small(tmp_path / "run", **fields))
+        batches = make_state(setup, make_network(setup, None)[0]).batches
+        taken = [next(batches) for _ in range(20)]
+        batches.close()
+        samples.append([index for batch in taken for index in batch.samples.tolist()])
+        if fields:
+            assert [(len(batch), *batch.images.shape[2:]) for batch in taken] == [
+                *[(7, 7, 14)] * 6, *[(7, 14, 21)] * 6, *[(20, 28, 28)] * 8,
+            ]  # fmt: skip
+            batches.restore({"batches": 11})
+            assert torch.equal(next(batches).images, taken[11].images)
+            assert torch.equal(next(batches).images, taken[12].images)
+            batches.close()
+    assert samples[0] == samples[1][: len(samples[0])] and len(samples[0]) == 12 * 7 + 8 * 20
+
+
+def test_positions_learn_at_every_size() -> None:
+    network = create("ViT-Pico/7", image_size=(28, 28), num_classes=3, width=16, depth=1, heads=2)
+    torch.nn.init.normal_(network.head.weight)
+    network(torch.randn(2, 3, 14, 21)).square().sum().backward()
+    gradient = network.positions.embedding.grad
+    assert gradient is not None and (gradient.abs().amax(dim=-1) > 0).any()
+
+
+def test_the_time_left_weighs_steps_by_their_cost() -> None:
+    left = TimeLeft(100, {}, work=lambda step: 0.25 * min(step, 50) + max(step - 50, 0))
+    for step in (1, 2):
+        left.add(left.work(step) - left.work(step - 1), 0.25)
+    assert left.seconds(2) == pytest.approx(0.25 * 48 + 50)
