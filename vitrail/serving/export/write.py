@@ -83,6 +83,7 @@ def write_onnx(program: ExportedProgram, exported: Exported, path: Path, opset: 
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
         del value.metadata_props[:]
+    _keep_padding(onnx, model)
     onnx.helper.set_model_props(model, {KEY: text_of(exported), SEAL: BLANK})
     if model.ByteSize() > LARGEST_ONNX:
         raise ConfigError(f"to='onnx': a network of {model.ByteSize():,} bytes exceeds ONNX's 2 GB; use to='pt2'")
@@ -95,6 +96,32 @@ FORMATS: dict[str, Format] = {
     "onnx": Format(".onnx", write_onnx, ("onnx", "onnxscript", "onnxruntime")),
 }
 """Formats by the names that `vitrail export --to` uses."""
+
+
+def _keep_padding(onnx: Any, model: Any) -> None:
+    """Keep runtimes from merging a padding with zeros into the maximum pooling behind it.
+
+    onnxruntime merges them (its "Pad_Fusion"), although its pooling pads with minus infinity, so the results of a BiT
+    ResNet change. It merges constant sizes of paddings only, so the sizes are given the shape of the input times zero.
+    """
+    graph, helper = model.graph, onnx.helper
+    pooled = {node.input[0] for node in graph.node if node.op_type == "MaxPool"}
+    for node in list(graph.node):
+        if node.op_type != "Pad" or node.output[0] not in pooled:
+            continue
+        name = f"{node.output[0]}_sizes"
+        graph.initializer.append(helper.make_tensor(f"{name}_zeros", onnx.TensorProto.INT64, [8], [0] * 8))
+        steps = (
+            ("Shape", ["images"], "shape"),
+            ("Concat", [f"{name}_shape", f"{name}_shape"], "shapes"),
+            ("Mul", [f"{name}_shapes", f"{name}_zeros"], "nothing"),
+            ("Add", [node.input[1], f"{name}_nothing"], "sizes"),
+        )
+        place = list(graph.node).index(node)
+        for offset, (kind, inputs, output) in enumerate(steps):
+            settings = {"axis": 0} if kind == "Concat" else {}
+            graph.node.insert(place + offset, helper.make_node(kind, inputs, [f"{name}_{output}"], **settings))
+        node.input[1] = f"{name}_sizes"
 
 
 @contextlib.contextmanager
