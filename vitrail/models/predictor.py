@@ -7,7 +7,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,9 @@ from vitrail.models.compiled import compile_copy
 from vitrail.models.linear.int8 import use_int8
 from vitrail.models.network import Features
 
-__all__ = ["Predictor"]
+__all__ = ["Predictor", "shared_copy"]
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class Predictor:
@@ -38,10 +40,10 @@ class Predictor:
         """Prepare a network for prediction. The precision "auto" is "bf16" if the processor has matrix units for
         bfloat16. Raise `ConfigError` for "int8" on a device without fast products of 8-bit integers, and for a network
         without dense layers in blocks."""
-        tensors = list(itertools.chain(network.parameters(), network.buffers()))
-        self._device = tensors[0].device if tensors else torch.device("cpu")
+        first = next(itertools.chain(network.parameters(), network.buffers()), None)
+        self._device = torch.device("cpu") if first is None else first.device
         self._precision = resolve_precision(precision, self._device)
-        self._network = _copied(network, {id(tensor): tensor for tensor in tensors})
+        self._network = shared_copy(network)
         is_bf16 = (resolve_precision("auto", self._device) if precision == "int8" else self._precision) == "bf16"
         self._usual: TrainingPrecision = "bf16" if is_bf16 else "float32"  # of products that are not in 8 bits
         dtype = torch.bfloat16 if is_bf16 else None
@@ -106,6 +108,16 @@ class Predictor:
     def _context(self) -> Iterator[None]:
         with torch.inference_mode(), autocast(self._usual, self._device):
             yield
+
+
+def shared_copy(network: AnyModule) -> AnyModule:
+    """Return a copy of a network in evaluation mode that shares all tensors with the network.
+
+    Modules of the copy can be replaced, and hooks can be added to them, without changing the network. Blocks of the
+    copy are not compiled.
+    """
+    tensors = itertools.chain(network.parameters(), network.buffers())
+    return cast(AnyModule, _copied(network, {id(tensor): tensor for tensor in tensors}))
 
 
 def _copied(module: nn.Module, shared: dict[int, Tensor]) -> nn.Module:

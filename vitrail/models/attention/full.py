@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.attention.kernels import attend, attend_fused
-from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
+from vitrail.models.attention.kind import AttentionLayer, AttentionOperands, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import fuses
@@ -118,6 +118,14 @@ class SelfAttention(AttentionLayer):
         q, k, _, bias = self._operands(tokens, positions, None)
         logits = (q.float() * q.shape[-1] ** -0.5) @ k.float().transpose(-1, -2)
         return (logits if bias is None else logits + bias).softmax(dim=-1)
+
+    def operands(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
+    ) -> AttentionOperands:
+        return AttentionOperands(*self._operands(tokens, positions, None))
+
+    def combine(self, mixed: Float[Tensor, "b heads m d"]) -> Float[Tensor, "b m width"]:
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _operands(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None, read: int | None

@@ -14,7 +14,7 @@ from vitrail.models.linear.dense import Linear
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["AttentionKind", "AttentionLayer", "AttentionPositions"]
+__all__ = ["AttentionKind", "AttentionLayer", "AttentionOperands", "AttentionPositions"]
 
 
 class AttentionPositions(NamedTuple):
@@ -36,6 +36,15 @@ class AttentionPositions(NamedTuple):
         return AttentionPositions(bias, rotation)
 
 
+class AttentionOperands(NamedTuple):
+    """The operands of `softmax(q k^T / sqrt(d) + bias) v`, after all normalisation and rotation."""
+
+    queries: Float[Tensor, "b heads n d"]
+    keys: Float[Tensor, "b heads n d"]
+    values: Float[Tensor, "b heads n d"]
+    bias: Float[Tensor, "*images heads n n"] | None = None
+
+
 class AttentionLayer(nn.Module):
     """The layer that mixes the tokens of a block: MSA of equation 2, or another mechanism."""
 
@@ -49,7 +58,25 @@ class AttentionLayer(nn.Module):
     def weights(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
     ) -> Float[Tensor, "b heads n n"]:
-        """Return the weight with which each token (row) attends to each token (column). Rows add up to 1."""
+        """Return the weight with which each token (row) attends to each token (column). Rows add up to 1.
+
+        A mechanism that has no such weights does not override this method. `vitrail.analysis` then refuses it by name.
+        """
+        raise NotImplementedError
+
+    def operands(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None
+    ) -> AttentionOperands:
+        """Return queries, keys, values and bias of all tokens. `weights` is then the softmax of their products.
+
+        A mechanism without queries and keys does not override this method. `vitrail.analysis` then shows its weights
+        without their gradients.
+        """
+        raise NotImplementedError
+
+    def combine(self, mixed: Float[Tensor, "b heads m d"]) -> Float[Tensor, "b m width"]:
+        """Return the output of the layer for the values of each head that the weights have mixed. A mechanism with
+        `operands` overrides this method."""
         raise NotImplementedError
 
     def with_operands(

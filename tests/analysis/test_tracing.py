@@ -1,0 +1,261 @@
+"""Tests of traces: their tensors are those of the network, the logits do not change, and neither does the network."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.analysis import tracing
+from vitrail.analysis.tracing import trace, traces
+from vitrail.errors import ConfigError
+from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions, FullAttention
+from vitrail.models.attention.full import SelfAttention
+from vitrail.models.predictor import Predictor
+from vitrail.models.resnet_config import RootConfig
+from vitrail.models.variants import create
+from vitrail.models.vit import VisionTransformer
+from vitrail.weights.load import load
+
+Make = Callable[..., VisionTransformer]
+Images = Callable[..., Tensor]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "mean-pooled": {"pool": "gap"},
+    "attention-pooled": {"pool": "map", "registers": 1},
+    "registers": {"registers": 2, "layer_scale": 0.1, "qk_norm": True},
+    "relative": {"positions": "relative-bias", "pool": "cls+gap"},
+    "rotary": {"positions": "rotary-2d", "image_size": (12, 20)},
+    "every layer": {"positions_at": "every-layer", "final_norm": "pooled"},
+    "hybrid": {"root": RootConfig(stem="3x3+3x3", width=32), "patch_size": (1, 1), "image_size": (5, 8), "depth": 2},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tensors_are_those_of_the_network(make: Make, images_of: Images, name: str) -> None:
+    network = make(**KINDS[name])
+    images = images_of(3, network.config.image_size)
+    last = network.config.depth - 1
+    found = trace(network, images, layers=[-1, 0], heads=[2, -4], keep=("attention", "outputs"))
+    assert found.layers == (last, 0) and found.heads == (2, 0)
+    assert found.attention is not None and found.outputs is not None
+    expected = network.attention_weights(images, [-1, 0])
+    for row in (0, 1):
+        torch.testing.assert_close(found.attention[:, row], expected[row][:, [2, 0]])
+    assert found.attention.shape[-1] == found.prefix + found.grid[0] * found.grid[1]
+    features = network.features(images, [-1, 0])
+    for row in (0, 1):
+        torch.testing.assert_close(found.outputs[:, row, found.prefix :], features[row].patches)
+        torch.testing.assert_close(found.outputs[:, row, found.prefix - network.config.registers : found.prefix],
+                                   features[row].registers)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_are_equal_bit_by_bit(make: Make, images_of: Images, name: str) -> None:
+    network = make(**KINDS[name])
+    images = images_of(5, network.config.image_size)
+    with torch.no_grad():
+        expected = torch.cat([network(batch) for batch in images.split(2)])
+    keep: Any = ("attention", "queries", "keys", "outputs", "gradients")
+    assert torch.equal(trace(network, images, keep=keep, batch_size=2).logits, expected)
+    assert torch.equal(trace(network, images, layers=[1], keep=(), batch_size=2).logits, expected)
+    assert torch.equal(trace(network, images[:4]).logits, Predictor(network).logits(images[:4]))
+
+
+def test_queries_and_keys_make_the_attention(make: Make, images_of: Images) -> None:
+    network = make(qk_norm=True, positions="rotary-2d", patch_size=(3, 5))
+    found = trace(network, images_of(2), keep=("attention", "queries", "keys"))
+    assert found.queries is not None and found.keys is not None and found.attention is not None
+    logits = found.queries.double() @ found.keys.double().transpose(-1, -2) / 2  # four channels per head
+    torch.testing.assert_close(found.attention.double(), logits.softmax(dim=-1), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["paper", "mean-pooled", "attention-pooled", "relative", "hybrid"])
+def test_gradients_are_finite_differences(make: Make, images_of: Images, name: str) -> None:
+    network = make(**KINDS[name]).double()
+    images = images_of(2, network.config.image_size).double()
+    targets = torch.tensor([4, 1])
+    found = trace(network, images, layers=[0, 1], heads=[1], keep=("attention", "gradients"), targets=targets)
+    assert found.gradients is not None and torch.equal(found.targets, targets)  # type: ignore[arg-type]
+    for layer, query, key in ((0, 0, 1), (1, 0, 2), (0, 3, 3), (1, 4, 0)):
+        values = []
+        for step in (1e-5, -1e-5):
+            nudged: Any = copy.deepcopy(network)
+            nudged.blocks[layer].attention.__class__ = _nudged(1, query, key, step)
+            with torch.no_grad():
+                values.append(nudged(images))
+        slope = (values[0] - values[1]).gather(1, targets[:, None])[:, 0] / 2e-5
+        torch.testing.assert_close(found.gradients[:, layer, 0, query, key], slope, atol=1e-7, rtol=1e-6)
+
+
+def _nudged(head: int, query: int, key: int, step: float) -> Any:
+    """Return a class of attention one of whose weights is larger by `step`."""
+
+    class Nudged(SelfAttention):
+        def forward(self, tokens: Tensor, positions: Any = None, read: int | None = None) -> Tensor:
+            q, k, v, bias = self.operands(tokens, positions)
+            logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+            weights = (logits if bias is None else logits + bias).softmax(dim=-1)
+            weights[:, head, query, key] += step
+            return self.combine(weights @ v)[:, :read]
+
+    return Nudged
+
+
+def test_gradients_do_not_depend_on_the_other_layers(make: Make, images_of: Images) -> None:
+    network = make()
+    every = trace(network, images_of(), keep=("gradients",))
+    some = trace(network, images_of(), layers=[2, 0], heads=[3], keep=("gradients",), batch_size=1)
+    assert every.gradients is not None and some.gradients is not None
+    torch.testing.assert_close(some.gradients, every.gradients[:, [2, 0]][:, :, [3]], atol=1e-5, rtol=1e-4)
+    assert torch.equal(every.targets, every.logits.argmax(dim=1))  # type: ignore[arg-type]
+
+
+def test_the_network_is_not_changed(make: Make, images_of: Images) -> None:
+    network = make().train()
+    calls: list[int] = []
+    network.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    network.blocks[1].eval()
+    before = copy.deepcopy(network.state_dict())
+    modules = [(id(module), module.training, len(module._forward_hooks)) for module in network.modules()]
+    parameters = [(id(parameter), parameter.requires_grad) for parameter in network.parameters()]
+    trace(network, images_of(), keep=("attention", "gradients"))
+    assert modules == [(id(module), module.training, len(module._forward_hooks)) for module in network.modules()]
+    assert parameters == [(id(parameter), parameter.requires_grad) for parameter in network.parameters()]
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_pieces_are_bounded_and_join(make: Make, images_of: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, images = make(), images_of(7)
+    whole = trace(network, images, batch_size=4)
+    per_image = 4 * (3 * 4 * 13**2 + 3 * 4 * 13**2)
+    monkeypatch.setattr(tracing, "PIECE_BYTES", 3 * per_image + 1)
+    pieces = list(traces(network, images, batch_size=4))
+    assert [len(piece.logits) for piece in pieces] == [3, 1, 3]
+    assert torch.equal(torch.cat([piece.logits for piece in pieces]), whole.logits)
+    joined = torch.cat([piece.attention for piece in pieces])  # type: ignore[misc]
+    torch.testing.assert_close(joined, whole.attention)
+
+
+def test_imported_weights_and_another_size(golden: Callable[[str], Any], tmp_path: Path) -> None:
+    tensors = {name: torch.as_tensor(tensor).contiguous() for name, tensor in golden("timm_vit").tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    arguments = {"num_heads": 4, "img_size": [32, 48]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_args": arguments}))
+    bundle = load(tmp_path, device="cpu", image_size=(48, 32))
+    images = torch.randn(1, 3, 48, 32, generator=torch.Generator().manual_seed(0))
+    found = trace(bundle.network, images, layers=[1])
+    rows, columns = found.grid
+    assert (rows * found.patch[0], columns * found.patch[1]) == (48, 32) and found.attention is not None
+    tokens = rows * columns + found.prefix
+    torch.testing.assert_close(found.attention.sum(dim=-1), torch.ones(1, 1, 4, tokens))
+    (expected,) = bundle.network.attention_weights(images, [1])
+    torch.testing.assert_close(found.attention[:, 0], expected)
+
+
+def test_bf16(make: Make, images_of: Images) -> None:
+    network, images = make(), images_of()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = network(images)
+    found = trace(network, images, precision="bf16", keep=("attention", "gradients"))
+    assert torch.equal(found.logits, expected) and found.attention is not None
+    assert found.attention.dtype == torch.float32
+
+
+def test_a_full_device_halves_the_batch(make: Make, images_of: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, images = make(), images_of(5)
+    forward = VisionTransformer.forward
+
+    def limited(self: VisionTransformer, images: Tensor) -> Tensor:
+        if len(images) > 2:
+            raise torch.OutOfMemoryError
+        return forward(self, images)
+
+    expected = trace(network, images, batch_size=2)
+    monkeypatch.setattr(VisionTransformer, "forward", limited)
+    with pytest.warns(UserWarning, match="out of memory; tracing continues with batch_size=2"):
+        found = trace(network, images, batch_size=4)
+    assert torch.equal(found.logits, expected.logits)
+    monkeypatch.setattr(VisionTransformer, "forward", _full)
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="batch_size=1"):
+        trace(network, images, batch_size=2)
+
+
+def _full(self: VisionTransformer, images: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError
+
+
+class _Mapless(AttentionLayer):
+    """A layer without a map, which returns its input."""
+
+    def initialise(self) -> None:
+        """Do nothing, because there are no weights."""
+
+    def forward(self, tokens: Tensor, positions: AttentionPositions | None = None, read: int | None = None) -> Tensor:
+        return tokens[:, :read]
+
+
+class _Uniform(_Mapless):
+    """A layer with a map but without queries."""
+
+    def weights(self, tokens: Tensor, positions: AttentionPositions | None = None) -> Tensor:
+        return tokens.new_full((len(tokens), 4, tokens.shape[1], tokens.shape[1]), 1 / tokens.shape[1])
+
+
+@pytest.fixture
+def other_kinds() -> Iterator[None]:
+    for name, layer in (("mapless", _Mapless), ("uniform", _Uniform)):
+        ATTENTION[name] = type(name, (FullAttention,), {"build": lambda self, layer=layer: layer()})
+    yield
+    for name in ("mapless", "uniform"):
+        del ATTENTION[name]
+
+
+@pytest.mark.usefixtures("other_kinds")
+def test_kinds_of_attention(make: Make, images_of: Images) -> None:
+    with pytest.raises(ConfigError, match="attention='mapless' has no dense map of weights, so it cannot be traced"):
+        trace(make(attention="mapless"), images_of())
+    uniform = make(attention="uniform")
+    found = trace(uniform, images_of(), heads=[1])
+    assert found.attention is not None and found.attention.shape == (3, 3, 1, 13, 13)
+    with pytest.raises(ConfigError, match="attention='uniform' has no queries and keys, so keep='keys' is empty"):
+        trace(uniform, images_of(), keep=("attention", "keys"))
+
+
+def test_what_is_refused(make: Make, images_of: Images) -> None:
+    network, images = make(), images_of()
+    with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into; choose a Vision Tr"):
+        trace(create("BiT-R26x1", image_size=32, num_classes=3), images)
+    with pytest.raises(ConfigError, match=r"layers=\(3,\): block 3 does not exist; choose from 0 to 2, or from -3 to"):
+        trace(network, images, layers=[3])
+    with pytest.raises(ConfigError, match=r"heads=\(0, -5\): head -5 does not exist; choose from 0 to 3, or from -4"):
+        trace(network, images, heads=[0, -5])
+    with pytest.raises(ConfigError, match="targets=5 is not a class of this network; choose from 0 to 4"):
+        trace(network, images, keep=("gradients",), targets=torch.tensor([0, 5, 1]))
+    with pytest.raises(ConfigError, match="keep='gradients' needs the logit of a class, but this network has no head"):
+        trace(make(num_classes=0), images, keep=("gradients",))
+    with pytest.raises(ConfigError, match=r"image_size=\(3, 20\) is not a multiple of patch_size=\(4, 5\)"):
+        trace(network, images[:, :, :3])
+    with pytest.raises(ConfigError, match="images is empty"):
+        trace(network, images[:0])
+    with pytest.raises(ConfigError, match="layers is empty"):
+        trace(network, images, layers=[])
+    with pytest.raises(ConfigError, match="heads is empty"):
+        trace(network, images, heads=[])
+    with pytest.raises(ConfigError, match="batch_size=0 is less than 1"):
+        trace(network, images, batch_size=0)
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_an_unknown_tensor_is_refused(make: Make, images_of: Images) -> None:
+    with pytest.raises(ConfigError, match="keep='values' is not one of 'attention', 'queries', 'keys', 'outputs'"):
+        trace(make(), images_of(), keep=("values",))  # type: ignore[arg-type]

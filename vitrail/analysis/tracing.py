@@ -1,0 +1,376 @@
+"""Traces: attention weights, queries, keys, block outputs and gradients of chosen layers.
+
+The usual forward pass runs on a copy of the network that shares its weights, and only remembers the inputs of the
+chosen blocks. The attention weights of all rows are then computed from these inputs, a few images at a time. The
+forward pass itself uses the fast kernels everywhere, so tracing does not change the logits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from vitrail.analysis.copies import detached_copy
+from vitrail.errors import ConfigError
+from vitrail.machine import Precision, autocast, resolve_precision
+from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
+from vitrail.models.network import block_numbers
+from vitrail.models.predictor import shared_copy
+from vitrail.models.vit import Block, VisionTransformer
+
+__all__ = ["Kept", "Trace", "trace", "traces", "transformer_of"]
+
+Kept = Literal["attention", "queries", "keys", "outputs", "gradients"]
+"""Tensors that a trace can contain."""
+
+ATTENTION_ONLY: tuple[Kept, ...] = ("attention",)
+
+BATCH = 8
+"""Default number of images in a forward pass."""
+
+PIECE_BYTES = 2**28
+"""Largest size of the tensors of one trace that `traces` yields, unless a single image needs more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Tensors of chosen layers and heads for some images. Tensors that were not asked for are None."""
+
+    layers: tuple[int, ...]
+    """Numbers of the blocks, from 0, in the order of the tensors."""
+    heads: tuple[int, ...]
+    """Numbers of the heads, from 0, in the order of the tensors."""
+    grid: tuple[int, int]
+    """Numbers of rows and columns of patches."""
+    patch: tuple[int, int]
+    """Height and width of a patch in pixels."""
+    prefix: int
+    """Number of tokens before the patches: the class token, if there is one, and then the registers."""
+    has_class_token: bool
+    logits: Float[Tensor, "b classes"]
+    """The same logits as without tracing, bit by bit, for batches of the same size."""
+    attention: Float[Tensor, "b layers heads n n"] | None = None
+    """Attention weights in float32, or in float64 if the network is. Rows are the tokens that attend, and columns are
+    the tokens that they attend to."""
+    queries: Float[Tensor, "b layers heads n d"] | None = None
+    """Queries after normalisation and rotation."""
+    keys: Float[Tensor, "b layers heads n d"] | None = None
+    """Keys after normalisation and rotation."""
+    outputs: Float[Tensor, "b layers n width"] | None = None
+    """Tokens after each block, without the final norm."""
+    gradients: Float[Tensor, "b layers heads n n"] | None = None
+    """Gradient of the target's logit with respect to the attention weights."""
+    targets: Int64[Tensor, " b"] | None = None
+    """Class of each image whose logit the gradients belong to."""
+
+
+def trace(
+    network: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    keep: Collection[Kept] = ATTENTION_ONLY,
+    targets: Int64[Tensor, " b"] | None = None,
+    precision: Precision = "float32",
+    batch_size: int = BATCH,
+) -> Trace:
+    """Return the chosen tensors of all images.
+
+    `layers` and `heads` count from 0, or backward from -1. By default, all of them are traced. `keep` names the
+    tensors. "gradients" are those of the logit of `targets`, one class per image, which by default is the predicted
+    class. The network is not changed: neither its mode, nor its hooks, nor its gradients. It runs in evaluation mode,
+    and `batch_size` images at a time.
+
+    The result takes `images * layers * heads * tokens**2 * 4` bytes. `traces` yields it in pieces of bounded size.
+
+    Raises `ConfigError` for a network without attention, for attention without a dense map of weights, and for a layer
+    or head that does not exist.
+    """
+    pieces = traces(
+        network,
+        images,
+        layers=layers,
+        heads=heads,
+        keep=keep,
+        targets=targets,
+        precision=precision,
+        batch_size=batch_size,
+    )
+    joined: dict[str, Any] = {}
+    first, start = None, 0
+    for piece in pieces:
+        first = piece if first is None else first
+        for name, part in _tensors(piece).items():
+            if name not in joined:
+                joined[name] = part.new_empty((len(images), *part.shape[1:]))
+            joined[name][start : start + len(part)] = part
+        start += len(piece.logits)
+    assert first is not None
+    return replace(first, **joined)
+
+
+def traces(
+    network: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    keep: Collection[Kept] = ATTENTION_ONLY,
+    targets: Int64[Tensor, " b"] | None = None,
+    precision: Precision = "float32",
+    batch_size: int = BATCH,
+) -> Iterator[Trace]:
+    """Return an iterator over the traces of consecutive images. Each trace holds a few images.
+
+    The memory does not grow with the number of images. If a batch does not fit into the memory of the device, the
+    batch size is halved with a warning. For the arguments, see `trace`.
+    """
+    vit = transformer_of(network)
+    if len(images) == 0:
+        raise ConfigError("images is empty; give at least one image")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} is less than 1")
+    unknown = sorted(set(keep) - set(get_args(Kept)))
+    if unknown:
+        raise ConfigError(f"keep={unknown[0]!r} is not one of {', '.join(map(repr, get_args(Kept)))}")
+    chosen = block_numbers(range(vit.config.depth) if layers is None else layers, vit.config.depth)
+    if not chosen:
+        raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
+    tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
+    return _all_pieces(tracer, images, _checked_targets(vit, targets), batch_size)
+
+
+def transformer_of(network: nn.Module) -> VisionTransformer:
+    """Return the network if it is a Vision Transformer or a hybrid. Raise `ConfigError` for any other network."""
+    if isinstance(network, VisionTransformer):
+        return network
+    config = getattr(network, "config", None)
+    name = getattr(config, "architecture", type(network).__name__)
+    raise ConfigError(
+        f"a network of the architecture {name!r} has no attention to look into; choose a Vision Transformer or a hybrid"
+    )
+
+
+def _checked_targets(vit: VisionTransformer, targets: Tensor | None) -> Tensor | None:
+    if targets is None:
+        return None
+    classes = vit.config.num_classes
+    wrong = targets[(targets < 0) | (targets >= classes)]
+    if len(wrong):
+        raise ConfigError(f"targets={int(wrong[0])} is not a class of this network; choose from 0 to {classes - 1}")
+    return targets
+
+
+def _all_pieces(tracer: _Tracer, images: Tensor, targets: Tensor | None, batch_size: int) -> Iterator[Trace]:
+    start = 0
+    while start < len(images):
+        end = start + batch_size
+        try:
+            for piece in tracer.pieces(images[start:end], None if targets is None else targets[start:end]):
+                yield piece
+                start += len(piece.logits)
+        except torch.OutOfMemoryError:
+            if batch_size == 1:
+                raise
+            batch_size //= 2
+            tracer.most_images = batch_size
+            warnings.warn(f"the device is out of memory; tracing continues with batch_size={batch_size}", stacklevel=2)
+
+
+def _tensors(piece: Trace) -> dict[str, Tensor]:
+    values = {field.name: getattr(piece, field.name) for field in fields(piece)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+class _Tracer:
+    """Traces batches of images with a copy of a network."""
+
+    def __init__(
+        self,
+        network: VisionTransformer,
+        layers: tuple[int, ...],
+        heads: Sequence[int] | None,
+        keep: frozenset[Kept],
+        precision: Precision,
+    ) -> None:
+        self.network = shared_copy(network)
+        self.layers = layers
+        self.keep = keep
+        self.device = network.norm.weight.device
+        self.precision = resolve_precision(precision, self.device)
+        self.most_images = 2**31
+        """Largest number of images of a piece."""
+        self._check_attention()
+        self.heads = _head_numbers(heads, network.config.heads)
+        self._inputs: dict[int, tuple[Tensor, AttentionPositions | None]] = {}
+        self._outputs: dict[int, Tensor] = {}
+        for layer in {*layers}:
+            self._block(layer).register_forward_hook(self._remember(layer))
+        self._gradients = _GradientPass(network, layers) if "gradients" in keep else None
+
+    def pieces(self, images: Tensor, targets: Tensor | None) -> Iterator[Trace]:
+        """Yield the traces of one batch."""
+        config = self.network.config
+        grid = config.grid_of(images.shape[2], images.shape[3])
+        with torch.no_grad(), autocast(self.precision, self.device):
+            logits = self.network(images)
+        if targets is None:
+            targets = logits.argmax(dim=1)
+        size = min(self._piece_size(grid), self.most_images)
+        stride = config.root.stride if config.root else 1
+        for start in range(0, len(images), size):
+            part = slice(start, start + size)
+            with torch.no_grad(), autocast(self.precision, self.device):
+                found = self._found(part)
+            if self._gradients is not None:
+                with autocast(self.precision, self.device):
+                    gradients = self._gradients(images[part], targets[part])
+                found |= {"gradients": gradients[:, :, list(self.heads)], "targets": targets[part]}
+            yield Trace(
+                layers=self.layers,
+                heads=self.heads,
+                grid=grid,
+                patch=(config.patch_size[0] * stride, config.patch_size[1] * stride),
+                prefix=config.prefix,
+                has_class_token=config.has_class_token,
+                logits=logits[part],
+                **found,
+            )
+        self._inputs.clear()
+        self._outputs.clear()
+
+    def _check_attention(self) -> None:
+        """Raise `ConfigError` if the attention lacks what is asked for."""
+        config, layer = self.network.config, type(self._block(self.layers[0]).attention)
+        if layer.weights is AttentionLayer.weights:
+            raise ConfigError(f"attention={config.attention!r} has no dense map of weights, so it cannot be traced")
+        lacking = sorted(self.keep & {"queries", "keys", "gradients"})
+        if layer.operands is AttentionLayer.operands and lacking:
+            raise ConfigError(
+                f"attention={config.attention!r} has no queries and keys, so keep={lacking[0]!r} is empty"
+            )
+        if "gradients" in self.keep and not config.num_classes:
+            raise ConfigError("keep='gradients' needs the logit of a class, but this network has no head")
+
+    def _block(self, layer: int) -> Block:
+        block = self.network.blocks[layer]
+        assert isinstance(block, Block)
+        return block
+
+    def _remember(self, layer: int) -> Any:
+        def hook(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+            self._inputs[layer] = arguments[0], arguments[1]
+            if "outputs" in self.keep:
+                self._outputs[layer] = output
+
+        return hook
+
+    def _piece_size(self, grid: tuple[int, int]) -> int:
+        """Return the number of images of a piece, so that its tensors stay within `PIECE_BYTES`."""
+        config = self.network.config
+        tokens = grid[0] * grid[1] + config.prefix
+        maps = len(self.keep & {"attention", "gradients"}) * len(self.heads) * tokens**2
+        vectors = len(self.keep & {"queries", "keys", "outputs"}) * tokens * config.width
+        working = 3 * config.heads * tokens**2
+        if "gradients" in self.keep:
+            working += config.depth * (3 * config.heads * tokens**2 + 30 * tokens * config.width)
+        return max(1, PIECE_BYTES // (4 * (len(self.layers) * (maps + vectors) + working)))
+
+    def _found(self, part: slice) -> dict[str, Any]:
+        """Return the tensors of some images of the batch, without gradients."""
+        found: dict[str, list[Tensor]] = {name: [] for name in self.keep if name != "gradients"}
+        heads = list(self.heads)
+        for layer in self.layers:
+            block, (tokens, inside) = self._block(layer), self._inputs[layer]
+            tokens = tokens[part]
+            normed = block.norm1(tokens)
+            if self.keep & {"attention", "queries", "keys"}:
+                if type(block.attention).operands is AttentionLayer.operands:
+                    found["attention"].append(block.attention.weights(normed, inside)[:, heads])
+                else:
+                    operands = block.attention.operands(normed, inside)
+                    q, k = operands.queries[:, heads], operands.keys[:, heads]
+                    bias = None if operands.bias is None else operands.bias[..., heads, :, :]
+                    if "attention" in found:
+                        found["attention"].append(_softmax(q, k, bias))
+                    if "queries" in found:
+                        found["queries"].append(q)
+                    if "keys" in found:
+                        found["keys"].append(k)
+            if "outputs" in found:
+                output = self._outputs[layer][part]
+                complete = output.shape[1] == tokens.shape[1]  # the last block may skip what the head does not read
+                found["outputs"].append(output if complete else block(tokens, inside))
+        return {name: torch.stack(parts, dim=1) for name, parts in found.items()}
+
+
+class _GradientPass:
+    """Computes gradients with respect to attention weights, with dense attention in the chosen layers."""
+
+    def __init__(self, network: VisionTransformer, layers: tuple[int, ...]) -> None:
+        self.network = detached_copy(network)
+        self.layers = layers
+        self.dense: dict[int, _DenseAttention] = {}
+        for layer in {*layers}:
+            block = self.network.blocks[layer]
+            assert isinstance(block, Block)
+            self.dense[layer] = block.attention = _DenseAttention(block.attention)
+
+    def __call__(self, images: Tensor, targets: Tensor) -> Float[Tensor, "b layers heads n n"]:
+        with torch.enable_grad():
+            logits = self.network(images)
+            chosen = logits.gather(1, targets[:, None]).float().sum()
+            maps = [self.dense[layer].map for layer in self.layers]
+            gradients = torch.autograd.grad(chosen, [map_ for map_ in maps if map_ is not None])
+        for dense in self.dense.values():
+            dense.map = None
+        return torch.stack(gradients, dim=1)
+
+
+class _DenseAttention(AttentionLayer):
+    """Computes what the given layer computes, by a map of weights that stays available for gradients."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.map: Tensor | None = None
+
+    def forward(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
+    ) -> Float[Tensor, "b m width"]:
+        q, k, v, bias = self.layer.operands(tokens, positions)
+        self.map = _softmax(q, k, bias)
+        if not self.map.requires_grad:
+            self.map.requires_grad_()
+        return self.layer.combine((self.map[:, :, :read] @ v.to(self.map.dtype)).to(v.dtype))
+
+
+def _softmax(
+    q: Float[Tensor, "b heads n d"], k: Float[Tensor, "b heads n d"], bias: Float[Tensor, "*images heads n n"] | None
+) -> Float[Tensor, "b heads n n"]:
+    """Return the attention weights in float32, or in float64 if the queries are."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        logits = (q.to(exact) * q.shape[-1] ** -0.5) @ k.to(exact).transpose(-1, -2)
+        return (logits if bias is None else logits + bias).softmax(dim=-1)
+
+
+def _head_numbers(heads: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    if heads is None:
+        return tuple(range(count))
+    if not heads:
+        raise ConfigError("heads is empty; name at least one head, or leave it out to trace all of them")
+    for head in heads:
+        if not -count <= head < count:
+            raise ConfigError(
+                f"heads={tuple(heads)}: head {head} does not exist; choose from 0 to {count - 1}, or from {-count} to "
+                f"-1, counted from the end"
+            )
+    return tuple(head % count for head in heads)
