@@ -7,9 +7,22 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vitrail.charts.axes import UNBOUNDED, Axis, make_axis
+from vitrail.charts.svg import (
+    BOLD_DIGIT_WIDTH,
+    DIGIT_WIDTH,
+    PlotArea,
+    Point,
+    Series,
+    dot,
+    horizontal_text,
+    isolated,
+    path_data,
+    svg_picture,
+    vertical_text,
+)
 from vitrail.evaluation.predictions.calibration import CalibrationBin
 from vitrail.page import escape, printable
-from vitrail.transfer.axes import UNBOUNDED, Axis, make_axis
 
 __all__ = [
     "STYLE",
@@ -24,9 +37,6 @@ __all__ = [
     "scatter_plot",
     "shorten",
 ]
-
-Point = tuple[float, float]
-"""A point (x, y) in the units of the axes."""
 
 STYLE = """
 :root { --heat: #0e3158; --on-heat: #fff; }
@@ -67,10 +77,6 @@ WIDTH, HEIGHT = 320.0, 200.0
 """Width and height of a line chart in pixels. A phone's screen is about as wide as a chart. On a desktop, three charts
 fit side by side."""
 
-DIGIT_WIDTH, BOLD_DIGIT_WIDTH = 7.0, 7.8
-"""Width in pixels of a digit and of a bold digit in DejaVu at 11 pixels. DejaVu is the widest of the usual system
-fonts."""
-
 MAX_DOTS = 40
 """Maximum number of points that a line draws as dots. A line with more points has no dots."""
 
@@ -82,18 +88,6 @@ SHORTEST_NAME, LONGEST_NAME = 15, 32
 
 SERIES_CLASSES = ("one", "two")
 """CSS classes of the first and of the second series."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line of a chart, with its points in ascending order of x. A point whose y is not finite leaves a gap."""
-
-    name: str
-    points: Sequence[Point]
-
-    @property
-    def finite(self) -> list[Point]:
-        return [point for point in self.points if all(map(math.isfinite, point))]
 
 
 @dataclass(frozen=True)
@@ -125,21 +119,21 @@ def line_chart(
     x_axis = make_axis([0.0, *(x for x, _ in points)], round_ends=False, bounds=(0.0, math.inf), integers=True)
     y_axis = make_axis([*(y for _, y in points), *([0.0] if from_zero else [])], bounds=bounds)
     left = 12 + DIGIT_WIDTH * max(len(y_axis.label(tick, unit)) for tick in y_axis.ticks)
-    area = _PlotArea(left, 22.0, WIDTH - 26, HEIGHT - 36, x_axis, y_axis)
-    parts = [area.grid(y_unit=unit), _text(area.right, HEIGHT - 6, "step", "end")]
+    area = PlotArea(left, 22.0, WIDTH - 26, HEIGHT - 36, x_axis, y_axis)
+    parts = [area.grid(y_unit=unit), horizontal_text(area.right, HEIGHT - 6, "step", "end")]
     for one, css in zip(series, SERIES_CLASSES, strict=False):
-        parts.append(f'<path class="line {css}" d="{_path(area, one.points)}"/>')
+        parts.append(f'<path class="line {css}" d="{path_data(area, one.points)}"/>')
         parts += [
-            _dot(area, point, 2.5, css, f"{one.name}, step {point[0]:,.0f}: {point[1]:,.4g}{unit}")
-            for point in (one.finite if len(one.finite) <= MAX_DOTS else _isolated(one.points))
+            dot(area, point, 2.5, css, f"{one.name}, step {point[0]:,.0f}: {point[1]:,.4g}{unit}")
+            for point in (one.finite if len(one.finite) <= MAX_DOTS else isolated(one.points))
         ]
     if mark is not None:
         x = area.x(mark.x)
         parts.append(f'<path class="mark" d="M{x:.2f} {area.top:g}V{area.bottom:g}"/>')
-        parts.append(_dot(area, (mark.x, mark.y), 4.0, "one", mark.text))
+        parts.append(dot(area, (mark.x, mark.y), 4.0, "one", mark.text))
         half = BOLD_DIGIT_WIDTH * len(mark.text) / 2
-        parts.append(_text(min(max(x, half), WIDTH - half), 14.0, mark.text, "middle", "strong"))
-    return _svg(WIDTH, HEIGHT, label, parts)
+        parts.append(horizontal_text(min(max(x, half), WIDTH - half), 14.0, mark.text, "middle", "strong"))
+    return svg_picture(WIDTH, HEIGHT, label, parts)
 
 
 def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[CalibrationBin] | None, *, label: str) -> str:
@@ -151,11 +145,11 @@ def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[Calibr
     """
     width, height = 320.0, 310.0
     percent = make_axis([0.0, 100.0])
-    area = _PlotArea(52.0, 12.0, 302.0, 262.0, percent, percent)
+    area = PlotArea(52.0, 12.0, 302.0, 262.0, percent, percent)
     parts = [
         area.grid(x_unit="%", y_unit="%"),
-        _text((area.left + area.right) / 2, height - 8, "confidence", "middle"),
-        _vertical_text(10.0, (area.top + area.bottom) / 2, "accuracy"),
+        horizontal_text((area.left + area.right) / 2, height - 8, "confidence", "middle"),
+        vertical_text(10.0, (area.top + area.bottom) / 2, "accuracy"),
         _diagonal(area),
     ]
     for css, bins in [("one", before)] if after is None else [("two", before), ("one", after)]:
@@ -168,7 +162,7 @@ def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[Calibr
         ranges = "".join(_range(area, x, *_wilson_interval(y / 100, count)) for x, y, count in filled)
         parts.append(f'<path class="line range {css}" d="{ranges}"/>')
         parts += [
-            _dot(
+            dot(
                 area,
                 (x, y),
                 max(9 * math.sqrt(count / total), 1.5),
@@ -177,7 +171,7 @@ def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[Calibr
             )
             for x, y, count in filled
         ]
-    return _svg(width, height, label, parts)
+    return svg_picture(width, height, label, parts)
 
 
 def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) -> str:
@@ -187,16 +181,16 @@ def scatter_plot(points: Sequence[Point], titles: Sequence[str], *, label: str) 
     """
     common, longest = _common_axis([value for point in points for value in point])
     left, top, right = 26 + longest, 12.0, WIDTH - 2 - longest / 2
-    area = _PlotArea(left, top, right, top + right - left, common, common)
+    area = PlotArea(left, top, right, top + right - left, common, common)
     height = area.bottom + 40
     parts = [
         area.grid(),
-        _text((area.left + area.right) / 2, height - 8, "true", "middle"),
-        _vertical_text(12.0, (area.top + area.bottom) / 2, "predicted"),
+        horizontal_text((area.left + area.right) / 2, height - 8, "true", "middle"),
+        vertical_text(12.0, (area.top + area.bottom) / 2, "predicted"),
         _diagonal(area),
-        *(_dot(area, point, 2.5, "sample", title) for point, title in zip(points, titles, strict=True)),
+        *(dot(area, point, 2.5, "sample", title) for point, title in zip(points, titles, strict=True)),
     ]
-    return _svg(WIDTH, height, label, parts)
+    return svg_picture(WIDTH, height, label, parts)
 
 
 def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str], *, label: str) -> str:
@@ -220,8 +214,8 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
         f"M{left:g} {top + at * side:g}h{extent}M{left + at * side:g} {top:g}v{extent}" for at in range(len(names) + 1)
     )
     parts = [
-        _text(left - 8, top - 22, "predicted →", "end", "strong"),
-        _text(left - 8, top - 7, "true ↓", "end", "strong"),
+        horizontal_text(left - 8, top - 22, "predicted →", "end", "strong"),
+        horizontal_text(left - 8, top - 7, "true ↓", "end", "strong"),
         f'<path class="grid" d="{lines}"/>',
     ]
     for number, (name, shown) in enumerate(zip(names, short, strict=True)):
@@ -245,7 +239,7 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
             f'x="{x + side / 2:g}" y="{y + side / 2 + 0.36 * font_size:.2f}" text-anchor="middle" '
             f'font-size="{font_size:.3g}">{text}</text></g>'
         )
-    return _svg(width, height, label, parts, fixed_size=True)
+    return svg_picture(width, height, label, parts, fixed_size=True)
 
 
 def legend(names: Sequence[str]) -> str:
@@ -275,38 +269,6 @@ def shorten(name: str, max_width: int) -> str:
     return f"{start.rstrip()}…{end.lstrip()}"
 
 
-@dataclass(frozen=True)
-class _PlotArea:
-    """The part of a chart between its axes, with its edges in pixels and the axes that map values to pixels."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-    x_axis: Axis
-    y_axis: Axis
-
-    def x(self, value: float) -> float:
-        return self.left + self.x_axis.fraction(value) * (self.right - self.left)
-
-    def y(self, value: float) -> float:
-        return self.bottom - self.y_axis.fraction(value) * (self.bottom - self.top)
-
-    def grid(self, *, x_unit: str = "", y_unit: str = "") -> str:
-        """Return the x axis, horizontal grid lines, and the ticks of both axes with their labels."""
-        x_axis, y_axis = self.x_axis, self.y_axis
-        lines = "".join(f"M{self.left:.2f} {self.y(tick):.2f}H{self.right:.2f}" for tick in y_axis.ticks)
-        ticks = "".join(f"M{self.x(tick):.2f} {self.bottom:g}v4" for tick in x_axis.ticks)
-        return "".join(
-            [
-                f'<path class="grid" d="{lines}"/>',
-                f'<path class="axis" d="M{self.left:.2f} {self.bottom:g}H{self.right:.2f}{ticks}"/>',
-                *(_text(self.left - 6, self.y(tick) + 4, y_axis.label(tick, y_unit), "end") for tick in y_axis.ticks),
-                *(_text(self.x(tick), self.bottom + 16, x_axis.label(tick, x_unit), "middle") for tick in x_axis.ticks),
-            ]
-        )
-
-
 def _common_axis(values: Sequence[float]) -> tuple[Axis, float]:
     """Return an axis that a square chart uses for x and y, and the width of its widest label.
 
@@ -321,23 +283,11 @@ def _common_axis(values: Sequence[float]) -> tuple[Axis, float]:
     return common, widest
 
 
-def _diagonal(area: _PlotArea) -> str:
+def _diagonal(area: PlotArea) -> str:
     return f'<path class="ideal" d="M{area.left:g} {area.bottom:g}L{area.right:g} {area.top:g}"/>'
 
 
-def _path(area: _PlotArea, points: Sequence[Point]) -> str:
-    """Return the path data of straight lines between the points, with gaps at points that are not finite."""
-    segments, starts = [], True
-    for x, y in points:
-        if not (math.isfinite(x) and math.isfinite(y)):
-            starts = True
-            continue
-        segments.append(f"{'M' if starts else 'L'}{area.x(x):.2f} {area.y(y):.2f}")
-        starts = False
-    return "".join(segments)
-
-
-def _range(area: _PlotArea, x: float, low: float, high: float) -> str:
+def _range(area: PlotArea, x: float, low: float, high: float) -> str:
     """Return the path data of a vertical line at `x` between two fractions."""
     return f"M{area.x(x):.2f} {area.y(100 * low):.2f}V{area.y(100 * high):.2f}"
 
@@ -348,35 +298,6 @@ def _wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     centre = (fraction + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2)) / (1 + z**2 / count)
     return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
-def _isolated(points: Sequence[Point]) -> list[Point]:
-    """Return the points between two gaps. A line does not show such points."""
-    finite = [False, *(math.isfinite(x) and math.isfinite(y) for x, y in points), False]
-    return [point for at, point in enumerate(points) if finite[at : at + 3] == [False, True, False]]
-
-
-def _dot(area: _PlotArea, point: Point, radius: float, css: str, title: str) -> str:
-    return (
-        f'<circle class="dot {css}" cx="{area.x(point[0]):.2f}" cy="{area.y(point[1]):.2f}" r="{radius:.2f}">'
-        f"<title>{escape(title)}</title></circle>"
-    )
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", css: str = "") -> str:
-    style = f' class="{css}"' if css else ""
-    return f'<text{style} x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _vertical_text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle" transform="rotate(-90 {x:g} {y:g})">{escape(text)}</text>'
-
-
-def _svg(width: float, height: float, label: str, parts: Sequence[str], *, fixed_size: bool = False) -> str:
-    """Return a picture that fills the width of the page. With `fixed_size` its size in pixels is fixed."""
-    size = f' width="{width:.0f}" height="{height:.0f}"' if fixed_size else ""
-    body = "\n".join(parts)
-    return f'<svg viewBox="0 0 {width:.0f} {height:.0f}"{size} role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
 
 
 def _display_width(name: str) -> int:

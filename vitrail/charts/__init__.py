@@ -1,0 +1,1 @@
+"""Parts that charts of several rooms share."""
