@@ -1,0 +1,138 @@
+"""Tests of rollout and relevance, against numbers worked out by hand and versions in plain NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vitrail.analysis.saliency import attention_rollout, class_relevance, relevance, rollout
+from vitrail.analysis.tracing import trace
+from vitrail.errors import ConfigError
+from vitrail.models.variants import create
+from vitrail.models.vit import VisionTransformer
+
+Make = Callable[..., VisionTransformer]
+Images = Callable[..., Tensor]
+
+POOLS: dict[str, dict[str, Any]] = {
+    "class token": {},
+    "registers": {"registers": 2, "qk_norm": True},
+    "mean": {"pool": "gap"},
+    "both": {"pool": "cls+gap"},
+    "attention": {"pool": "map", "registers": 1},
+}
+
+
+def test_rollout_by_hand() -> None:
+    shift = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    layers = torch.stack([shift, shift])[None, :, None]
+    expected = (shift + torch.eye(3)) / 2 @ (shift + torch.eye(3)) / 2
+    torch.testing.assert_close(rollout(layers)[0], expected)
+    torch.testing.assert_close(rollout(layers, identity=False)[0], shift @ shift)
+    uniform = torch.full((1, 3, 2, 3, 3), 1 / 3)
+    torch.testing.assert_close(rollout(uniform, identity=False)[0], torch.full((3, 3), 1 / 3))
+    torch.testing.assert_close(rollout(uniform)[0], (torch.full((3, 3), 1 / 3) + torch.eye(3)).matrix_power(3) / 8)
+
+
+def test_heads_are_fused_and_small_weights_are_discarded() -> None:
+    heads = torch.tensor([[[0.6, 0.4], [0.1, 0.9]], [[0.2, 0.8], [0.3, 0.7]]])[None, None]
+    for fusion, fused in (
+        ("mean", [[0.4, 0.6], [0.2, 0.8]]),
+        ("max", [[0.6 / 1.4, 0.8 / 1.4], [0.3 / 1.2, 0.9 / 1.2]]),
+        ("min", [[0.2 / 0.6, 0.4 / 0.6], [0.1 / 0.8, 0.7 / 0.8]]),
+    ):
+        found = rollout(heads, identity=False, fusion=fusion)  # type: ignore[arg-type]
+        torch.testing.assert_close(found[0], torch.tensor(fused))
+    found = rollout(heads, identity=False, discard=0.5)  # 0.2 and 0.4 of 0.2, 0.4, 0.6 and 0.8 become 0
+    torch.testing.assert_close(found[0], torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
+    found = rollout(torch.tensor([[0.3, 0.4], [0.1, 0.2]])[None, None, None], identity=False, discard=0.5)
+    torch.testing.assert_close(found[0], torch.tensor([[3 / 7, 4 / 7], [0.0, 0.0]]))  # a row without weights
+
+
+def test_relevance_by_hand() -> None:
+    attention = torch.tensor([[[0.5, 0.5], [0.25, 0.75]], [[0.0, 1.0], [0.5, 0.5]]])[None, None]
+    gradients = torch.tensor([[[2.0, -2.0], [4.0, 0.0]], [[3.0, 1.0], [-1.0, 2.0]]])[None, None]
+    # The products are [[1, -1], [1, 0]] and [[0, 1], [-0.5, 1]]; the mean of their positive parts is added.
+    one = torch.tensor([[0.5, 0.5], [0.5, 0.5]])
+    torch.testing.assert_close(relevance(attention, gradients)[0], torch.eye(2) + one)
+    twice = relevance(attention.repeat(1, 2, 1, 1, 1), gradients.repeat(1, 2, 1, 1, 1))
+    torch.testing.assert_close(twice[0], (torch.eye(2) + one) @ (torch.eye(2) + one))
+    alone = torch.tensor([[2.5, 0.5], [2.0, 1.0]])
+    torch.testing.assert_close(relevance(attention, gradients, form="gradient")[0], torch.eye(2) + alone)
+
+
+def naive_reading(network: VisionTransformer, images: Tensor) -> np.ndarray:
+    """Return the fraction with which the head reads each token, from the parts of the network."""
+    config = network.config
+    prefix, patches = config.prefix, 12
+    cls, mean = np.eye(prefix + patches)[0], np.r_[np.zeros(prefix), np.full(patches, 1 / patches)]
+    if config.pool == "map":
+        found = network.features(images)
+        first = [] if found.cls is None else [found.cls[:, None]]
+        tokens = torch.cat([*first, found.registers, found.patches], dim=1)
+        part: Any = network.attention_pool
+        query = part.query(part.probe[0, 0]).view(part.heads, -1)
+        keys = part.key_value(tokens)[..., :16].unflatten(-1, (part.heads, -1))
+        return torch.einsum("hd,bnhd->bhn", query, keys).div(query.shape[1] ** 0.5).softmax(-1).mean(1).numpy()
+    row = {"cls": cls, "gap": mean, "cls+gap": (cls + mean) / 2}[config.pool]
+    return np.tile(row, (len(images), 1))
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_naive_versions(make: Make, images_of: Images, name: str) -> None:
+    network, images = make(**POOLS[name]), images_of(3)
+    targets = torch.tensor([1, 4, 0])
+    rolled = attention_rollout(network, images, batch_size=2)
+    relevant = class_relevance(network, images, targets, batch_size=2)
+    by_gradient = class_relevance(network, images, targets, form="gradient")
+    network.double()
+    found = trace(network, images.double(), keep=("attention", "gradients"), targets=targets)
+    with torch.no_grad():
+        reading = naive_reading(network, images.double())
+    network.float()
+    assert found.attention is not None and found.gradients is not None
+    attention, gradients = found.attention.numpy(), found.gradients.numpy()
+    prefix = network.config.prefix
+    unit = np.eye(prefix + 12)
+    for image in range(3):
+        joint, first, second = unit, unit, unit
+        for layer in range(3):
+            mean = attention[image, layer].mean(axis=0) + unit
+            joint = (mean / mean.sum(axis=1, keepdims=True)) @ joint
+            product = np.maximum(attention[image, layer] * gradients[image, layer], 0).mean(axis=0)
+            first = first + product @ first
+            second = second + np.maximum(gradients[image, layer], 0).mean(axis=0) @ second
+        for values, matrix in ((rolled, joint), (relevant, first), (by_gradient, second)):
+            expected = (reading[image] @ matrix)[prefix:].reshape(3, 4)
+            np.testing.assert_allclose(values.values[image], expected, rtol=2e-3, atol=1e-5)
+    assert relevant.targets is not None and relevant.targets.tolist() == [1, 4, 0] and rolled.targets is None
+    assert rolled.values.dtype == np.float32
+
+
+def test_the_predicted_class_is_the_default(make: Make, images_of: Images) -> None:
+    network, images = make(), images_of(4)
+    found = class_relevance(network, images)
+    assert found.targets is not None and found.targets.tolist() == network(images).argmax(dim=1).tolist()
+
+
+def test_what_is_refused(make: Make, images_of: Images) -> None:
+    attention = torch.full((1, 1, 1, 2, 2), 0.5)
+    with pytest.raises(ConfigError, match=r"discard=1\.0 is not at least 0 and below 1"):
+        rollout(attention, discard=1.0)
+    with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into"):
+        attention_rollout(create("BiT-R26x1", image_size=32), images_of(1))
+    with pytest.raises(ConfigError, match="needs the logit of a class, but this network has no head"):
+        class_relevance(make(num_classes=0), images_of(1))
+
+
+@pytest.mark.usefixtures("types_unchecked")
+def test_unknown_names_are_refused(make: Make, images_of: Images) -> None:
+    with pytest.raises(ConfigError, match="fusion='sum' is not one of 'mean', 'max', 'min'"):
+        attention_rollout(make(), images_of(), fusion="sum")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="form='lrp' is not one of 'attention-gradient', 'gradient'"):
+        class_relevance(make(), images_of(), form="lrp")  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""Tests of attention distance and entropy, against numbers worked out by hand and a version in plain loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vitrail.analysis.statistics import (
+    attention_distance,
+    attention_entropy,
+    entropies,
+    mean_distances,
+    patch_distances,
+)
+from vitrail.errors import ConfigError
+from vitrail.models.vit import VisionTransformer
+
+Make = Callable[..., VisionTransformer]
+Images = Callable[..., Tensor]
+
+
+def test_constructed_attention() -> None:
+    grid, patch = (2, 3), (4, 5)
+    identity = torch.eye(6)
+    right = torch.zeros(6, 6)  # every patch attends to its right neighbour, and the last column to itself
+    for row in range(2):
+        for column in range(3):
+            right[3 * row + column, 3 * row + min(column + 1, 2)] = 1.0
+    uniform = torch.full((6, 6), 1 / 6)
+    found = mean_distances(torch.stack([identity, right, uniform]), grid, patch, 0)
+    # Columns are 5 apart. Of the 36 pairs, 6 are the same patch, 8 are 5 apart, 4 are 10 apart, 6 are 4 apart, 8 are
+    # sqrt(41) apart and 4 are sqrt(116) apart.
+    of_uniform = (8 * 5 + 4 * 10 + 6 * 4 + 8 * math.sqrt(41) + 4 * math.sqrt(116)) / 36
+    np.testing.assert_allclose(found, [0.0, 4 * 5 / 6, of_uniform], rtol=1e-6)
+    np.testing.assert_allclose(entropies(torch.stack([identity, uniform]), 0), [0.0, math.log(6)], atol=1e-6)
+
+
+def test_other_tokens_are_dropped_without_a_new_norm() -> None:
+    attention = torch.full((5, 5), 0.2)  # a class token, a register, and patches in a row of three
+    found = mean_distances(attention, (1, 3), (2, 2), 2)
+    assert float(found) == pytest.approx(0.2 * (2 + 4 + 2 + 2 + 4 + 2) / 3)
+    assert float(entropies(attention, 2)) == pytest.approx(math.log(5))
+
+
+def test_distances_between_patches() -> None:
+    found = patch_distances((2, 2), (3, 4))
+    assert found.tolist() == [[0, 4, 3, 5], [4, 0, 5, 3], [3, 5, 0, 4], [5, 3, 4, 0]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"registers": 2, "positions": "relative-bias"}, {"pool": "gap"}], ids=str)
+def test_a_naive_version(make: Make, images_of: Images, fields: dict[str, object]) -> None:
+    network, images = make(**fields), images_of(3)
+    prefix, (rows, columns) = network.config.prefix, (3, 4)
+    distance = attention_distance(network, images, layers=[2, 0], heads=[-1, 1], batch_size=2)
+    entropy = attention_entropy(network, images, layers=[2, 0], heads=[-1, 1])
+    with torch.no_grad():
+        weights = network.double().attention_weights(images.double(), [2, 0])
+    network.float()
+    for row in (0, 1):
+        for column, head in enumerate((3, 1)):
+            distances, nats = [], []
+            for image in range(3):
+                map_ = weights[row][image, head].tolist()
+                total = entropy_sum = 0.0
+                for i in range(rows * columns):
+                    for j in range(rows * columns):
+                        down, across = i // columns - j // columns, i % columns - j % columns
+                        total += map_[prefix + i][prefix + j] * math.sqrt((4 * down) ** 2 + (5 * across) ** 2)
+                    entropy_sum -= sum(weight * math.log(weight) for weight in map_[prefix + i])
+                distances.append(total / 12)
+                nats.append(entropy_sum / 12)
+            assert distance.pixels.mean[row, column] == pytest.approx(np.mean(distances), rel=1e-4)
+            assert distance.pixels.spread[row, column] == pytest.approx(np.std(distances), rel=1e-3, abs=1e-6)
+            assert distance.fraction.mean[row, column] == pytest.approx(np.mean(distances) / 20, rel=1e-4)
+            assert entropy.mean[row, column] == pytest.approx(np.mean(nats), rel=1e-4)
+    assert (distance.pixels.layers, distance.pixels.heads, distance.pixels.images) == ((2, 0), (3, 1), 3)
+    assert (distance.pixels.unit, distance.fraction.unit) == ("pixels", "fraction of the image width")
+    assert entropy.unit == "nats"
+
+
+def test_a_layer_that_does_not_exist(make: Make, images_of: Images) -> None:
+    with pytest.raises(ConfigError, match=r"layers=\(7,\): block 7 does not exist; choose from 0 to 2"):
+        attention_distance(make(), images_of(), layers=[7])

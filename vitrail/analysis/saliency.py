@@ -1,0 +1,226 @@
+"""Maps of the patches that a prediction depends on: attention rollout, and relevance for a class.
+
+Rollout (2005.00928) follows attention from the output down to the patches. It shows the same map for all classes.
+Relevance (2103.15679) also uses the gradients of a class, and shows what speaks for this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import Tensor, nn
+
+from vitrail.analysis.tracing import BATCH, Kept, Trace, traces, transformer_of
+from vitrail.errors import ConfigError
+from vitrail.machine import Precision
+from vitrail.models.pooling import AttentionPool
+from vitrail.models.vit import VisionTransformer
+
+__all__ = [
+    "Fusion",
+    "RelevanceForm",
+    "SaliencyMaps",
+    "attention_rollout",
+    "class_relevance",
+    "relevance",
+    "rollout",
+]
+
+Fusion = Literal["mean", "max", "min"]
+"""Reduction of the weights of all heads to one weight."""
+
+RelevanceForm = Literal["attention-gradient", "gradient"]
+"""The weights of a layer for relevance: the product of attention weights and gradients, or gradients alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class SaliencyMaps:
+    """One map per image, with a number for each patch. Larger numbers mark patches that matter more."""
+
+    name: str
+    unit: str
+    values: Float32[np.ndarray, "b rows columns"]
+    targets: Int64[np.ndarray, " b"] | None = None
+    """Class of each image that the map explains, or None if it does not depend on a class."""
+
+
+def attention_rollout(
+    network: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    *,
+    identity: bool = True,
+    fusion: Fusion = "mean",
+    discard: float = 0.0,
+    precision: Precision = "float32",
+    batch_size: int = BATCH,
+) -> SaliencyMaps:
+    """Return the attention of the network's output to each patch, through all layers (paper Appendix D.8, figure 6).
+
+    For a network that pools the class token, this is the class token's row of `rollout`. For mean pooling, it is the
+    mean of the patches' rows, and for attention pooling, a mean weighted by the pooling's attention. For `identity`,
+    `fusion` and `discard`, see `rollout`. For the other arguments and the errors, see
+    `vitrail.analysis.tracing.trace`.
+    """
+    _check(fusion, discard)
+    vit = transformer_of(network)
+
+    def from_piece(piece: Trace) -> np.ndarray:
+        assert piece.attention is not None
+        joint = rollout(piece.attention, identity=identity, fusion=fusion, discard=discard)
+        return _patch_map(_reading(vit, piece), joint, piece)
+
+    pieces = traces(vit, images, keep={"attention", *_for_reading(vit)}, precision=precision, batch_size=batch_size)
+    found = [from_piece(piece) for piece in pieces]
+    return SaliencyMaps("attention rollout", "fraction of the output's attention", _joined(found))
+
+
+def class_relevance(
+    network: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    targets: Int64[Tensor, " b"] | None = None,
+    *,
+    form: RelevanceForm = "attention-gradient",
+    precision: Precision = "float32",
+    batch_size: int = BATCH,
+) -> SaliencyMaps:
+    """Return the relevance of each patch for a class of each image, by default the predicted class.
+
+    The rows of `relevance` are pooled as in `attention_rollout`. For `form`, see `relevance`. For the other arguments
+    and the errors, see `vitrail.analysis.tracing.trace`.
+    """
+    _check_form(form)
+    vit = transformer_of(network)
+    found, classes = [], []
+    for piece in traces(
+        vit,
+        images,
+        keep={"attention", "gradients", *_for_reading(vit)},
+        targets=targets,
+        precision=precision,
+        batch_size=batch_size,
+    ):
+        assert piece.attention is not None and piece.gradients is not None and piece.targets is not None
+        joint = relevance(piece.attention, piece.gradients, form=form)
+        found.append(_patch_map(_reading(vit, piece), joint, piece))
+        classes.append(piece.targets.cpu().numpy())
+    return SaliencyMaps("relevance", "relative to one layer's identity", _joined(found), np.concatenate(classes))
+
+
+def rollout(
+    attention: Float[Tensor, "b layers heads n n"],
+    *,
+    identity: bool = True,
+    fusion: Fusion = "mean",
+    discard: float = 0.0,
+) -> Float[Tensor, "b n n"]:
+    """Return the attention of the last layer's tokens (rows) to the first layer's tokens (columns).
+
+    The heads of a layer are fused, and the smallest weights of the fused map, a fraction `discard` of them, become 0.
+    With `identity`, the identity is added for the residual connection. Rows are then divided by their sums, and the
+    maps of all layers are multiplied. A row without weights stays 0. Raises `ConfigError` for an unknown fusion and
+    for a fraction outside of 0 <= discard < 1.
+    """
+    _check(fusion, discard)
+    images, _, _, tokens, _ = attention.shape
+    joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
+    for weights in attention.unbind(dim=1):
+        fused = _fused(weights, fusion)
+        if count := int(discard * tokens**2):
+            flat = fused.flatten(1)
+            smallest = flat.argsort(dim=1, stable=True)[:, :count]
+            fused = flat.scatter(1, smallest, 0.0).view_as(fused)
+        if identity:
+            fused = fused + torch.eye(tokens, dtype=fused.dtype, device=fused.device)
+        sums = fused.sum(dim=-1, keepdim=True)
+        joint = torch.where(sums > 0, fused / sums, 0.0) @ joint
+    return joint
+
+
+def relevance(
+    attention: Float[Tensor, "b layers heads n n"],
+    gradients: Float[Tensor, "b layers heads n n"],
+    *,
+    form: RelevanceForm = "attention-gradient",
+) -> Float[Tensor, "b n n"]:
+    """Return the relevance of the first layer's tokens (columns) for the last layer's tokens (rows).
+
+    It starts as the identity R. Each layer adds the product A R, where A is the mean over heads of the positive part
+    of attention times gradient (2103.15679, equations 5 and 6). With the form "gradient", A is the mean of the positive
+    part of the gradient alone.
+    """
+    _check_form(form)
+    images, _, _, tokens, _ = attention.shape
+    joint = torch.eye(tokens, dtype=attention.dtype, device=attention.device).expand(images, -1, -1)
+    for weights, slopes in zip(attention.unbind(dim=1), gradients.unbind(dim=1), strict=True):
+        both = slopes if form == "gradient" else weights * slopes
+        joint = joint + both.clamp(min=0).mean(dim=1) @ joint
+    return joint
+
+
+def _fused(weights: Float[Tensor, "b heads n n"], fusion: Fusion) -> Float[Tensor, "b n n"]:
+    reductions: dict[Fusion, Callable[[Tensor], Tensor]] = {
+        "mean": lambda map_: map_.mean(dim=1),
+        "max": lambda map_: map_.amax(dim=1),
+        "min": lambda map_: map_.amin(dim=1),
+    }
+    return reductions[fusion](weights)
+
+
+def _for_reading(vit: VisionTransformer) -> set[Kept]:
+    """Return the tensors that `_reading` needs in addition to the attention."""
+    return {"outputs"} if vit.config.pool == "map" else set()
+
+
+def _reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]:
+    """Return the fraction with which the head reads each token after the last block. Rows add up to 1."""
+    assert piece.attention is not None
+    images, tokens = len(piece.attention), piece.attention.shape[-1]
+    class_token, patches = piece.attention.new_zeros(2, images, tokens)
+    class_token[:, 0] = 1.0
+    patches[:, piece.prefix :] = 1 / (tokens - piece.prefix)
+    pool = vit.config.pool
+    if pool == "map":
+        assert vit.attention_pool is not None and piece.outputs is not None
+        last = piece.outputs[:, -1]
+        with torch.no_grad():
+            normed = vit.norm(last) if vit.config.final_norm == "tokens" else last
+            return _pool_weights(vit.attention_pool, normed).to(piece.attention.dtype)
+    if pool == "cls+gap":
+        return (class_token + patches) / 2
+    return class_token if pool == "cls" else patches
+
+
+def _pool_weights(pool: AttentionPool, tokens: Float[Tensor, "b n width"]) -> Float[Tensor, "b n"]:
+    """Return the attention weights of the pooling, a mean over its heads."""
+    images, count, _ = tokens.shape
+    query = pool.query(pool.probe.to(tokens.dtype)).view(1, 1, pool.heads, -1).transpose(1, 2)
+    key, _ = pool.key_value(tokens).view(images, count, 2, pool.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    logits = query @ key.transpose(-1, -2) * key.shape[-1] ** -0.5
+    return logits.softmax(dim=-1)[:, :, 0].mean(dim=1)
+
+
+def _patch_map(reading: Float[Tensor, "b n"], joint: Float[Tensor, "b n n"], piece: Trace) -> np.ndarray:
+    """Return the row that the head reads, without the tokens before the patches, in the shape of the grid."""
+    row = (reading[:, None] @ joint)[:, 0, piece.prefix :]
+    return row.reshape(-1, *piece.grid).float().cpu().numpy()
+
+
+def _joined(found: Sequence[np.ndarray]) -> Float32[np.ndarray, "b rows columns"]:
+    return np.concatenate(found)
+
+
+def _check(fusion: str, discard: float) -> None:
+    if fusion not in get_args(Fusion):
+        raise ConfigError(f"fusion={fusion!r} is not one of {', '.join(map(repr, get_args(Fusion)))}")
+    if not 0 <= discard < 1:
+        raise ConfigError(f"discard={discard} is not at least 0 and below 1; it is a fraction of the weights")
+
+
+def _check_form(form: str) -> None:
+    if form not in get_args(RelevanceForm):
+        raise ConfigError(f"form={form!r} is not one of {', '.join(map(repr, get_args(RelevanceForm)))}")
