@@ -1,0 +1,91 @@
+"""Tests of token norms, of principal components of patches, and of linear models by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vitrail.analysis.features import TokenNorms, patch_colours, probe_layers, token_norms
+from vitrail.errors import ConfigError
+from vitrail.models.resnet import ResNet
+from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.vit import VisionTransformer
+
+Make = Callable[..., VisionTransformer]
+Images = Callable[..., Tensor]
+
+
+@pytest.mark.parametrize("fields", [{}, {"registers": 2}, {"pool": "gap"}], ids=str)
+def test_norms_by_layer(make: Make, images_of: Images, fields: dict[str, object]) -> None:
+    network, images = make(**fields), images_of(3)
+    found = token_norms(network, images, [-1, 0], batch_size=2)
+    for place, one in enumerate(network.features(images, [-1, 0])):
+        expected = np.sqrt((one.patches.detach().numpy() ** 2).sum(axis=2))
+        np.testing.assert_allclose(found.patches[:, place], expected, rtol=1e-5)
+        assert (found.cls is None) == (one.cls is None)
+        if one.cls is not None and found.cls is not None:
+            np.testing.assert_allclose(found.cls[:, place], one.cls.norm(dim=1).detach(), rtol=1e-5)
+        np.testing.assert_allclose(found.registers[:, place], one.registers.norm(dim=2).detach(), rtol=1e-5)
+    assert found.layers == (2, 0) and found.grid == (3, 4)
+
+
+def test_outliers_exceed_three_medians() -> None:
+    norms = np.ones((1, 2, 10), np.float32)
+    norms[0, 1, :2] = (3.5, 2.9)
+    found = TokenNorms("token norm", "Euclidean norm", (0, 1), (2, 5), None, norms[..., :0], norms)
+    np.testing.assert_allclose(found.outliers(), [0.0, 0.1])
+    np.testing.assert_allclose(found.outliers(2.0), [0.0, 0.2])
+
+
+def test_colours_have_one_basis_and_certain_signs(make: Make, images_of: Images) -> None:
+    network, images = make(), images_of(4)
+    found = patch_colours(network, images, batch_size=3)
+    tokens = network.features(images).patches.detach().double().numpy().reshape(-1, 16)
+    values, vectors = np.linalg.eigh(np.cov(tokens.T))
+    for component in range(3):
+        direction = vectors[:, -1 - component]
+        direction = direction * np.sign(direction[np.abs(direction).argmax()])
+        expected = ((tokens - tokens.mean(axis=0)) @ direction).reshape(4, 3, 4)
+        np.testing.assert_allclose(found.values[..., component], expected, atol=1e-3)
+    np.testing.assert_allclose(found.explained, values[::-1][:3] / values.sum(), rtol=1e-4)
+    pictures = found.pictures()
+    assert pictures.shape == (4, 3, 4, 3) and pictures.min() == 0 and pictures.max() == 1
+    flipped = patch_colours(network, images.flip(0))
+    np.testing.assert_allclose(flipped.values[::-1], found.values, atol=1e-3)
+    assert not np.allclose(patch_colours(network, images, 0).values, found.values)
+
+
+def test_a_resnet_has_colours_too() -> None:
+    network = ResNet(ResNetConfig(depths=(1, 1), width=32, num_classes=3)).eval()
+    images = torch.randn(2, 3, 33, 40, generator=torch.Generator().manual_seed(0))
+    assert patch_colours(network, images, 0).values.shape == (2, 9, 10, 3)
+    with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into"):
+        token_norms(network, images)
+
+
+def test_a_linear_model_by_layer(make: Make) -> None:
+    network = make(pool="gap")
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(60) % 2
+    images = torch.randn(60, 3, 12, 20, generator=generator) + 2.0 * (labels[:, None, None, None] - 0.5)
+    known, unknown = labels[:40].numpy(), labels[40:].numpy()
+    found = probe_layers(network, images[:40], known, images[40:], unknown, [0, -1], batch_size=16)
+    assert [one.layer for one in found] == [0, 2]
+    for one in found:
+        assert one.accuracy.low is not None and one.accuracy.low <= one.accuracy.value
+        assert one.accuracy.value > 0.8
+    wrong = probe_layers(network, images[:40], known, images[40:], 1 - unknown, [0])
+    assert wrong[0].accuracy.value == pytest.approx(1 - found[0].accuracy.value)
+
+
+def test_what_is_refused(make: Make, images_of: Images) -> None:
+    with pytest.raises(ConfigError, match=r"layers=\(5,\): block 5 does not exist; choose from 0 to 2"):
+        patch_colours(make(), images_of(), 5)
+    with pytest.raises(ConfigError, match="components=0 is less than 1"):
+        patch_colours(make(), images_of(), components=0)
+    with pytest.raises(ConfigError, match="components=17 is more than 16, the number of directions of these tokens"):
+        patch_colours(make(), images_of(), components=17)

@@ -1,0 +1,117 @@
+"""Similarity of the features of layers, in one network or two: centred kernel alignment (1905.00414).
+
+The estimator of the Hilbert-Schmidt independence criterion (HSIC) is unbiased, and it is averaged over minibatches
+(2010.15327, equation 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.models.network import block_numbers
+from vitrail.models.predictor import Predictor
+
+__all__ = ["LayerSimilarity", "MinibatchCka", "layer_similarity", "unbiased_hsic"]
+
+SMALLEST_BATCH = 4
+"""Smallest number of images for which the unbiased estimator is defined."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSimilarity:
+    """CKA of the layers of one network (rows) with those of another network (columns)."""
+
+    name: str
+    unit: str
+    rows: tuple[int, ...]
+    """Numbers of the first network's blocks."""
+    columns: tuple[int, ...]
+    """Numbers of the second network's blocks."""
+    values: Float64[np.ndarray, "rows columns"]
+
+
+def layer_similarity(
+    network: nn.Module,
+    batches: Iterable[Float[Tensor, "b c h w"]],
+    other: nn.Module | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    other_layers: Sequence[int] | None = None,
+) -> LayerSimilarity:
+    """Return the CKA of every two layers, with all tokens of an image as its features.
+
+    Without `other`, layers of the network are compared with each other. Both networks get the same images, so they must
+    take the same size. Networks of different widths, and ResNets, can be compared. `layers` count from 0, or backward
+    from -1. Raises `ConfigError` for a block that does not exist, and for a batch of fewer than four images.
+    """
+    rows = _layers(network, layers)
+    columns = _layers(network, layers) if other is None else _layers(other, other_layers)
+    one, two = Predictor(network), None if other is None else Predictor(other)
+    total = MinibatchCka(len(rows), len(columns))
+    for batch in batches:
+        first = _flat(one, batch, rows)
+        total.add(first, first if two is None else _flat(two, batch, columns))
+    return LayerSimilarity("centred kernel alignment", "CKA", tuple(rows), tuple(columns), total.result())
+
+
+class MinibatchCka:
+    """CKA between two lists of features, from minibatches of the same samples."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._cross = torch.zeros(rows, columns, dtype=torch.float64)
+        self._rows = torch.zeros(rows, dtype=torch.float64)
+        self._columns = torch.zeros(columns, dtype=torch.float64)
+        self._batches = 0
+
+    def add(self, first: Sequence[Float[Tensor, "b _"]], second: Sequence[Float[Tensor, "b _"]]) -> None:
+        """Add a minibatch: the features of each row, and of each column. Raise `ConfigError` for fewer than four
+        samples."""
+        kernels = [_kernel(one) for one in first]
+        others = kernels if second is first else [_kernel(one) for one in second]
+        self._cross += torch.stack([torch.stack([unbiased_hsic(k, l) for l in others]) for k in kernels])  # noqa: E741
+        self._rows += torch.stack([unbiased_hsic(k, k) for k in kernels])
+        self._columns += torch.stack([unbiased_hsic(k, k) for k in others])
+        self._batches += 1
+
+    def result(self) -> Float64[np.ndarray, "rows columns"]:
+        """Return the CKA. Raise `ConfigError` if there was no minibatch."""
+        if not self._batches:
+            raise ConfigError("there are no images, so there is nothing to compare; give at least four")
+        return (self._cross / (self._rows[:, None] * self._columns).sqrt()).numpy()
+
+
+def unbiased_hsic(first: Float64[Tensor, "b b"], second: Float64[Tensor, "b b"]) -> Float64[Tensor, ""]:
+    """Return the unbiased estimate of HSIC from two kernel matrices whose diagonals are 0."""
+    n = len(first)
+    product = (first * second).sum() + first.sum() * second.sum() / ((n - 1) * (n - 2))
+    return (product - 2 / (n - 2) * (first.sum(dim=0) * second.sum(dim=0)).sum()) / (n * (n - 3))
+
+
+def _kernel(features: Float[Tensor, "b d"]) -> Float64[Tensor, "b b"]:
+    """Return the products of all samples, with a diagonal of 0."""
+    if len(features) < SMALLEST_BATCH:
+        raise ConfigError(
+            f"a batch of {len(features)} images is too small for unbiased CKA; give at least {SMALLEST_BATCH} at a time"
+        )
+    exact = features.double()
+    return (exact @ exact.T).fill_diagonal_(0.0).cpu()
+
+
+def _flat(predictor: Predictor, batch: Tensor, layers: Sequence[int]) -> list[Tensor]:
+    found = []
+    for one in predictor.features(batch, layers):
+        first = [] if one.cls is None else [one.cls]
+        found.append(torch.cat([*first, one.registers.flatten(1), one.patches.flatten(1)], dim=1))
+    return found
+
+
+def _layers(network: nn.Module, layers: Sequence[int] | None) -> list[int]:
+    count: int = network.config.num_blocks  # type: ignore[union-attr, assignment]
+    return block_numbers(range(count) if layers is None else layers, count)

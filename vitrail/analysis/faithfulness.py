@@ -1,0 +1,183 @@
+"""Measurements of saliency maps: deletion and insertion curves (1806.07421), and a check with random weights
+(1810.03292).
+
+A good map ranks patches by how much the prediction depends on them. Deleting the most salient patches first then lowers
+the class's probability quickly, and inserting them first raises it quickly.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor, nn
+
+from vitrail.analysis.saliency import SaliencyMaps
+from vitrail.analysis.tracing import transformer_of
+from vitrail.errors import ConfigError
+from vitrail.models.predictor import Predictor
+
+__all__ = ["RandomisedWeights", "SaliencyCurves", "randomised_weights", "rank_correlation", "saliency_curves"]
+
+STEPS = 10
+"""Default number of steps in which all patches are deleted or inserted."""
+
+RANDOM = "random"
+"""Name of the random order in the results."""
+
+
+@dataclass(frozen=True, eq=False)
+class SaliencyCurves:
+    """The probability of a class while patches are deleted or inserted in the order of a saliency map."""
+
+    name: str
+    unit: str
+    methods: tuple[str, ...]
+    """Names of the saliency maps, and "random" for a random order."""
+    fractions: Float64[np.ndarray, " steps"]
+    """Fraction of the patches that were deleted or inserted, from 0 to 1."""
+    deletion: Float64[np.ndarray, "methods b steps"]
+    insertion: Float64[np.ndarray, "methods b steps"]
+
+    def deletion_auc(self) -> Float64[np.ndarray, "methods b"]:
+        """Return the area under each deletion curve. A smaller area is better."""
+        return np.trapezoid(self.deletion, self.fractions, axis=2)
+
+    def insertion_auc(self) -> Float64[np.ndarray, "methods b"]:
+        """Return the area under each insertion curve. A larger area is better."""
+        return np.trapezoid(self.insertion, self.fractions, axis=2)
+
+
+@dataclass(frozen=True, eq=False)
+class RandomisedWeights:
+    """Similarity of saliency maps before and after weights were randomised from the head downward."""
+
+    name: str
+    unit: str
+    stages: tuple[str, ...]
+    """Names of the layers down to which the weights are random."""
+    correlation: Float64[np.ndarray, "stages b"]
+    """Rank correlation of each image's map with the map of the trained weights. A method that depends on the weights
+    falls to about 0."""
+
+
+def saliency_curves(
+    network: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    maps: Mapping[str, SaliencyMaps],
+    targets: Int64[Tensor, " b"] | None = None,
+    *,
+    steps: int = STEPS,
+    fill: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 32,
+) -> SaliencyCurves:
+    """Return deletion and insertion curves of several saliency maps, beside a random order of the patches.
+
+    A deleted patch is filled with `fill` in the normalised image: 0 is the mean colour. Insertion starts from an image
+    that is filled completely. `targets` are the classes, by default the predicted ones. Raises `ConfigError` if a
+    name is "random", if a map has other patches than the images, and for fewer than one step.
+    """
+    if RANDOM in maps:
+        raise ConfigError(f"maps has the name {RANDOM!r}, which stands for a random order; choose another name")
+    if steps < 1:
+        raise ConfigError(f"steps={steps} is less than 1")
+    vit = transformer_of(network)
+    predictor, config = Predictor(network), vit.config
+    grid = config.grid_of(images.shape[2], images.shape[3])
+    stride = config.root.stride if config.root else 1
+    count = grid[0] * grid[1]
+    if targets is None:
+        targets = torch.cat([predictor.logits(batch) for batch in torch.split(images, batch_size)]).argmax(dim=1)
+    orders = {}
+    for name, found in maps.items():
+        if found.values.shape != (len(images), *grid):
+            raise ConfigError(
+                f"maps[{name!r}] has the shape {found.values.shape}, but these images have patches of the shape "
+                f"{(len(images), *grid)}"
+            )
+        orders[name] = np.argsort(-found.values.reshape(len(images), count), axis=1, kind="stable")
+    random = np.random.default_rng(seed)
+    orders[RANDOM] = np.stack([random.permutation(count) for _ in range(len(images))])
+    changed = np.round(np.linspace(0, count, min(steps, count) + 1)).astype(int)
+
+    def curve(order: np.ndarray, *, delete: bool) -> np.ndarray:
+        found = []
+        for number in changed:
+            hidden = torch.full((len(images), count), not delete)
+            hidden.scatter_(1, torch.from_numpy(order[:, :number]), delete)
+            patch = config.patch_size[0] * stride, config.patch_size[1] * stride
+            pixels = _pixel_mask(hidden.reshape(-1, *grid), patch, images.shape[2:]).to(images.device)
+            shown = images.masked_fill(pixels[:, None], fill)
+            logits = torch.cat([predictor.logits(batch) for batch in torch.split(shown, batch_size)])
+            chosen = logits.float().softmax(dim=1).gather(1, targets[:, None])[:, 0]
+            found.append(chosen.double().cpu().numpy())
+        return np.stack(found, axis=1)
+
+    return SaliencyCurves(
+        "deletion and insertion",
+        "probability of the class",
+        tuple(orders),
+        changed / count,
+        np.stack([curve(order, delete=True) for order in orders.values()]),
+        np.stack([curve(order, delete=False) for order in orders.values()]),
+    )
+
+
+def randomised_weights(
+    network: nn.Module,
+    images: Float[Tensor, "b c h w"],
+    method: Callable[[nn.Module, Tensor], SaliencyMaps],
+    *,
+    seed: int = 0,
+) -> RandomisedWeights:
+    """Return how similar a method's maps stay if the weights of more and more layers are random, from the head down.
+
+    The numbers of each weight are shuffled, so their distribution stays. The network is not changed. A method whose
+    maps stay similar shows the image, not what the network learned.
+    """
+    expected = method(network, images).values
+    shuffled = copy.deepcopy(transformer_of(network))
+    layers = shuffled.layers()
+    stages: list[tuple[str, list[nn.Module]]] = [("head", [*layers.head, *layers.summary])]
+    stages += [(f"block {number}", [layers.blocks[number]]) for number in reversed(range(len(layers.blocks)))]
+    stages.append(("embedding", layers.embedding))
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _, modules in stages:
+        with torch.no_grad():
+            for module in modules:
+                for parameter in module.parameters():
+                    order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+                    parameter.copy_(parameter.flatten()[order].view_as(parameter))
+        found = method(shuffled, images).values
+        rows.append([rank_correlation(one, other) for one, other in zip(expected, found, strict=True)])
+    return RandomisedWeights(
+        "saliency with random weights", "rank correlation", tuple(name for name, _ in stages), np.array(rows)
+    )
+
+
+def rank_correlation(first: Float[np.ndarray, "*n"], second: Float[np.ndarray, "*n"]) -> float:
+    """Return Spearman's rank correlation of two arrays, with mean ranks for equal numbers, or 0 if an array is
+    constant."""
+    one, two = (_ranks(values.ravel()) for values in (first, second))
+    one, two = one - one.mean(), two - two.mean()
+    scale = float(np.sqrt((one**2).sum() * (two**2).sum()))
+    return float((one * two).sum()) / scale if scale else 0.0
+
+
+def _ranks(values: Float[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+
+
+def _pixel_mask(patches: Tensor, patch: tuple[int, int], size: Sequence[int]) -> Tensor:
+    """Return the mask of pixels of a mask of patches. Pixels beyond the last patch belong to the last patch."""
+    rows, columns = patches.shape[1:]
+    down = (torch.arange(size[0]) // patch[0]).clamp(max=rows - 1)
+    across = (torch.arange(size[1]) // patch[1]).clamp(max=columns - 1)
+    return patches[:, down[:, None], across]
