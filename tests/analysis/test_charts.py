@@ -1,0 +1,97 @@
+"""Tests of charts: values can be read back from the pictures."""
+
+from __future__ import annotations
+
+import io
+import math
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.analysis.charts import colours, heat_map, mosaic, png, scatter, series_chart, standalone
+from vitrail.charts.svg import Series
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def parsed(chart: str) -> ElementTree.Element:
+    return ElementTree.fromstring(standalone(chart))
+
+
+def test_many_series_differ_in_colour_or_dashes() -> None:
+    series = [Series(f"head {number}", [(0.0, float(number)), (3.0, number + 1.0)]) for number in range(12)]
+    root = parsed(series_chart(series, label="Lines.", x_name="layer", y_name="pixels", integers=True))
+    lines = [
+        one for one in root.iter(f"{SVG}path") if one.get("class") == "series" and one.find(f"{SVG}title") is not None
+    ]
+    assert len({(one.get("stroke"), one.get("stroke-dasharray")) for one in lines}) == 12
+    texts = [text for one in root.iter(f"{SVG}text") if (text := one.text)]
+    assert {"layer", "pixels", "head 0", "head 11"} <= {*texts} and "1.5" not in texts
+    assert root.get("aria-label") == "Lines."
+    last = [one for one in root.iter(f"{SVG}circle") if "head 11" in (one[0].text or "")]
+    assert [one[0].text for one in last] == ["head 11: 0, 11", "head 11: 3, 12"]
+    assert float(last[0].get("cy", "")) > float(last[1].get("cy", ""))  # upward
+    inside = [float(one.get("y", "0")) for one in root.iter(f"{SVG}text")]
+    assert max(inside) < float(root.get("height", ""))
+
+
+def test_gaps_and_nothing() -> None:
+    chart = series_chart([Series("a", [(0.0, 1.0), (1.0, math.nan), (2.0, 3.0)])], label="", x_name="x", y_name="y")
+    assert chart.count("<circle") == 2 and "legend" not in chart
+    assert series_chart([Series("a", [(0.0, math.nan)])], label="", x_name="x", y_name="y") == ""
+    assert scatter({}, label="", x_name="x", y_name="y") == ""
+
+
+def test_scatter_has_a_dot_per_point() -> None:
+    groups = {"heads & more": [(0.0, 5.0), (1.0, math.inf)], "field": [(1.0, 2.0)]}
+    root = parsed(scatter(groups, label="Dots.", x_name="layer", y_name="pixels"))
+    titles = [one[0].text for one in root.iter(f"{SVG}circle") if len(one)]
+    assert titles == ["heads & more: 0, 5", "field: 1, 2"]
+
+
+def test_heat_map_colours_tell_the_values() -> None:
+    values = np.array([[0.0, 0.25, 1.0], [0.5, math.nan, 0.75]])
+    chart = heat_map(
+        values,
+        label="Map.",
+        row_name="layer",
+        column_name="head",
+        unit="CKA",
+        rows="ab",
+        columns="cde",
+        bounds=(0.0, 1.0),
+    )
+    root = parsed(chart)
+    cells = {one[0].text: one.get("fill") for one in root.iter(f"{SVG}rect") if len(one)}
+    assert len(cells) == 5
+    assert cells["layer a, head c: 0 CKA"] == "#440154" and cells["layer a, head e: 1 CKA"] == "#fde725"
+    texts = [one.text for one in root.iter(f"{SVG}text")]
+    assert {"a", "b", "c", "d", "e", "CKA", "layer", "head", "0.0", "1.0"} <= {*texts}
+
+
+def test_colours_grow_brighter_evenly() -> None:
+    found = colours(np.linspace(-0.5, 1.5, 21)[None])[0].astype(float)
+    brightness = found @ [0.299, 0.587, 0.114]
+    assert (
+        (np.diff(brightness) >= 0).all() and np.array_equal(found[0], found[5]) and found[20].tolist() == [253, 231, 37]
+    )
+
+
+def test_mosaic_places_pictures_in_rows() -> None:
+    pictures = np.arange(3)[:, None, None, None] * np.full((3, 2, 3, 1), 0.4)
+    found = mosaic(pictures, 2, scale=2, gap=1)
+    assert found.shape == (9, 13, 3)
+    assert (found[:4, :6] == 0).all() and (found[:4, 7:] == 102).all() and (found[5:, :6] == 204).all()
+    assert (found[4] == 255).all() and (found[5:, 6:] == 255).all()
+    with Image.open(io.BytesIO(png(found))) as picture:
+        assert np.array_equal(np.asarray(picture), found)
+    assert mosaic(np.zeros((1, 2, 2, 3)), 5).shape == (2, 2, 3)
+
+
+def test_a_constant_map_has_a_scale() -> None:
+    chart = heat_map(
+        np.full((1, 1), 2.0), label="", row_name="r", column_name="c", unit="nats", rows=["0"], columns=["0"]
+    )
+    assert float(parsed(chart).get("width", "")) == pytest.approx(120, abs=60)

@@ -1,0 +1,105 @@
+"""Tests of the pictures of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import numpy as np
+from torch import Tensor
+
+from vitrail.analysis.charts import colours, standalone
+from vitrail.analysis.cka import layer_similarity
+from vitrail.analysis.drawing import (
+    draw_curves,
+    draw_filters,
+    draw_heads,
+    draw_layer_similarity,
+    draw_norms,
+    draw_patch_colours,
+    draw_positions,
+    draw_probes,
+    draw_randomised,
+    draw_receptive_field,
+    overlay,
+)
+from vitrail.analysis.embedding import embedding_filters, position_similarity
+from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
+from vitrail.analysis.features import LayerProbe, patch_colours, token_norms
+from vitrail.analysis.receptive import effective_receptive_field
+from vitrail.analysis.statistics import attention_distance
+from vitrail.evaluation.predictions.bootstrap import Metric
+from vitrail.models.vit import VisionTransformer
+
+Make = Callable[..., VisionTransformer]
+Images = Callable[..., Tensor]
+
+
+def titles(chart: str) -> list[str]:
+    root = ElementTree.fromstring(standalone(chart))
+    return [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
+
+
+def test_heads_beside_a_receptive_field(make: Make, images_of: Images) -> None:
+    distance = attention_distance(make(), images_of(2)).pixels
+    field = effective_receptive_field(make(), images_of(1))
+    found = titles(draw_heads(distance, field))
+    assert len(found) == 3 * 4 + 3
+    assert found[0] == f"heads: 0, {distance.mean[0, 0]:.4g}"
+    assert found[-1] == f"receptive field: 2, {field.distance[2]:.4g}"
+    assert draw_receptive_field(field).shape == (12, 3 * 20 + 2 * 2, 3)
+
+
+def test_charts_by_layer(make: Make, images_of: Images) -> None:
+    network = make(registers=1)
+    norms = token_norms(network, images_of(2))
+    found = titles(draw_norms(norms))
+    assert f"patches, median: 2, {np.median(norms.patches[:, 2]):.4g}" in found
+    assert {"class token, mean", "registers, mean"} <= {*found}
+    probes = [LayerProbe(0, Metric(0.5, 0.4, 0.6)), LayerProbe(2, Metric(0.75))]
+    found = titles(draw_probes(probes))
+    assert "accuracy: 2, 75" in found and "95 % interval, upper end: 0, 60" in found
+    similarity = layer_similarity(network, [images_of(5)])
+    found = titles(draw_layer_similarity(similarity))
+    assert len(found) == 9 and "layer 1, layer 1: 1 CKA" in found
+
+
+def test_curves_and_random_weights() -> None:
+    curves = SaliencyCurves(
+        "deletion and insertion",
+        "probability of the class",
+        ("rollout", "random"),
+        np.array([0.0, 0.5, 1.0]),
+        np.array([[[0.8, 0.2, 0.0]], [[0.8, 0.6, 0.0]]]),
+        np.array([[[0.0, 0.7, 0.8]], [[0.0, 0.1, 0.8]]]),
+    )
+    found = titles(draw_curves(curves))
+    assert "rollout (area 0.300)" in found and "random (area 0.500): 50, 0.6" in found
+    assert "rollout (area 0.550): 50, 0.7" in titles(draw_curves(curves, "insertion"))
+    check = RandomisedWeights("saliency", "rank correlation", ("head", "block 0"), np.array([[1.0, 0.5], [0.0, 0.1]]))
+    assert titles(draw_randomised(check))[1:] == ["mean over images: 1, 0.75", "mean over images: 2, 0.05"]
+
+
+def test_pictures(make: Make, images_of: Images) -> None:
+    network = make()
+    filters = embedding_filters(network, 5)
+    tiles = draw_filters(filters, columns=3, scale=1)
+    assert tiles.shape == (2 * 4 + 2, 3 * 5 + 4, 3)
+    np.testing.assert_array_equal(tiles[:4, :5], np.rint(255 * filters.pictures()[0]))
+    grid = draw_positions(position_similarity(network), scale=1)
+    assert grid.shape == (3 * 3 + 4, 4 * 4 + 6, 3)
+    for row in range(3):
+        for column in range(4):  # each patch resembles itself most
+            assert grid[row * 5 + row, column * 6 + column].tolist() == [253, 231, 37]
+    assert draw_patch_colours(patch_colours(network, images_of(3)), scale=2).shape == (6, 3 * 8 + 4, 3)
+
+
+def test_overlay_keeps_what_the_network_did_not_see() -> None:
+    picture = np.full((2, 3, 3), 100, np.uint8)
+    values = np.array([[0.0, 5.0, np.nan], [2.5, np.nan, 5.0]])
+    found = overlay(picture, values, opacity=0.5)
+    assert found[0, 2].tolist() == [100, 100, 100]
+    for place, fraction in (((0, 0), 0.0), ((0, 1), 1.0), ((1, 0), 0.5)):
+        expected = np.rint(0.5 * 100 + 0.5 * colours(np.array([[fraction]]))[0, 0])
+        np.testing.assert_array_equal(found[place], expected)
+    assert np.array_equal(overlay(picture, np.full((2, 3), np.nan)), picture)

@@ -1,0 +1,187 @@
+"""Pictures of measurements. Each function receives what was computed and returns SVG, or an array of pixels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from vitrail.analysis.charts import colours as colour_scale
+from vitrail.analysis.charts import heat_map, mosaic, scatter, series_chart
+from vitrail.analysis.cka import LayerSimilarity
+from vitrail.analysis.embedding import Filters, PositionSimilarity
+from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
+from vitrail.analysis.features import LayerProbe, PatchColours, TokenNorms
+from vitrail.analysis.receptive import ReceptiveField
+from vitrail.analysis.statistics import HeadStatistic
+from vitrail.charts.svg import Series
+
+__all__ = [
+    "draw_curves",
+    "draw_filters",
+    "draw_heads",
+    "draw_layer_similarity",
+    "draw_norms",
+    "draw_patch_colours",
+    "draw_positions",
+    "draw_probes",
+    "draw_randomised",
+    "draw_receptive_field",
+    "overlay",
+]
+
+Picture = UInt8[np.ndarray, "height width 3"]
+
+
+def draw_heads(statistic: HeadStatistic, beside: ReceptiveField | None = None) -> str:
+    """Return a scatter plot of a number of each head over the layers (figures 7 and 11), as SVG.
+
+    `beside` adds the distance of a network's effective receptive field by layer, in pixels.
+    """
+    heads = [
+        (float(layer), float(mean)) for layer, row in zip(statistic.layers, statistic.mean, strict=True) for mean in row
+    ]
+    groups = {"heads": heads}
+    if beside is not None:
+        groups["receptive field"] = [
+            (float(layer), float(d)) for layer, d in zip(beside.layers, beside.distance, strict=True)
+        ]
+    return scatter(
+        groups,
+        label=f"{statistic.name.capitalize()} of each head by layer, mean over {statistic.images} images.",
+        x_name="layer",
+        y_name=f"{statistic.name}, {statistic.unit}",
+        bounds=(0.0, math.inf),
+        integers=True,
+    )
+
+
+def draw_layer_similarity(similarity: LayerSimilarity) -> str:
+    """Return the similarity of every two layers as a heat map, as SVG."""
+    return heat_map(
+        similarity.values,
+        label=f"{similarity.name.capitalize()} of layers.",
+        row_name="layer",
+        column_name="layer",
+        unit=similarity.unit,
+        rows=[str(layer) for layer in similarity.rows],
+        columns=[str(layer) for layer in similarity.columns],
+        bounds=(min(0.0, float(np.nanmin(similarity.values))), max(1.0, float(np.nanmax(similarity.values)))),
+    )
+
+
+def draw_norms(norms: TokenNorms) -> str:
+    """Return the median and largest norm of patch tokens by layer, and the norms of the other tokens, as SVG."""
+    patches = norms.patches
+    lines = {"patches, median": np.median(patches, axis=(0, 2)), "patches, largest": patches.max(axis=(0, 2))}
+    if norms.cls is not None:
+        lines["class token, mean"] = norms.cls.mean(axis=0)
+    if norms.registers.shape[2]:
+        lines["registers, mean"] = norms.registers.mean(axis=(0, 2))
+    return series_chart(
+        [_by_layer(name, norms.layers, values) for name, values in lines.items()],
+        label="Norms of tokens by layer.",
+        x_name="layer",
+        y_name=norms.unit,
+        bounds=(0.0, math.inf),
+        integers=True,
+    )
+
+
+def draw_probes(probes: Sequence[LayerProbe]) -> str:
+    """Return the accuracy of a linear model by layer, with the ends of its interval, as SVG."""
+    layers = [one.layer for one in probes]
+    lines = [_by_layer("accuracy", layers, [100 * one.accuracy.value for one in probes])]
+    for name, ends in (
+        ("95 % interval, lower end", [one.accuracy.low for one in probes]),
+        ("95 % interval, upper end", [one.accuracy.high for one in probes]),
+    ):
+        lines.append(_by_layer(name, layers, [math.nan if end is None else 100 * end for end in ends]))
+    return series_chart(
+        lines,
+        label="Accuracy of a linear model of each layer's tokens.",
+        x_name="layer",
+        y_name="held-out accuracy, %",
+        bounds=(0.0, 100.0),
+        integers=True,
+    )
+
+
+def draw_curves(curves: SaliencyCurves, kind: str = "deletion") -> str:
+    """Return the mean deletion or insertion curve of each saliency map, with its area in the legend, as SVG."""
+    values = curves.deletion if kind == "deletion" else curves.insertion
+    areas = curves.deletion_auc() if kind == "deletion" else curves.insertion_auc()
+    lines = [
+        Series(
+            f"{name} (area {area:.3f})",
+            [(float(x), float(y)) for x, y in zip(100 * curves.fractions, mean, strict=True)],
+        )
+        for name, mean, area in zip(curves.methods, values.mean(axis=1), areas.mean(axis=1), strict=True)
+    ]
+    return series_chart(
+        lines,
+        label=f"{kind.capitalize()} curves.",
+        x_name="deleted patches, %" if kind == "deletion" else "inserted patches, %",
+        y_name=curves.unit,
+        bounds=(0.0, 1.0),
+    )
+
+
+def draw_randomised(check: RandomisedWeights) -> str:
+    """Return the similarity of saliency maps while weights become random from the head downward, as SVG."""
+    means = check.correlation.mean(axis=1)
+    line = Series("mean over images", [(float(stage + 1), float(mean)) for stage, mean in enumerate(means)])
+    return series_chart(
+        [line],
+        label=f"Rank correlation with the trained network's maps; random down to {', '.join(check.stages)}.",
+        x_name="layers with random weights, from the head",
+        y_name=check.unit,
+        bounds=(-1.0, 1.0),
+        integers=True,
+    )
+
+
+def draw_filters(filters: Filters, *, columns: int = 7, scale: int = 3) -> Picture:
+    """Return the filters as tiles in colour, or in grey if they have one channel."""
+    return mosaic(filters.pictures(), columns, scale=scale, gap=2)
+
+
+def draw_positions(similarity: PositionSimilarity, *, scale: int = 3) -> Picture:
+    """Return a grid of maps: the map in a row and column is that of the patch at this place.
+
+    All maps have one scale, from the smallest cosine to 1.
+    """
+    values = similarity.values
+    rows, columns = values.shape[:2]
+    low = float(values.min())
+    pictures = colour_scale((values - low) / max(1 - low, 1e-12)).reshape(rows * columns, rows, columns, 3)
+    return mosaic(pictures / 255, columns, scale=scale, gap=2)
+
+
+def draw_patch_colours(found: PatchColours, *, columns: int = 4, scale: int = 8) -> Picture:
+    """Return the first three principal components of each image's patches as red, green and blue."""
+    return mosaic(found.pictures()[..., :3], columns, scale=scale, gap=2)
+
+
+def draw_receptive_field(field: ReceptiveField, *, scale: int = 1) -> Picture:
+    """Return the map of each layer side by side. Each map has its own scale."""
+    largest = field.values.max(axis=(1, 2), keepdims=True)
+    return mosaic(colour_scale(field.values / np.maximum(largest, 1e-300)) / 255, len(field.layers), scale=scale, gap=2)
+
+
+def overlay(picture: Picture, values: Float[np.ndarray, "height width"], *, opacity: float = 0.6) -> Picture:
+    """Return a picture under a map of the same size. The map's colours run from its smallest to its largest value.
+
+    Pixels whose value is not finite, such as those that the network did not see, keep their own colours.
+    """
+    inside = np.isfinite(values)
+    low, high = (float(values[inside].min()), float(values[inside].max())) if inside.any() else (0.0, 1.0)
+    colours = colour_scale((np.where(inside, values, low) - low) / max(high - low, 1e-300))
+    mixed = (1 - opacity) * picture + opacity * colours
+    return np.where(inside[..., None], np.rint(mixed), picture).astype(np.uint8)
+
+
+def _by_layer(name: str, layers: Sequence[int], values: Sequence[float] | np.ndarray) -> Series:
+    return Series(name, [(float(layer), float(value)) for layer, value in zip(layers, values, strict=True)])
