@@ -19,6 +19,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionLayer, AttentionPositions, FullAttention
 from vitrail.models.attention.full import SelfAttention
 from vitrail.models.predictor import Predictor
+from vitrail.models.reduction import TokenReduction
 from vitrail.models.resnet_config import RootConfig
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
@@ -259,3 +260,12 @@ def test_what_is_refused(make: Make, images_of: Images) -> None:
 def test_an_unknown_tensor_is_refused(make: Make, images_of: Images) -> None:
     with pytest.raises(ConfigError, match="keep='values' is not one of 'attention', 'queries', 'keys', 'outputs'"):
         trace(make(), images_of(), keep=("values",))  # type: ignore[arg-type]
+
+
+def test_a_network_that_merges_tokens_is_traced_with_all_of_them(make: Make, images_of: Images) -> None:
+    images = images_of(2)
+    network = make(reduction=TokenReduction(tokens=2))
+    found, expected = trace(network, images), trace(make(), images)
+    assert torch.equal(found.logits, expected.logits) and not torch.equal(network(images), expected.logits)
+    assert found.attention is not None and expected.attention is not None
+    assert torch.equal(found.attention, expected.attention) and network.config.reduction is not None

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
-from vitrail.analysis.tracing import BATCH, Kept, Trace, traces, transformer_of
+from vitrail.analysis.tracing import BATCH, Kept, Trace, TracePrecision, traces, transformer_of
 from vitrail.errors import ConfigError
-from vitrail.machine import Precision
 from vitrail.models.pooling import AttentionPool
 from vitrail.models.vit import VisionTransformer
 
@@ -56,7 +55,7 @@ def attention_rollout(
     identity: bool = True,
     fusion: Fusion = "mean",
     discard: float = 0.0,
-    precision: Precision = "float32",
+    precision: TracePrecision = "float32",
     batch_size: int = BATCH,
 ) -> SaliencyMaps:
     """Return the attention of the network's output to each patch, through all layers (paper Appendix D.8, figure 6).
@@ -85,7 +84,7 @@ def class_relevance(
     targets: Int64[Tensor, " b"] | None = None,
     *,
     form: RelevanceForm = "attention-gradient",
-    precision: Precision = "float32",
+    precision: TracePrecision = "float32",
     batch_size: int = BATCH,
 ) -> SaliencyMaps:
     """Return the relevance of each patch for a class of each image, by default the predicted class.

@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from vitrail.analysis.tracing import BATCH, Trace, traces
-from vitrail.machine import Precision
+from vitrail.analysis.tracing import BATCH, Trace, TracePrecision, traces
 
 __all__ = [
     "AttentionDistance",
@@ -56,7 +55,7 @@ def attention_distance(
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    precision: Precision = "float32",
+    precision: TracePrecision = "float32",
     batch_size: int = BATCH,
 ) -> AttentionDistance:
     """Return the mean distance between a query patch and the patches that it attends to, weighted by attention.
@@ -89,7 +88,7 @@ def attention_entropy(
     *,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    precision: Precision = "float32",
+    precision: TracePrecision = "float32",
     batch_size: int = BATCH,
 ) -> HeadStatistic:
     """Return the mean entropy of the attention weights of a query patch, in nats.
@@ -144,7 +143,7 @@ def _over_images(
     images: Tensor,
     layers: Sequence[int] | None,
     heads: Sequence[int] | None,
-    precision: Precision,
+    precision: TracePrecision,
     batch_size: int,
 ) -> HeadStatistic:
     """Return mean and spread of what `measure` returns for each image, layer and head."""

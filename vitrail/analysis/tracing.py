@@ -18,16 +18,19 @@ from torch import Tensor, nn
 
 from vitrail.analysis.copies import detached_copy
 from vitrail.errors import ConfigError
-from vitrail.machine import Precision, autocast, resolve_precision
+from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
 from vitrail.models.network import block_numbers
 from vitrail.models.predictor import shared_copy
 from vitrail.models.vit import Block, VisionTransformer
 
-__all__ = ["Kept", "Trace", "trace", "traces", "transformer_of"]
+__all__ = ["Kept", "Trace", "TracePrecision", "trace", "traces", "transformer_of"]
 
 Kept = Literal["attention", "queries", "keys", "outputs", "gradients"]
 """Tensors that a trace can contain."""
+
+TracePrecision = Literal["auto", "bf16", "float32"]
+"""Number format of matrix products. "auto" is bf16 if the processor has matrix units for it, else float32."""
 
 ATTENTION_ONLY: tuple[Kept, ...] = ("attention",)
 
@@ -78,7 +81,7 @@ def trace(
     heads: Sequence[int] | None = None,
     keep: Collection[Kept] = ATTENTION_ONLY,
     targets: Int64[Tensor, " b"] | None = None,
-    precision: Precision = "float32",
+    precision: TracePrecision = "float32",
     batch_size: int = BATCH,
 ) -> Trace:
     """Return the chosen tensors of all images.
@@ -86,7 +89,7 @@ def trace(
     `layers` and `heads` count from 0, or backward from -1. By default, all of them are traced. `keep` names the
     tensors. "gradients" are those of the logit of `targets`, one class per image, which by default is the predicted
     class. The network is not changed: neither its mode, nor its hooks, nor its gradients. It runs in evaluation mode,
-    and `batch_size` images at a time.
+    and `batch_size` images at a time. A network that merges or prunes tokens is traced with all its tokens.
 
     The result takes `images * layers * heads * tokens**2 * 4` bytes. `traces` yields it in pieces of bounded size.
 
@@ -124,7 +127,7 @@ def traces(
     heads: Sequence[int] | None = None,
     keep: Collection[Kept] = ATTENTION_ONLY,
     targets: Int64[Tensor, " b"] | None = None,
-    precision: Precision = "float32",
+    precision: TracePrecision = "float32",
     batch_size: int = BATCH,
 ) -> Iterator[Trace]:
     """Return an iterator over the traces of consecutive images. Each trace holds a few images.
@@ -198,13 +201,14 @@ class _Tracer:
         layers: tuple[int, ...],
         heads: Sequence[int] | None,
         keep: frozenset[Kept],
-        precision: Precision,
+        precision: TracePrecision,
     ) -> None:
-        self.network = shared_copy(network)
+        self.network = _with_all_tokens(shared_copy(network))
         self.layers = layers
         self.keep = keep
         self.device = network.norm.weight.device
-        self.precision = resolve_precision(precision, self.device)
+        is_bf16 = resolve_precision(precision, self.device) == "bf16"
+        self.precision: Literal["bf16", "float32"] = "bf16" if is_bf16 else "float32"
         self.most_images = 2**31
         """Largest number of images of a piece."""
         self._check_attention()
@@ -315,7 +319,7 @@ class _GradientPass:
     """Computes gradients with respect to attention weights, with dense attention in the chosen layers."""
 
     def __init__(self, network: VisionTransformer, layers: tuple[int, ...]) -> None:
-        self.network = detached_copy(network)
+        self.network = _with_all_tokens(detached_copy(network))
         self.layers = layers
         self.dense: dict[int, _DenseAttention] = {}
         for layer in {*layers}:
@@ -350,6 +354,12 @@ class _DenseAttention(AttentionLayer):
         if not self.map.requires_grad:
             self.map.requires_grad_()
         return self.layer.combine((self.map[:, :, :read] @ v.to(self.map.dtype)).to(v.dtype))
+
+
+def _with_all_tokens(copied: VisionTransformer) -> VisionTransformer:
+    """Return a copy of a network that does not merge or prune tokens."""
+    copied.config = replace(copied.config, reduction=None)
+    return copied
 
 
 def _softmax(
