@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from vitrail.bench.accuracy.cell import Point
 from vitrail.bench.accuracy.results import Curves
+from vitrail.charts.axes import Axis, make_axis
 from vitrail.page import escape
-from vitrail.transfer.axes import Axis, make_axis
 
 __all__ = ["accuracy_chart"]
 
