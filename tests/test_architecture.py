@@ -32,7 +32,8 @@ FLOORS = (
 """Rooms from top to bottom, as docs/design.md draws them. Rooms on one floor do not import each other."""
 
 INTERNAL = {
-    "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Export",
+    "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Explain",
+    "Export",
     "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Train",
     "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip

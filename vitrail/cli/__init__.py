@@ -22,6 +22,7 @@ VERBS = {
     "evaluate": "measure a model on a data set",
     "optimize": "make a model's predictions faster",
     "predict": "classify images with a model",
+    "explain": "show which parts of an image a model looked at",
     "embed": "save the features of every image of a data set",
     "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",

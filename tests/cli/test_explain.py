@@ -1,0 +1,175 @@
+"""Tests of `vitrail explain`."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrail.analysis.saliency import attention_rollout
+from vitrail.cli import main
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.models.resnet import ResNet
+from vitrail.models.resnet_config import ResNetConfig
+from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+
+def save_model(path: Path, *, classes: tuple[str, ...] = ("ant & bee", "cat", "dog"), **fields: object) -> Path:
+    """Write a model of two blocks for images of 12 x 20."""
+    defaults = {
+        "image_size": (12, 20), "patch_size": (4, 5), "width": 16, "depth": 2, "heads": 2, "mlp_width": 24,
+        "num_classes": len(classes),
+    }  # fmt: skip
+    network = VisionTransformer(ViTConfig(**{**defaults, **fields}))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    Bundle(network, classes, Preprocess(image_size=network.config.image_size, resize="crop")).save(path)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 255, (33, 47, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a rose.png")
+    return tmp_path / "a rose.png"
+
+
+class Tags(HTMLParser):
+    """Collects the tags and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_files_have_the_size_of_the_picture(
+    model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["explain", str(model), str(image), "--out", str(out), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(out / "a rose.html")]
+    maps = ["layer-01-head-00", "layer-01-head-01", "relevance", "rollout"]
+    assert sorted(path.name for path in out.glob("*.png")) == [f"a rose-{name}.png" for name in maps]
+    pictures = {}
+    for name in maps:
+        with Image.open(out / f"a rose-{name}.png") as picture:
+            assert picture.size == (47, 33)
+            pictures[name] = np.asarray(picture).astype(int)
+    original = np.asarray(Image.open(image)).astype(int)
+    # The network sees a window of 28 x 47 in the middle: what lies above and below keeps its colours.
+    changed = np.abs(pictures["rollout"] - original).max(axis=(1, 2)) > 0
+    assert not changed[:2].any() and not changed[-2:].any() and changed[5:28].all()
+
+
+def test_the_map_is_the_rollout(model: Path, image: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["explain", str(model), str(image), "--out", str(out), "--device", "cpu"]) == 0
+    bundle = load(model, device="cpu")
+    pixels = bundle.preprocess.pixels(image.read_bytes())
+    values = attention_rollout(bundle.network, bundle.preprocess.normalise(torch.from_numpy(pixels[None]))).values[0]
+    picture = np.asarray(Image.open(out / "a rose-rollout.png")).astype(float)
+    original = np.asarray(Image.open(image)).astype(float)
+    green = ((picture - 0.4 * original) / 0.6)[..., 1]  # the channel that grows most along the scale
+    place = bundle.preprocess.placement((33, 47))
+    rows, columns = np.unravel_index([values.argmax(), values.argmin()], values.shape)
+    centres = np.stack([(columns + 0.5) * 5, (rows + 0.5) * 4], axis=1)
+    (x_high, y_high), (x_low, y_low) = place.points_back(centres.astype(np.float64)).astype(int)
+    assert green[y_high, x_high] > 200 and green[y_low, x_low] < 30
+
+
+def test_the_page_is_whole(model: Path, image: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["explain", str(model), str(image), "--out", str(out), "--label", "ant & bee", "--top", "2"]
+    assert main([*words, "--device", "cpu"]) == 0
+    text = (out / "a rose.html").read_text(encoding="utf-8")
+    page = Tags(text)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert "http" not in re.sub(r'base64,[^"]*', "", text)
+    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert len(pictures) == 3 + 2 and all(one["alt"] and str(one["src"]).startswith("data:image/") for one in pictures)
+    assert "patches that speak for ant & bee" in page.text
+    assert "Attention of the class token to each patch" in page.text
+    (prediction,) = load(model, device="cpu").predict([image], top=2)
+    label, probability = prediction.ranking[0]  # type: ignore[union-attr]
+    assert label in page.text and f"{probability:.1%}" in page.text
+
+
+def test_layers_and_heads_are_chosen(model: Path, image: Path, tmp_path: Path) -> None:
+    words = ["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*words, "--layers", "0", "-1", "--heads", "1"]) == 0
+    found = sorted(path.name for path in (tmp_path / "out").glob("*head*"))
+    assert found == ["a rose-layer-00-head-01.png", "a rose-layer-01-head-01.png"]
+
+
+def test_a_model_without_class_token_or_head(image: Path, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", classes=(), pool="gap", class_token=False)
+    assert main(["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    text = Tags((tmp_path / "out" / "a rose.html").read_text()).text
+    assert "Attention of all patches (their mean) to each patch" in text and "speak for" not in text
+    assert not (tmp_path / "out" / "a rose-relevance.png").exists()
+
+
+def test_images_of_one_name_and_a_broken_one(
+    model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more").mkdir()
+    Image.open(image).resize((9, 60)).save(tmp_path / "more" / "a rose.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    words = ["explain", str(model), str(image), str(tmp_path / "more"), str(tmp_path / "broken.png")]
+    assert main([*words, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 2
+    assert str(tmp_path / "broken.png") in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.html")) == ["a rose-2.html", "a rose.html"]
+
+
+def test_only_earlier_explanations_are_replaced(
+    model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["explain", str(model), str(image), "--out", str(out), "--device", "cpu"]
+    assert main([*words, "--layers", "0"]) == 0
+    assert main(words) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert not (out / "a rose-layer-00-head-00.png").exists() and (out / "a rose-layer-01-head-00.png").exists()
+    (out / "mine.png").write_bytes(b"")
+    assert main([*words, "--overwrite"]) == 2
+    assert "holds files that Vitrail did not write (mine.png)" in capsys.readouterr().err
+    assert "a rose.html" in json.loads((out / "explain.json").read_text())["files"]
+
+
+def test_what_is_refused(model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def message(*words: str) -> str:
+        assert main(["explain", *words, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    assert "'bee' is not a class of this model; nearest: ant & bee" in message(str(model), str(image), "--label", "bee")
+    assert "block 2 does not exist; choose from 0 to 1" in message(str(model), str(image), "--layers", "2")
+    assert "head -3 does not exist; choose from 0 to 1" in message(str(model), str(image), "--heads", "-3")
+    assert "0 is less than 1; choose the number of classes to show" in message(str(model), str(image), "--top", "0")
+    assert "does not exist" in message(str(model), str(tmp_path / "nothing.png"))
+    network = ResNet(ResNetConfig(depths=(1,), width=32, num_classes=2, image_size=(33, 40)))
+    Bundle(network, ("a", "b"), Preprocess(image_size=(33, 40))).save(tmp_path / "resnet")
+    assert "architecture 'BiT' has no attention to look into" in message(str(tmp_path / "resnet"), str(image))
