@@ -289,30 +289,36 @@ class _Tracer:
 
     def _found(self, part: slice) -> dict[str, Any]:
         """Return the tensors of some images of the batch, without gradients."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self.keep if name != "gradients"}
+        found: dict[str, Tensor] = {}
         heads = list(self.heads)
-        for layer in self.layers:
+
+        def put(place: int, name: str, values: Tensor) -> None:
+            if name not in found:  # one tensor for all layers, because a stack of them would need twice the memory
+                found[name] = values.new_empty((len(values), len(self.layers), *values.shape[1:]))
+            found[name][:, place] = values
+
+        for place, layer in enumerate(self.layers):
             block, (tokens, inside) = self._block(layer), self._inputs[layer]
             tokens = tokens[part]
             normed = block.norm1(tokens)
             if self.keep & {"attention", "queries", "keys"}:
                 if type(block.attention).operands is AttentionLayer.operands:
-                    found["attention"].append(block.attention.weights(normed, inside)[:, heads])
+                    put(place, "attention", block.attention.weights(normed, inside)[:, heads])
                 else:
                     operands = block.attention.operands(normed, inside)
                     q, k = operands.queries[:, heads], operands.keys[:, heads]
                     bias = None if operands.bias is None else operands.bias[..., heads, :, :]
-                    if "attention" in found:
-                        found["attention"].append(_softmax(q, k, bias))
-                    if "queries" in found:
-                        found["queries"].append(q)
-                    if "keys" in found:
-                        found["keys"].append(k)
-            if "outputs" in found:
+                    if "attention" in self.keep:
+                        put(place, "attention", _softmax(q, k, bias))
+                    if "queries" in self.keep:
+                        put(place, "queries", q)
+                    if "keys" in self.keep:
+                        put(place, "keys", k)
+            if "outputs" in self.keep:
                 output = self._outputs[layer][part]
                 complete = output.shape[1] == tokens.shape[1]  # the last block may skip what the head does not read
-                found["outputs"].append(output if complete else block(tokens, inside))
-        return {name: torch.stack(parts, dim=1) for name, parts in found.items()}
+                put(place, "outputs", output if complete else block(tokens, inside))
+        return dict(found)
 
 
 class _GradientPass:
