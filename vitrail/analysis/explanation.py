@@ -32,7 +32,8 @@ MAP_SIDE = 56
 """Smallest side of a head's map on a page, in pixels."""
 
 STYLE = """
-.maps { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
+.maps { display: grid; gap: 1rem; margin-top: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
 .maps figure { width: auto; } .maps figure img { width: 100%; height: auto; }
 .maps figcaption { color: CanvasText; font-size: .9rem; line-height: 1.4; }
 .layer { display: flex; gap: .7rem; align-items: center; margin: .4rem 0; }
