@@ -322,7 +322,7 @@ def _stop_at(step: int, usual: Callable[[Monitor], None]) -> Callable[[Monitor],
     def report(self: Monitor) -> None:
         usual(self)
         if self.state.step >= step:
-            self.stop.requested = True
+            self.stop.ask()
 
     return report
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vitrail.recipes import PAPER_RECIPES, RECIPES
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.weights.load import load
@@ -59,7 +59,7 @@ def test_the_network_is_built_and_takes_two_steps(
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
     recorded = TrainConfig.from_plain(record["config"])
     assert recorded.run.precision in ("bf16", "float32"), "what auto stood for, so that resuming elsewhere keeps it"
-    assert recorded.override(precision=config.run.precision) == config
+    assert recorded.override(**{name: getattr(config.run, name) for name in RESOLVED}) == config
 
 
 def test_all_recipes_are_ours_or_of_papers() -> None:

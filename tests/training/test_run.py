@@ -24,7 +24,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
 from vitrail.tasks import Task
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.plan import Plan
@@ -47,7 +47,9 @@ def finished(
 def test_run_json_is_enough_to_do_it_again(finished: tuple[TrainConfig, RunResult]) -> None:
     config, result = finished
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
-    assert TrainConfig.from_plain(record["config"]) == config
+    recorded = TrainConfig.from_plain(record["config"])
+    assert recorded == config.override(**{name: getattr(recorded.run, name) for name in RESOLVED})
+    assert all(getattr(recorded.run, name) not in ("auto", None) for name in RESOLVED)
     assert record["config"]["run"]["seed"] == 5
     assert record["steps"] == 24 and record["config"]["run"]["precision"] == "float32"
     assert (record["data"]["train"], record["data"]["validation"], record["data"]["test"]) == (200, 40, 40)

@@ -27,9 +27,12 @@ from vitrail.training.early import EarlyConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.start import StartConfig
 
-__all__ = ["RunConfig", "TrainConfig"]
+__all__ = ["RESOLVED", "RunConfig", "TrainConfig"]
 
 Keep = Literal["best", "last"]
+
+RESOLVED = ("precision", "float32_products", "compute_threads")
+"""Settings of which a run records what they mean on its machine, so that it is resumed with the same arithmetic."""
 
 WITHOUT_WEIGHTS = ("dropout", "stochastic_depth", "skip_dropped", "patch_dropout", "cut_uneven")
 """Fields of a network's config that do not change its weights. A run that starts from a model can override only

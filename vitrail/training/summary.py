@@ -33,7 +33,10 @@ PARTS = ("model", "checkpoints", "examples")
 DEPTH = 3
 """Number of levels of folders in which runs are looked for."""
 
-OF_THE_MACHINE = ("run", "name", "overwrite", "threads", "processes", "device", "compile", "checkpoints")
+OF_THE_MACHINE = (
+    "run", "name", "overwrite", "threads", "processes", "compute_threads", "float32_products", "device", "compile",
+    "checkpoints", "max_time",
+)  # fmt: skip
 """Settings that do not change what a run learns."""
 
 

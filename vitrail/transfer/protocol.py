@@ -17,7 +17,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.optimizer import OptimizerConfig
@@ -300,7 +300,9 @@ def _difference(config: TrainConfig, place: Path, data: OpenedData, initial: Bun
     recorded = record.config.run
     # The accumulation depends on the free memory and does not change the result. Nor does permission to overwrite.
     same = config.override(
-        precision=recorded.precision, accumulation=recorded.accumulation, overwrite=recorded.overwrite or run.overwrite
+        accumulation=recorded.accumulation,
+        overwrite=recorded.overwrite or run.overwrite,
+        **{name: getattr(recorded, name) for name in RESOLVED},
     )
     if record.config.override(overwrite=same.run.overwrite) != same:
         return "settings"

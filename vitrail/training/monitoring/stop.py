@@ -60,6 +60,10 @@ class StopRequest:
         """True after a signal, or after the end of the time."""
         return self._asked or (self.end is not None and time.perf_counter() >= self.end)
 
+    def ask(self) -> None:
+        """Request a stop, as a signal does."""
+        self._asked = True
+
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -75,7 +79,7 @@ class StopRequest:
         _restore(self._hangup)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        self.ask()
         _restore(self._before)
         _leave_closed_terminal()
 
