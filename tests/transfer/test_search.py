@@ -23,6 +23,9 @@ from vitrail.transfer.protocol import is_trial
 from vitrail.transfer.search import LINEAR, Tried, read_tried, search_settings, trials_folder
 from vitrail.weights.bundle import Bundle
 
+FEW = 3
+"""Steps of the shortest trials."""
+
 LOW, HIGH, WILD = (
     Candidate(name, {"learning_rate": rate}) for name, rate in (("low", 1e-5), ("high", 3e-3), ("wild", 1e6))
 )
@@ -31,6 +34,7 @@ LOW, HIGH, WILD = (
 @pytest.fixture
 def model(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vitrail.transfer.search.MIN_TRIAL_STEPS", FEW)
     return tiny_bundle.save(tmp_path / "model")
 
 
@@ -55,18 +59,18 @@ def searched(
 
 
 def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=120)
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=4 * FEW)
     heard: list[str] = []
     candidates = (LOW, HIGH, WILD, Candidate("last block", {"train_blocks": 1, "layer_decay": 1.0}))
     search = Search(candidates, 1e6, is_limited=True, may_thin_evaluations=True)
     final, tried = searched(config, tiny_bundle, search, heard)
     names, first = [(one.name, one.steps) for one in tried], tried[1].steps
-    assert names[:5] == [(LINEAR, 0), *((one.name, first) for one in candidates)] and first == 30
+    assert names[:5] == [(LINEAR, 0), *((one.name, first) for one in candidates)] and first == FEW
     assert [steps for _, steps in names[5:]] == [2 * first, 2 * first]
     assert "wild" not in {name for name, steps in names if steps == 2 * first}
-    assert final.run.steps == 120 and final.run.evaluations == config.run.evaluations
+    assert final.run.steps == 4 * FEW and final.run.evaluations == config.run.evaluations
     assert max(one.value or 0 for one in tried[5:]) == next(
-        one.value for one in tried[5:] if heard[-1] == f"chosen: {one.name}, 120 steps"
+        one.value for one in tried[5:] if heard[-1] == f"chosen: {one.name}, {4 * FEW} steps"
     )
     assert any(text.startswith(f"{LINEAR}: validation accuracy") for text in heard)
     for folder in trials_folder(Path("runs/one")).iterdir():
@@ -83,7 +87,7 @@ def test_the_better_half_trains_twice_as_long(tiny_bundle: Bundle, model: Path, 
 
 
 def test_one_process_at_a_time_tries_settings_for_a_run(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=120)
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=4 * FEW)
     trials = trials_folder(Path("runs/one"))
     trials.mkdir(parents=True)
     search = Search((LOW, HIGH, WILD), 1e6, is_limited=True, may_thin_evaluations=True)
@@ -163,7 +167,7 @@ def test_a_run_that_diverges_ends_at_the_linear_model(tiny_bundle: Bundle, model
 def test_a_trial_that_is_stopped_continues_with_the_same_command(
     tiny_bundle: Bundle, model: Path, colours: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = trials_folder(Path("runs/one")) / "high-30"
+    folder = trials_folder(Path("runs/one")) / f"high-{FEW}"
     config = planned(tiny_bundle, model, colours, validation_share=0.3).config
     train(config.override(run=str(folder), steps=2, evaluations=0, keep="last"), initial=tiny_bundle)
     assert is_trial(folder) and not is_trial(Path("runs/one"))
@@ -172,7 +176,7 @@ def test_a_trial_that_is_stopped_continues_with_the_same_command(
 
 
 def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    config = planned(tiny_bundle, model, colours, run="runs/one", validation_share=0.3).config.override(steps=64)
+    config = planned(tiny_bundle, model, colours, run="runs/one", validation_share=0.3).config.override(steps=2 * FEW)
     search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)
     found = finetune(config, config.data.open_whole(), tiny_bundle, search=search)
     assert found.page is not None
@@ -191,21 +195,24 @@ def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colou
 def test_trials_work_with_settings_that_they_do_not_have(
     given: dict[str, Any], tiny_bundle: Bundle, model: Path, colours: Path
 ) -> None:
-    config = planned(tiny_bundle, model, colours, **given).config.override(steps=60)
+    config = planned(tiny_bundle, model, colours, **given).config.override(steps=2 * FEW)
     search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)
     final, tried = searched(config, tiny_bundle, search)
     assert [one.name for one in tried][-2:] == ["low", "high"] and all(one.value is not None for one in tried)
     assert {name: value for name, value in given.items() if final.settings().get(name) == "data"} == {
         name: getattr(final.data, name) for name in given if hasattr(final.data, name)
     }
-    splits, record = config.data.open(), json.loads((trials_folder(Path("runs/one")) / "low-30/run.json").read_text())
+    splits, record = (
+        config.data.open(),
+        json.loads((trials_folder(Path("runs/one")) / f"low-{FEW}/run.json").read_text()),
+    )
     assert splits.validation is not None
     assert (record["data"]["train"], record["data"]["validation"]) == (len(splits.train), len(splits.validation))
     assert (record["config"]["run"]["patience"], record["config"]["run"]["probe"]) == (None, "")
 
 
 def test_trials_of_another_command_are_not_reused(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
-    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=60)
+    config = planned(tiny_bundle, model, colours, validation_share=0.3).config.override(steps=2 * FEW)
     search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)
     searched(config, tiny_bundle, search)
     before = (trials_folder(Path("runs/one")) / "trials.json").read_text()
