@@ -81,6 +81,19 @@ def test_digits_become_grey_small_and_unmirrored() -> None:
     )
 
 
+def test_the_chosen_network_learns_by_muon_unless_told() -> None:
+    optimizer = planned(digits).config.optimizer
+    assert (optimizer.kind, optimizer.learning_rate) == ("muon", from_data.MUON_RATE)
+    for own in ({"learning_rate": 3e-4}, {"optimizer": "adamw"}, {"variant": "ViT-Pico/8"}):
+        found = planned(digits, **own)
+        assert found.config.optimizer.kind == "adamw" and not any("Muon" in reason for reason in found.reasons)
+
+
+def test_boxes_hide_parts_of_images_that_are_seen_often() -> None:
+    assert [planned(digits, epochs=epochs).config.augment.erase for epochs in (14.0, 15.0)] == [0.0, 0.5]
+    assert planned(digits).config.augment.erase == 0.5 and planned(digits, steps=3).config.augment.erase == 0.5
+
+
 def test_photographs_are_in_colour_larger_and_mirrored() -> None:
     config = planned(photographs).config
     assert config.images.channels == 3 and config.images.image_size == (96, 96) and config.images.resize == "crop"
@@ -100,10 +113,10 @@ def test_little_time_means_smaller_images_and_fewer_epochs(monkeypatch: pytest.M
     monkeypatch.setattr(from_data, "reading_speed", lambda *_: math.inf)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     seconds = 8 * 900 / (1e6 / 64**2) / from_data.TIME_FOR_STEPS + 1
-    found = planned(photographs, seconds, images=900, flip=True)
+    found = planned(photographs, seconds, images=900, flip=True, optimizer="adamw")
     assert asked == [(96, 96), (64, 64)] and found.config.images.image_size == (64, 64)
     assert 8 <= found.config.run.epochs < 9
-    found = planned(photographs, 0.01, images=900, flip=True)
+    found = planned(photographs, 0.01, images=900, flip=True, optimizer="adamw")
     assert found.config.images.image_size == (32, 32) and 0 < found.config.run.epochs < 1
 
 
@@ -112,12 +125,12 @@ def test_the_time_of_the_choice_and_slow_reading_mean_fewer_epochs(monkeypatch: 
     monkeypatch.setattr(from_data, "reading_speed", lambda *_: math.inf)
     clock = iter((0.0, 40.0))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    found = planned(digits, 100.0)
+    found = planned(digits, 100.0, optimizer="adamw")
     assert found.config.run.epochs == 60 * 60 * from_data.TIME_FOR_STEPS / 90
     assert "30 epochs: this machine trains about 60 images/s, and 60 s of the budget are left" in found.reasons
     monkeypatch.setattr(from_data, "reading_speed", lambda *_: 30.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    found = planned(digits, 100.0)
+    found = planned(digits, 100.0, optimizer="adamw")
     assert found.config.run.epochs == pytest.approx(100 * 20 * from_data.TIME_FOR_STEPS / 90, abs=0.1)
 
 

@@ -61,7 +61,7 @@ RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
 
 CHOSEN = (
     "variant", "image_size", "channels", "mean", "std", "scaled_decode", "epochs", "batch_size", "loss", "flip",
-    "shift", "erase",
+    "shift", "erase", "optimizer", "learning_rate",
 )  # fmt: skip
 """Settings that are chosen from the data."""
 

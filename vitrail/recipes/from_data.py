@@ -43,6 +43,16 @@ MIN_EPOCHS = 8
 MANY_IMAGES = 20_000
 """Number of training images from which the network is wider."""
 
+MUON_RATE = 2e-3
+"""Learning rate of Muon for a network that is chosen here. docs/recipes.md has the measurements."""
+
+MUON_TIME = 1.25
+"""Time of a step with Muon, as a multiple of the time with AdamW, with which `training_speed` measures."""
+
+MANY_EPOCHS = 15
+"""Number of epochs from which grey boxes hide parts of the images. In fewer epochs, a network does not learn the images
+by heart."""
+
 TIME_FOR_STEPS = 0.75
 """Fraction of the budget for training steps. The rest is for starting, augmentation, evaluation and saving."""
 
@@ -94,6 +104,12 @@ def plan_for_data(config: TrainConfig, splits: Splits, explicit: Explicit, secon
         wide = {"width": 128, "heads": 4, "mlp_width": 512} if facts.images >= MANY_IMAGES else {}
         why = f"{'wider, because there are' if wide else 'small, for'} {facts.images:,} training images"
         choices.add(f"network Conv+ViT-Pico/8, {why}", variant="Conv+ViT-Pico/8", **wide)
+        if not {"optimizer", "learning_rate"} & explicit.keys():
+            choices.add(
+                "Muon for the weight matrices, which learns more in the same time than AdamW",
+                optimizer="muon",
+                learning_rate=MUON_RATE,
+            )
     base = replace(config, model=ModelConfig(), images=base.images, augment=base.augment, optimizer=base.optimizer)
     base = base.override(keep="last" if splits.validation is None else "best")
     _choose_length(choices, base, splits, facts, seconds, end=end)
@@ -225,7 +241,8 @@ def _choose_length(
             else f"this machine trains about {speed:,.0f} images/s, and {left:,.0f} s of the budget are left"
         )
         choices.add(f"{epochs:.3g} epochs: {why}", epochs=float(f"{epochs:.3g}"))
-    choices.add(erase=0.25 if images >= MANY_IMAGES else 0.5)
+    seen = explicit.get("epochs", math.inf) if own_length else epochs
+    choices.add(erase=0.0 if seen < MANY_EPOCHS else 0.25 if images >= MANY_IMAGES else 0.5)
 
 
 def _with_fast_decoding(config: TrainConfig, train: Source, explicit: Explicit) -> TrainConfig:
@@ -266,5 +283,7 @@ def _speed(config: TrainConfig, splits: Splits) -> float:
         num_classes=outputs, image_size=config.images.image_size, channels=config.images.channels
     )
     speed = training_speed(network, config.run.batch_size, "bf16" if precision == "float8" else precision, device)
+    if config.optimizer.kind == "muon":
+        speed /= MUON_TIME
     reading = reading_speed(config, splits.train)
     return 1 / (1 / speed + 1 / reading) if device.type == "cpu" else min(speed, reading)
