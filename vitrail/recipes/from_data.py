@@ -46,9 +46,6 @@ MANY_IMAGES = 20_000
 MUON_RATE = 2e-3
 """Learning rate of Muon for a network that is chosen here. docs/recipes.md has the measurements."""
 
-MUON_TIME = 1.25
-"""Time of a step with Muon, as a multiple of the time with AdamW, with which `training_speed` measures."""
-
 MANY_EPOCHS = 15
 """Number of epochs from which grey boxes hide parts of the images. In fewer epochs, a network does not learn the images
 by heart."""
@@ -283,7 +280,5 @@ def _speed(config: TrainConfig, splits: Splits) -> float:
         num_classes=outputs, image_size=config.images.image_size, channels=config.images.channels
     )
     speed = training_speed(network, config.run.batch_size, "bf16" if precision == "float8" else precision, device)
-    if config.optimizer.kind == "muon":
-        speed /= MUON_TIME
     reading = reading_speed(config, splits.train)
     return 1 / (1 / speed + 1 / reading) if device.type == "cpu" else min(speed, reading)
