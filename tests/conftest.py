@@ -27,6 +27,7 @@ from tests.checking import check_signatures_quickly
 check_signatures_quickly()  # before the package is imported
 
 from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
+from vitrail.models.vit import VisionTransformer, ViTConfig  # noqa: E402
 from vitrail.recipes import RECIPES  # noqa: E402
 from vitrail.training.config import TrainConfig  # noqa: E402
 from vitrail.weights.bundle import Bundle  # noqa: E402
@@ -68,6 +69,24 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VITRAIL_DATA", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def randomised() -> Callable[[ViTConfig], VisionTransformer]:
+    """Return a function that makes networks in evaluation mode. No weight is 0 or 1, so that a missing weight is
+    noticed.
+    """
+
+    def make(config: ViTConfig) -> VisionTransformer:
+        network = VisionTransformer(config).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                parameter.copy_(centre + 0.4 * torch.randn(parameter.shape, generator=generator))
+        return network
+
+    return make
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ Make = Callable[..., VisionTransformer]
 
 
 @pytest.fixture(scope="session")
-def make() -> Make:
+def make(randomised: Callable[[ViTConfig], VisionTransformer]) -> Make:
     """Return a function that makes networks of width 16 for images of 12 x 20 in patches of 4 x 5. No weight is 0 or
     1. It can replace fields of the config."""
 
@@ -24,13 +24,7 @@ def make() -> Make:
             "image_size": (12, 20), "patch_size": (4, 5), "channels": 3, "width": 16, "depth": 3, "heads": 4,
             "mlp_width": 24, "num_classes": 5,
         }  # fmt: skip
-        network = VisionTransformer(ViTConfig(**{**defaults, **fields})).eval()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in network.named_parameters():
-                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                parameter.copy_(centre + 0.4 * torch.randn(parameter.shape, generator=generator))
-        return network
+        return randomised(ViTConfig(**{**defaults, **fields}))
 
     return build
 

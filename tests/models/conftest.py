@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from vitrail.models.vit import VisionTransformer, ViTConfig
+from vitrail.models.vit import ViTConfig
 
 DIVISORS = {"none": 1, "learned": 1, "learned-2d": 2, "sincos-2d": 4, "relative-bias": 1, "rotary-2d": 4}
 """Kinds of positions, with a number that must divide a head's width, or certainly divides the network's width."""
@@ -37,24 +37,6 @@ def small() -> Callable[..., ViTConfig]:
             "mlp_width": 20, "num_classes": 5,
         }  # fmt: skip
         return ViTConfig(**{**defaults, **fields})
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def randomised() -> Callable[[ViTConfig], VisionTransformer]:
-    """Return a function that makes networks in evaluation mode. No weight is 0 or 1, so that a missing weight is
-    noticed.
-    """
-
-    def make(config: ViTConfig) -> VisionTransformer:
-        network = VisionTransformer(config).eval()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in network.named_parameters():
-                centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                parameter.copy_(centre + 0.4 * torch.randn(parameter.shape, generator=generator))
-        return network
 
     return make
 

@@ -1,4 +1,4 @@
-"""What the embedding learned: filters of the patch projection, and the similarity of positions (paper figure 7)."""
+"""The filters of the patch embedding and the similarity of position embeddings (paper, figure 7)."""
 
 from __future__ import annotations
 

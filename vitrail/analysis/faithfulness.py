@@ -41,7 +41,9 @@ class SaliencyCurves:
     fractions: Float64[np.ndarray, " steps"]
     """Fraction of the patches that were deleted or inserted, from 0 to 1."""
     deletion: Float64[np.ndarray, "methods b steps"]
+    """Probability of the class after the patches with the largest values were deleted."""
     insertion: Float64[np.ndarray, "methods b steps"]
+    """Probability of the class after the patches with the largest values were inserted into an empty image."""
 
     def deletion_auc(self) -> Float64[np.ndarray, "methods b"]:
         """Return the area under each deletion curve. A smaller area is better."""
@@ -90,6 +92,7 @@ def saliency_curves(
     predictor, config = Predictor(network), vit.config
     grid = config.grid_of(images.shape[2], images.shape[3])
     stride = config.root.stride if config.root else 1
+    patch = config.patch_size[0] * stride, config.patch_size[1] * stride
     count = grid[0] * grid[1]
     if targets is None:
         targets = torch.cat([predictor.logits(batch) for batch in torch.split(images, batch_size)]).argmax(dim=1)
@@ -110,7 +113,6 @@ def saliency_curves(
         for number in changed:
             hidden = torch.full((len(images), count), not delete)
             hidden.scatter_(1, torch.from_numpy(order[:, :number]), delete)
-            patch = config.patch_size[0] * stride, config.patch_size[1] * stride
             pixels = _pixel_mask(hidden.reshape(-1, *grid), patch, images.shape[2:]).to(images.device)
             shown = images.masked_fill(pixels[:, None], fill)
             logits = torch.cat([predictor.logits(batch) for batch in torch.split(shown, batch_size)])

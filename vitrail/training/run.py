@@ -84,7 +84,7 @@ class RunResult:
     task: Task
     """The task that the model was trained for."""
     predictions: Mapping[str, Predictions] = field(default_factory=dict)
-    """Outputs of the model on the held-out splits, by the names of the splits. Very large outputs are left out."""
+    """Outputs of the model by the name of the held-out split. A split with more than `MAX_KEPT` outputs is missing."""
 
     def texts(self, split: str) -> list[str]:
         """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".

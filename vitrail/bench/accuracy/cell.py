@@ -30,7 +30,7 @@ SHOWN_LINES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What the process of a cell runs, as JSON values."""
+    """Settings that the process of the cell trains with, as JSON values."""
 
     entry: str
     """Name of the entry: a recipe, or settings of another library."""

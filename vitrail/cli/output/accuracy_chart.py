@@ -36,7 +36,7 @@ text { fill: #444; } .strong { fill: #000; } .grid { stroke: #ddd; } .axis { str
 
 def accuracy_chart(curves: Curves, targets: Sequence[float], budget: float | None) -> str:
     """Return an SVG picture with a line for each cell. Both x axes are logarithmic. Evaluations after the budget are
-    left out."""
+    not drawn."""
     height = HEIGHT + LINE * len(curves) + 12
     charts = (("seconds of training", lambda point: point.seconds), ("counted FLOPs", lambda point: point.flops))
     parts = [

@@ -83,7 +83,7 @@ def pt2_parts(file: Path | io.BytesIO) -> tuple[dict[str, str], list[bytes]]:
             for key in (KEY, SEAL, OUTPUTS)
             if name.endswith(f"/extra/{key}")
         }
-        # The hash itself is left out, and PyTorch's own hash of all entries, which includes it.
+        # Our hash covers neither itself nor PyTorch's hash, which covers ours.
         others = [name for name in names if not name.endswith((f"/extra/{SEAL}", "/.data/serialization_id"))]
         return texts, [part for name in others for part in (name.encode(), archive.read(name))]
 
