@@ -15,7 +15,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.speed import TimeLeft
-from vitrail.training.phases import Phase, phases_of, run_flops
+from vitrail.training.phases import Phase, first_steps, phases_of, run_flops
 from vitrail.training.run import resume, train
 from vitrail.training.setup import make_network, make_state, prepare
 
@@ -44,6 +44,8 @@ def test_phases_follow_from_the_settings(small: Small, tmp_path: Path) -> None:
         heads=2, mlp_width=32, channels=1).training_flops() for one in found]  # fmt: skip
     assert run_flops(found, network) == sum(flops) and run_flops(found, network, views=2) == 2 * sum(flops)
     assert [one.cost for one in found] == pytest.approx([each / flops[-1] for each in flops], rel=1e-12)
+    assert run_flops(first_steps(found, 14), network) == sum(flops[:2]) + flops[2] // 3
+    assert first_steps(found, 24) == found
     assert found[0].cost < found[1].cost < found[2].cost < found[3].cost == 1
 
 

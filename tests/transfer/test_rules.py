@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,9 +160,17 @@ def named(config: TrainConfig, name: str) -> object:
 
 
 def test_another_optimizer_needs_its_own_learning_rate() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer='sgd' also needs a learning_rate, because .* are for 'adamw'"):
+    match = r"optimizer='sgd' also needs a learning_rate, because .* are for 'adamw' and 'muon'"
+    with pytest.raises(ConfigError, match=match):
         ruled(facts(), optimizer="sgd")
     assert ruled(facts(), optimizer="sgd", learning_rate=0.1).config.optimizer.kind == "sgd"
+
+
+def test_muon_has_the_learning_rates_of_adamw() -> None:
+    usual, found = ruled(facts()), ruled(facts(), optimizer="muon")
+    assert found.config == usual.config.override(optimizer="muon")
+    changed = [one for one, other in zip(found.reasons, usual.reasons, strict=True) if one != other]
+    assert len(changed) == 1 and re.match(r"learning rate \S+ with Muon: for a network of width", changed[0])
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -16,7 +16,7 @@ from vitrail.settings import raise_problems
 from vitrail.training.config import TrainConfig
 from vitrail.training.early import KINDS
 
-__all__ = ["Phase", "cost_text", "phases_of", "run_flops", "use_patch_dropout"]
+__all__ = ["Phase", "cost_text", "first_steps", "phases_of", "run_flops", "use_patch_dropout"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ def phases_of(config: TrainConfig, network: AnyConfig | None, steps: int) -> tup
     if network is None:
         return tuple(replace(phase, cost=phase.batch_size / last.batch_size) for phase in found)
     return tuple(replace(phase, cost=phase.step_flops(network) / last.step_flops(network)) for phase in found)
+
+
+def first_steps(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
+    """Return the phases of the first `steps` steps of a run. The last phase is shortened."""
+    return tuple(replace(phase, steps=min(phase.steps, steps - phase.first)) for phase in phases if phase.first < steps)
 
 
 def run_flops(phases: Sequence[Phase], network: AnyConfig, *, views: int = 1) -> int:

@@ -190,12 +190,12 @@ def check_images(spec: str, facts: DataFacts) -> None:
         raise ConfigError(f"data {spec!r} has no image to fine-tune on; add training images")
 
 
-def check_rate(optimizer: OptimizerConfig, explicit: Explicit, usual: str) -> None:
-    """Raise `ConfigError` if the user chose an optimizer other than `usual`, and no learning rate."""
-    if optimizer.kind != usual and "optimizer" in explicit and "learning_rate" not in explicit:
+def check_rate(optimizer: OptimizerConfig, explicit: Explicit, *usual: str) -> None:
+    """Raise `ConfigError` if the user chose an optimizer that is not one of `usual`, and no learning rate."""
+    if optimizer.kind not in usual and "optimizer" in explicit and "learning_rate" not in explicit:
         raise ConfigError(
             f"optimizer={optimizer.kind!r} also needs a learning_rate, because the automatic learning rates are "
-            f"for {usual!r}"
+            f"for {' and '.join(map(repr, usual))}"
         )
 
 

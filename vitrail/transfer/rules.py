@@ -61,6 +61,10 @@ RATE_FACTORS = (1.0, 0.3, 3.0)
 """Learning rates to try, as multiples of the usual rate. The first of equally good rates is chosen."""
 
 
+TITLES = {"adamw": "AdamW", "muon": "Muon"}
+"""Optimizers for which the rule has learning rates. Muon has those of AdamW, because its updates have the same size."""
+
+
 LAYER_DECAY = 0.9
 
 
@@ -98,10 +102,10 @@ def plan_by_rule(
     loss, except for settings in `explicit`. Other settings are those of `base`. `memory` is the memory of the training
     device in bytes. `findings` replace guesses about mirroring and the image size. With `seconds`, the plan has a
     search within this time. Raise `ConfigError` if the data has no training image, or if `explicit` has an optimizer
-    but no learning rate.
+    for which the rule has no learning rate, and no learning rate.
     """
     check_images(base.data.spec, facts)
-    check_rate(base.override(**explicit).optimizer, explicit, "adamw")
+    check_rate(base.override(**explicit).optimizer, explicit, *TITLES)
     choices, gpu = Choices(explicit), device.type == "cuda"
     size, why_size = image_size_for(network, facts, gpu=gpu)
     if findings.image_size is not None:
@@ -174,7 +178,8 @@ def _choose_optimizer(choices: Choices, network: AnyConfig, start: StartConfig, 
     why = f"for a network of width {network.stream_width:,} and a batch size of {batch}"
     if trained != "all":
         why += ", higher because few weights are trained"
-    choices.add(f"learning rate {rate:g} with AdamW: {why}", learning_rate=rate)
+    kind = choices.explicit.get("optimizer", "adamw")
+    choices.add(f"learning rate {rate:g} with {TITLES.get(kind, kind)}: {why}", learning_rate=rate)
     if trained == "all":
         choices.add(f"layer decay {LAYER_DECAY}: lower blocks change less than upper ones", layer_decay=LAYER_DECAY)
 
@@ -210,7 +215,7 @@ def _search(config: TrainConfig, network: AnyConfig, facts: DataFacts, explicit:
 
 def _candidates(config: TrainConfig, network: AnyConfig, explicit: Explicit) -> tuple[Candidate, ...]:
     usual = config.optimizer.learning_rate
-    if {"learning_rate", "optimizer"} & explicit.keys() or config.start.train_blocks == 0:
+    if "learning_rate" in explicit or config.start.train_blocks == 0:
         return (Candidate("the chosen settings", {}),)
     rates = [float(f"{usual * factor:.2g}") for factor in RATE_FACTORS]
     found = [Candidate(f"learning rate {rate:g}", {"learning_rate": rate}) for rate in rates]

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.bench.accuracy.cell import Cell, CellResult
 from vitrail.bench.accuracy.recipe_run import measure_recipe, optimizer_flops
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
+from vitrail.training.loop import train_step
+from vitrail.training.phases import use_patch_dropout
+from vitrail.training.setup import make_network, make_plan, make_state, prepare
 
 
 def tiny(**changes: Any) -> TrainConfig:
@@ -45,6 +50,28 @@ def test_a_curve_has_a_point_for_each_evaluation(measured: CellResult) -> None:
 def test_operations_are_those_of_the_closed_form(measured: CellResult) -> None:
     config = tiny().model.resolve(num_classes=3, image_size=(8, 16), channels=1)
     assert measured.points[1].flops == 8 * 8 * config.training_flops()
+
+
+def test_operations_of_cheaper_early_steps_are_counted(tmp_path: Path) -> None:
+    config = tiny(
+        early_image_size=("8:0.25",), early_patch_dropout=("0.5:0.5",), early_batch_size=("5:0.75",),
+        patch_size=(4, 4), optimizer="muon", seed=3,
+    )  # fmt: skip
+    setup = prepare(config.override(run=str(tmp_path / "counted")))
+    network, _, _ = make_network(setup, None)
+    state, plan, counts = make_state(setup, network), make_plan(setup), list[int]()
+    while not plan.is_over(state):
+        phase = plan.phase_of(state.step)
+        assert phase is not None
+        use_patch_dropout(state.objective, phase.patch_dropout)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            train_step(state, plan, next(state.batches))
+        counts.append(counter.get_total_flops())
+        state.step += 1
+    state.batches.close()
+    result = measure_recipe(tmp_path, cell(config))
+    assert [point.flops for point in result.points] == [sum(counts[: point.step]) for point in result.points]
+    assert len(set(counts)) == 4 and result.epochs == (9 * 5 + 3 * 8) / 36
 
 
 def test_the_products_of_the_optimizer_count() -> None:

@@ -21,6 +21,7 @@ from vitrail.tasks import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.optimization.optimizer import make_optimizer
+from vitrail.training.phases import first_steps, phases_of, run_flops
 from vitrail.training.record import read_record
 from vitrail.training.run import train
 
@@ -49,22 +50,26 @@ def measure_recipe(folder: Path, cell: Cell) -> CellResult:
             config = config.override(steps=fits)
     recorder = _Recorder()
     result = train(config, display=recorder)
-    network, batch_size = result.bundle.network, config.run.batch_size
-    record = read_record(folder / "run")
-    flops = network.config.training_flops() * batch_size + optimizer_flops(network, record.config)
+    network, record = result.bundle.network, read_record(folder / "run")
+    phases = phases_of(record.config, network.config, record.config.total_steps(record.images))
+    update, views = optimizer_flops(network, record.config), record.config.task.views
     machine = describe(torch.device("cpu"))
     steps = int(result.summary["steps"])
+
+    def flops(step: int) -> float:
+        return float(run_flops(first_steps(phases, step), network.config, views=views) + step * update)
+
     return CellResult(
         points=tuple(
-            Point(step=step, seconds=wall, cpu_seconds=cpu, flops=float(step * flops), accuracy=accuracy)
+            Point(step=step, seconds=wall, cpu_seconds=cpu, flops=flops(step), accuracy=accuracy)
             for step, wall, cpu, accuracy in recorder.points
         ),
         validation_accuracy=result.metrics["validation_accuracy"],
         test_accuracy=result.metrics.get("test_accuracy"),
         steps=steps,
         own_steps=length.steps if cell.budget is not None else steps,
-        epochs=steps * batch_size / record.images,
-        batch_size=batch_size,
+        epochs=sum(phase.steps * phase.batch_size for phase in first_steps(phases, steps)) / record.images,
+        batch_size=config.run.batch_size,
         parameters=sum(parameter.numel() for parameter in network.parameters()),
         precision=record.config.run.precision,
         threads=machine["threads"],
