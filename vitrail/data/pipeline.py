@@ -344,6 +344,12 @@ class TrainingBatches(Iterator[Batch]):
             return orders[0]
         return _grain().MapDataset.mix(orders, [weight for _, _, weight in parts])
 
+    def use_readers(self, readers: Readers) -> None:
+        """Read the next batch and all later ones with other threads or processes. The batches stay the same."""
+        if readers != self._readers:
+            self.close()
+            self._readers = readers
+
     def state(self) -> dict[str, int]:
         """Return the position of the iterator as plain JSON values."""
         return {"batches": self._taken}

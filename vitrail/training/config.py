@@ -69,8 +69,9 @@ class RunConfig:
     also replays blocks as CUDA graphs, which helps small models or batches."""
     device: str = "auto"
     """Device to run on: auto, cpu, cuda or cuda:N."""
-    threads: int | None = None
-    """Threads that read and decode images, by default one per core."""
+    threads: int | Literal["auto"] | None = None
+    """Threads that read and decode images, by default one per core. 0 reads in the main thread. auto: one per core or
+    0, whichever makes the first steps faster."""
     processes: int = 0
     """Worker processes for reading and decoding, with --threads threads each. Useful if decoding holds the GIL."""
     seed: int = 0
@@ -101,12 +102,19 @@ class RunConfig:
     def __post_init__(self) -> None:
         problems = [
             *at_least(
-                self, batch_size=1, accumulation=1, steps=1, evaluations=0, checkpoints=1, threads=0, processes=0,
+                self, batch_size=1, accumulation=1, steps=1, evaluations=0, checkpoints=1, processes=0,
                 seed=0, patience=1, probe_every=1, compute_threads=1,
             ),
             *above_zero(self, "epochs"),
             *one_of(self, precision=TrainingPrecision, float32_products=Float32Products, compile=Compile, keep=Keep),
         ]  # fmt: skip
+        if isinstance(self.threads, int) and self.threads < 0:
+            problems.append(f"threads={self.threads} is less than 0")
+        if self.threads == "auto" and self.processes:
+            problems.append(
+                f"threads='auto' compares the main thread with threads of this process, but processes={self.processes} "
+                "read; leave one of them out"
+            )
         if self.seed >= 2**32:
             problems.append(f"seed={self.seed} is too large; choose one below 2**32")
         if self.max_time is not None and seconds_in(self.max_time) is None:
@@ -124,8 +132,9 @@ class RunConfig:
 
     @property
     def readers(self) -> Readers:
-        """The worker threads and processes that read and decode images."""
-        return Readers(self.threads, self.processes)
+        """The worker threads and processes that read and decode images. While `threads` is "auto" and nothing is
+        chosen, there are as many threads as by default."""
+        return Readers(None if self.threads == "auto" else self.threads, self.processes)
 
 
 @dataclass(frozen=True, kw_only=True)

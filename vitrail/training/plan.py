@@ -38,7 +38,8 @@ class Plan:
     """Maximum number of training samples that may fail to decode."""
     adapts_threads: bool = False
     """True if the number of compute threads follows the cores that other programs leave."""
-
+    chooses_readers: bool = False
+    """True if the first steps decide by their time whether threads or the main thread reads the images."""
     phases: tuple[Phase, ...] = ()
     """The phases of the run, in order. Without phases, all steps have the settings above."""
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 from vitrail.data.config import DataConfig
 from vitrail.errors import ConfigError, RunError
+from vitrail.files import saving, write_json
 from vitrail.settings import bare_names
 from vitrail.tasks import Classification
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.start import Origin
 
-__all__ = ["FORMAT", "Record", "read_record"]
+__all__ = ["FORMAT", "Record", "read_record", "replace_config"]
 
 FORMAT = 2
 """Version of the format. Format 1 has no "format" field, a flat config, and classification as its only task. The model
@@ -69,6 +70,14 @@ def read_record(folder: Path) -> Record:
         )
     except (ConfigError, TypeError, KeyError) as error:
         raise RunError(f"{path} is damaged: {error}") from error
+
+
+def replace_config(folder: Path, config: TrainConfig) -> None:
+    """Replace the config in the `run.json` of a run's folder. Raises `SaveError`."""
+    path = folder / "run.json"
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    with saving("the run", folder):
+        write_json(path, values | {"format": FORMAT, "config": config.to_plain()})
 
 
 def _part(path: Path, values: dict[str, Any], name: str) -> dict[str, Any]:

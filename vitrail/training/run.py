@@ -42,7 +42,7 @@ from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor, Sinks
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.phases import cost_text
-from vitrail.training.record import Record, read_record
+from vitrail.training.record import Record, read_record, replace_config
 from vitrail.training.setup import (
     OwnObjects,
     Setup,
@@ -299,7 +299,16 @@ class _Run:
         with StopRequest(None if limit is None else self.started + limit) as stop:
             examiner = self._examiner(state, probes)
             sinks = Sinks(journal, self.checkpoints, display)
-            monitor = Monitor(state, plan, sinks, _intervals(setup), examiner, stop=stop, started=self.started)
+            monitor = Monitor(
+                state,
+                plan,
+                sinks,
+                _intervals(setup),
+                examiner,
+                stop=stop,
+                started=self.started,
+                on_readers=lambda threads: replace_config(self.folder, setup.config.override(threads=threads)),
+            )
             display.begin(state.step, setup.steps, setup.config.task)
             try:
                 if self._may_keep_start and state.step == 0:

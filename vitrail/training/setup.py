@@ -238,6 +238,7 @@ def make_plan(setup: Setup) -> Plan:
         most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),
         # The worker processes of a run are not told apart from other programs.
         adapts_threads=config.run.compute_threads is None and setup.device.type == "cpu" and not config.run.processes,
+        chooses_readers=config.run.threads == "auto",
         phases=setup.phases,
     )
 

@@ -298,9 +298,11 @@ def _difference(config: TrainConfig, place: Path, data: OpenedData, initial: Bun
     """Return "settings", "data" or "weights", if an existing run has others than these; otherwise an empty text."""
     record, run = read_record(place), config.run
     recorded = record.config.run
-    # The accumulation depends on the free memory and does not change the result. Nor does permission to overwrite.
+    # The accumulation depends on the free memory and does not change the result. Nor do the threads that read the
+    # images, which a run can choose, and permission to overwrite.
     same = config.override(
         accumulation=recorded.accumulation,
+        threads=recorded.threads,
         overwrite=recorded.overwrite or run.overwrite,
         **{name: getattr(recorded, name) for name in RESOLVED},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from vitrail.cores import SharedCores
-from vitrail.data.pipeline import Batch
-from vitrail.errors import DataError, Stopped
+from vitrail.data.pipeline import Batch, Readers, default_threads
+from vitrail.errors import DataError, Stopped, plural
 from vitrail.machine import peak_memory
 from vitrail.training.monitoring.display import TRAINING, Display
 from vitrail.training.monitoring.examiner import Examiner
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import Meter, RunningMeans
+from vitrail.training.monitoring.readers import ReaderTrials
 from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.phases import Phase
@@ -88,8 +89,10 @@ class Monitor:
         *,
         stop: StopRequest,
         started: float,
+        on_readers: Callable[[int], None] = lambda threads: None,
     ) -> None:
-        """`started` is the time (`time.perf_counter()`) at which the user started the command."""
+        """`started` is the time (`time.perf_counter()`) at which the user started the command. `on_readers` receives
+        the number of reading threads if the run chooses it."""
         self.state = state
         self.plan = plan
         self.sinks = sinks
@@ -103,6 +106,11 @@ class Monitor:
         self.left = self._time_left()
         self.cores = SharedCores() if plan.adapts_threads else None
         self._has_shared = False
+        self._on_readers = on_readers
+        self._trials: ReaderTrials | None = None
+        if plan.chooses_readers:
+            choices = default_threads(), 0
+            self._trials = ReaderTrials(choices, lambda threads: state.batches.use_readers(Readers(threads)))
         self._ticked = time.perf_counter()
         self._reported = state.step
 
@@ -149,8 +157,7 @@ class Monitor:
         step = self.state.step
         self.clock.images += len(batch)
         self.meter.add(step, metrics)
-        if self.plan.device.type == "cpu":
-            self._tick()
+        self._tick()
         if self.cores is not None and (threads := self.cores.check()) is not None:
             self._say_threads(self.cores, threads)
         if not self.clock.to_first_step:
@@ -254,13 +261,28 @@ class Monitor:
         )
 
     def _tick(self) -> None:
-        """Measure the time of a step, and show the progress."""
+        """Measure the time of a step, and show the progress. A GPU computes several steps ahead, so that the time of
+        one step says little about the time left."""
         now = time.perf_counter()
-        step = self.state.step
-        self.left.add(self.plan.work(step) - self.plan.work(step - 1), max(now - self._ticked, 1e-9))
+        step, seconds = self.state.step, max(now - self._ticked, 1e-9)
+        work = self.plan.work(step) - self.plan.work(step - 1)
         self._ticked = now
-        if (left := self.left.seconds(self.state.step)) is not None:
-            self.sinks.display.tick(self.state.step, left)
+        if self._trials is not None and (threads := self._trials.add(seconds, work)) is not None:
+            self._say_readers(self._trials, threads)
+            self._trials = None
+        if self.plan.device.type == "cpu":
+            self.left.add(work, seconds)
+            if (left := self.left.seconds(step)) is not None:
+                self.sinks.display.tick(step, left)
+
+    def _say_readers(self, trials: ReaderTrials, threads: int) -> None:
+        """Record the chosen number of reading threads, and say why it was chosen."""
+        texts = [f"{1000 * seconds:.3g} ms with {_readers_text(count)}" for count, seconds in trials.times.items()]
+        self.sinks.journal.write("readers", step=self.state.step, threads=threads, seconds_per_step=trials.times)
+        self.sinks.display.say(
+            f"images are read by {_readers_text(threads)} from now on: a step took {' and '.join(texts)}"
+        )
+        self._on_readers(threads)
 
     def _time_left(self) -> TimeLeft:
         intervals, splits = self.intervals, self.examiner.splits
@@ -284,3 +306,7 @@ class Monitor:
         self._ticked = time.perf_counter()
         self.clock.paused += self._ticked - begin
         self.left.pause(name, self._ticked - begin)
+
+
+def _readers_text(threads: int) -> str:
+    return plural(threads, "thread") if threads else "the main thread"

@@ -1,0 +1,132 @@
+"""Tests of the choice between threads and the main thread for reading images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.data.pipeline import default_threads
+from vitrail.errors import ConfigError, Stopped
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.monitoring.readers import ReaderTrials
+from vitrail.training.record import read_record
+from vitrail.training.run import resume, train
+
+Small = Callable[..., TrainConfig]
+
+
+class Lines(Display):
+    """A display that keeps what it says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def chosen(*turns: float, works: tuple[float, ...] = (1.0,) * 4) -> tuple[int | None, list[int], dict[int, float]]:
+    """Return the choice between 3 threads and the main thread, the numbers of threads in order, and the times. Each
+    turn has steps of these seconds."""
+    used: list[int] = []
+    trials, found = ReaderTrials((3, 0), used.append), None
+    for seconds, work in zip(turns, works, strict=True):
+        for _ in range(trials.SKIPPED):
+            assert trials.add(99.0) is None
+        for _ in range(trials.STEPS):
+            assert found is None
+            found = trials.add(seconds, work)
+    return found, used, trials.times
+
+
+def test_the_faster_turn_of_each_choice_counts() -> None:
+    assert chosen(0.5, 0.375, 0.25, 0.5) == (3, [3, 0, 3, 0, 3], {3: 0.25, 0: 0.375})
+    assert chosen(0.5, 0.75, 0.625, 0.25) == (0, [3, 0, 3, 0], {3: 0.5, 0: 0.25})
+
+
+def test_a_gain_below_two_percent_keeps_the_threads() -> None:
+    assert chosen(0.5, 0.4901, 0.5, 0.5)[0] == 3
+    assert chosen(0.5, 0.4899, 0.5, 0.5)[0] == 0
+
+
+def test_steps_are_compared_by_their_cost() -> None:
+    assert chosen(1.0, 0.75, 1.0, 0.75, works=(4.0, 1.0, 4.0, 1.0))[::2] == (3, {3: 0.25, 0: 0.75})
+
+
+def test_a_turn_lasts_long_enough() -> None:
+    used: list[int] = []
+    trials = ReaderTrials((2, 0), used.append)
+    for _ in range(trials.SKIPPED + 9):
+        trials.add(0.1)
+    assert used == [2]
+    trials.add(0.2)
+    assert used == [2, 0]
+
+
+def weights_of(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_run_records_its_choice_and_computes_the_same(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
+    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
+    monkeypatch.setattr(ReaderTrials, "GAIN", 2.0)  # so that the usual threads win, whatever the steps took
+    display = Lines()
+    train(small(tmp_path / "auto", threads="auto", steps=14), display=display)
+    train(small(tmp_path / "two", threads=2, steps=14))
+    assert weights_of(tmp_path / "auto") == weights_of(tmp_path / "two")
+    (event,) = [event for event in read_journal(tmp_path / "auto" / "journal.jsonl") if event["event"] == "readers"]
+    count = default_threads()
+    assert (event["step"], event["threads"]) == (12, count) and set(event["seconds_per_step"]) == {"0", str(count)}
+    assert sum(line.startswith("images are read by ") and "with the main thread" in line for line in display.said) == 1
+    assert read_record(tmp_path / "auto").config.run.threads == count
+
+
+def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
+    monkeypatch.setattr(ReaderTrials, "STEPS", 1)
+    monkeypatch.setattr(ReaderTrials, "GAIN", -99.0)  # so that the faster one wins by any margin
+    monkeypatch.setattr(ReaderTrials, "TURNS", 1)
+    times = iter([*[9.0] * 3, *[1.0] * 3])
+    plain = ReaderTrials.add
+    monkeypatch.setattr(ReaderTrials, "add", lambda self, seconds, work: plain(self, next(times), work))
+
+    class Stops(Display):
+        def step(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 8:
+                raise KeyboardInterrupt
+
+    config = small(tmp_path / "run", threads="auto", steps=14, checkpoints=14)
+    with pytest.raises((KeyboardInterrupt, Stopped)):
+        train(config, display=Stops())
+    assert read_record(tmp_path / "run").config.run.threads == 0
+    display = Lines()
+    resume(tmp_path / "run", display=display)
+    assert not [line for line in display.said if line.startswith("images are read by")]
+    train(small(tmp_path / "whole", threads=1, steps=14, checkpoints=14))
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"threads": -1}, "threads=-1 is less than 0"),
+    ({"threads": "auto", "processes": 2},
+     "threads='auto' compares the main thread with threads of this process, but processes=2 read; leave one of them "
+     "out"),
+])  # fmt: skip
+def test_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig().override(**fields)
+    assert str(caught.value) == message
+
+
+def test_the_setting_is_written_as_json() -> None:
+    config = TrainConfig().override(threads="auto")
+    assert TrainConfig.from_plain(json.loads(json.dumps(config.to_plain()))) == config
