@@ -6,17 +6,26 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
 
-__all__ = ["check_signatures_quickly"]
+__all__ = ["begin_test", "check_signatures_quickly"]
 
 _thorough = jaxtyping.jaxtyped
 _dimensions = jaxtyping.jaxtyped("context")
 _check = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
+_calls: dict[int, int] = {}
+"""Number of calls of each function since the test began, by the identity of the function's code. Functions that are
+defined anew in each call of another function share their code."""
+
+
+def begin_test() -> None:
+    """Count calls from 0, so that the choice of checked calls does not depend on earlier tests."""
+    _calls.clear()
 
 
 def check_signatures_quickly() -> None:
@@ -26,41 +35,69 @@ def check_signatures_quickly() -> None:
 
 
 def quick(*, typechecker: Any) -> Callable[[Any], Any]:
-    """Return a decorator of functions and classes that checks arguments and results once per call. The dimensions of
-    shapes agree within a call, as in jaxtyping. Generators, and functions with shapes that name arguments, keep
-    jaxtyping's own decorator."""
+    """Return a decorator of functions and classes that checks arguments and results in the first, second, fourth,
+    eighth and so on call of each test. The dimensions of shapes agree within a call, as in jaxtyping. Generators, and
+    functions with shapes that name arguments, are checked by jaxtyping's own decorator."""
 
     def decorate(target: Any) -> Any:
         if inspect.isclass(target):
             own = vars(target).get("__init__")
             if dataclasses.is_dataclass(target) and own is not None and not hasattr(own, "__wrapped__"):
-                target.__init__ = _checked(own)  # type: ignore[misc]
+                target.__init__ = _sampled(own, _checked)  # type: ignore[misc]
             return target
         names_arguments = "{" in "".join(map(str, target.__annotations__.values()))  # Float[Tensor, "{count}"]
         if names_arguments or inspect.isgeneratorfunction(target):
-            return _thorough(target, typechecker=typechecker)
-        return _checked(target)
+            return _sampled(target, _thorough(typechecker=typechecker))
+        return _sampled(target, _checked)
 
     return decorate
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    annotations = function.__annotations__
-    function.__annotations__ = _resolved(function)
-    checked = _check(function)
-    function.__annotations__ = annotations
-    if checked is function:  # because nothing is annotated
+def _sampled(function: Callable[..., Any], decorator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function`, or `function` with checks in some calls. Checks are made when they are
+    first needed, because making them takes about a millisecond."""
+    if not function.__annotations__:
         return function
+    is_inner = "<locals>" in function.__qualname__
+    annotations = {} if is_inner else _resolved(function)
+    key = id(function.__code__)
+    checked: Callable[..., Any] | None = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        nonlocal checked
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
+        _calls[key] = number = _calls.get(key, 0) + 1
+        if number & (number - 1):  # is 0 for powers of two
+            return function(*args, **kwargs)
+        if checked is None:
+            checked = decorator(_copied(function, _resolved(function) if is_inner else annotations))
+        return checked(*args, **kwargs)
+
+    return call
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    checked = _check(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         with _dimensions:
             return checked(*args, **kwargs)
 
     return call
+
+
+def _copied(function: Callable[..., Any], annotations: dict[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a function with other annotations."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, annotations
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+    return copy
 
 
 def _resolved(function: Callable[..., Any]) -> dict[str, Any]:

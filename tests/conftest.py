@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import importlib.util
 import io
 import json
@@ -22,7 +23,7 @@ from hypothesis import settings
 from PIL import Image
 from torch import Tensor
 
-from tests.checking import check_signatures_quickly
+from tests.checking import begin_test, check_signatures_quickly
 
 check_signatures_quickly()  # before the package is imported
 
@@ -34,6 +35,16 @@ from vitrail.weights.bundle import Bundle  # noqa: E402
 
 settings.register_profile("vitrail", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("vitrail")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules and the collected tests from garbage collection, which visits them again and again
+    otherwise."""
+    gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    begin_test()
 
 
 @pytest.fixture(scope="session", autouse=True)

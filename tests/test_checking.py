@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from beartype import beartype
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from tests.checking import quick
+from tests.checking import begin_test, quick
 from vitrail.data.sources.idx import read_idx
 from vitrail.models.layers import LayerScale
 from vitrail.models.vit import ViTConfig
@@ -40,21 +41,64 @@ class Point:
     x: int
 
 
-def test_types_and_dimensions_are_checked() -> None:
-    assert joined(torch.ones(2, 3), torch.ones(3, 4)).shape == (2, 4)
-    for left, right in ((torch.ones(2, 3), torch.ones(4, 3)), (torch.ones(2, 3), 1), (torch.ones(2), torch.ones(2, 1))):
-        with pytest.raises(TypeCheckError):
-            joined(left, right)
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.ones(2, 3), torch.ones(4, 3)),
+        (torch.ones(2, 3), 1),
+        (torch.ones(2), torch.ones(2, 1)),
+        (torch.ones(5, 3), torch.ones(3, 4)),  # whose result has other columns
+    ],
+)
+def test_types_and_dimensions_are_checked(left: Any, right: Any) -> None:
     with pytest.raises(TypeCheckError):
-        joined(torch.ones(5, 3), torch.ones(3, 4))  # whose result has other columns
-    assert joined(torch.ones(4, 1), torch.ones(1, 2)).shape == (4, 2), "dimensions of one call say nothing of the next"
+        joined(left, right)
 
 
-def test_shapes_that_name_arguments_generators_and_dataclasses_are_checked() -> None:
+def test_dimensions_of_one_call_say_nothing_of_the_next() -> None:
+    assert joined(torch.ones(2, 3), torch.ones(3, 4)).shape == (2, 4)
+    assert joined(torch.ones(4, 1), torch.ones(1, 2)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda: repeated(torch.ones(2), 4), lambda: counted("2"), lambda: Point("3")],
+    ids=["shape that names an argument", "generator", "dataclass"],
+)
+def test_shapes_that_name_arguments_generators_and_dataclasses_are_checked(wrong: Callable[[], Any]) -> None:
+    with pytest.raises(TypeCheckError):
+        wrong()
     assert repeated(torch.ones(2), 3).shape == (6,) and list(counted(2)) == [0, 1] and Point(3).x == 3
-    for wrong in (lambda: repeated(torch.ones(2), 4), lambda: counted("2"), lambda: Point("3")):
-        with pytest.raises(TypeCheckError):
-            wrong()
+
+
+def test_calls_are_checked_whose_number_in_the_test_is_a_power_of_two() -> None:
+    def checks(calls: int) -> list[int]:
+        found = []
+        for number in range(1, calls + 1):
+            try:
+                Point("3")
+            except TypeCheckError:
+                found.append(number)
+        return found
+
+    assert checks(40) == [1, 2, 4, 8, 16, 32]
+    begin_test()
+    assert checks(3) == [1, 2]
+
+
+def test_functions_that_are_defined_again_count_as_one() -> None:
+    def point(x: Any) -> Any:
+        @checked
+        def inner(x: int) -> int:
+            return x
+
+        return inner(x)
+
+    with pytest.raises(TypeCheckError):
+        point("3")
+    with pytest.raises(TypeCheckError):
+        point("3")
+    assert point("3") == "3"
 
 
 def test_signatures_of_the_package_are_checked() -> None:
