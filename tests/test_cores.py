@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vitrail.cores import SharedCores, Usage, compute_threads, read_usage
+from vitrail import cores
+from vitrail.cores import SharedCores, Usage, compute_threads, following_cores, read_usage
 
 linux = pytest.mark.skipif(read_usage() is None, reason="this system has no /proc/stat")
 
@@ -166,3 +167,25 @@ def test_real_programs_on_all_cores_are_noticed(monkeypatch: pytest.MonkeyPatch)
         for program in programs:
             program.terminate()
             program.join()
+
+
+def test_predictions_follow_the_cores_except_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.0
+
+    def read() -> Usage:
+        """A second later at each call, in which another program takes one of two cores."""
+        nonlocal seconds
+        seconds += 1.0
+        return Usage(seconds, seconds, 0.0)
+
+    monkeypatch.setattr(SharedCores, "WINDOW", 0.0)
+    monkeypatch.setattr(cores, "SharedCores", lambda: SharedCores(read))
+    for precision, device, expected in (
+        ("bf16", "cpu", 1), ("int8", "cpu", 1), ("float32", "cpu", 2), ("bf16", "meta", 2),
+    ):  # fmt: skip
+        with compute_threads(2):
+            with following_cores(precision, torch.device(device)) as adapt_threads:
+                for _ in range(3):
+                    adapt_threads()
+                assert torch.get_num_threads() == expected
+            assert torch.get_num_threads() == 2

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SharedCores", "Usage", "compute_threads", "read_usage"]
+__all__ = ["SharedCores", "Usage", "compute_threads", "following_cores", "read_usage"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,17 @@ def compute_threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def following_cores(precision: str, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Yield a function to call after every batch, which adapts the number of compute threads as `SharedCores` does.
+
+    The function does nothing for float32, whose bits depend on the number of threads, and on other devices than CPUs.
+    After the block the number of threads is the same as before.
+    """
+    with compute_threads(None):
+        yield SharedCores().check if precision != "float32" and device.type == "cpu" else lambda: None
 
 
 class SharedCores:

@@ -77,11 +77,16 @@ def test_a_truncated_network_is_the_smaller_network() -> None:
 def test_steps_and_their_costs(images: Images) -> None:
     bundle = model(depth=12)
     found = {move.axis: move for move in moves(bundle, bundle, images.train)}
-    assert set(found) - {"precision"} == {"image size", "blocks", "tokens"}
-    for axis, expected in {"image size": [16, 20], "blocks": 10, "tokens": 1}.items():
+    assert set(found) - {"precision"} == {"image size", "blocks", "merging", "pruning"}
+    changes: dict[str, dict[str, Any]] = {
+        "image size": {"image_size": [16, 20]},
+        "blocks": {"blocks": 10},
+        "merging": {"removed_tokens": 1, "removed_by": "merge"},
+        "pruning": {"removed_tokens": 1, "removed_by": "prune"},
+    }
+    for axis, changed in changes.items():
         after = found[axis].build()
-        name = {"image size": "image_size", "tokens": "removed_tokens"}.get(axis, axis)
-        assert settings_of(after) == settings_of(bundle) | {name: expected}
+        assert settings_of(after) == settings_of(bundle) | changed
         assert found[axis].cost == after.network.config.inference_flops()
         assert after.notes == bundle.notes
     rotary = model(positions="rotary-2d", width=32)
@@ -91,6 +96,19 @@ def test_steps_and_their_costs(images: Images) -> None:
         Preprocess(image_size=(64, 64)),
     )  # fmt: skip
     assert {move.axis for move in moves(resnet, resnet, images.train)} - {"precision"} == {"image size"}
+
+
+def test_pruning_goes_on_where_merging_ends(images: Images) -> None:
+    bundle = model(depth=12)
+    merged = with_reduction(bundle, TokenReduction(tokens=1))
+    found = {move.axis: move for move in moves(merged, bundle, images.train)}
+    for axis, by in {"merging": "merge", "pruning": "prune"}.items():
+        expected = {"removed_tokens": 2, "removed_by": by}
+        assert settings_of(found[axis].build()) == settings_of(bundle) | expected
+    pooled = model(pool="gap")  # without a class token, nothing says which patches matter
+    assert not pooled.network.config.has_class_token
+    axes = {move.axis for move in moves(pooled, pooled, images.train)} - {"precision"}
+    assert axes == {"image size", "blocks", "merging"}
 
 
 def test_the_fastest_model_that_keeps_the_accuracy(images: Images, monkeypatch: pytest.MonkeyPatch) -> None:

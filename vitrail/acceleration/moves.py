@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from vitrail.evaluation.frozen import labelled_features
 from vitrail.evaluation.outputs import Outputs
 from vitrail.machine import Precision, has_bf16_matrix_units, has_int8_products
 from vitrail.models.network import with_weights
-from vitrail.models.reduction import TokenReduction
+from vitrail.models.reduction import ReductionMethod, TokenReduction
 from vitrail.weights.adapt import adapted, with_reduction
 from vitrail.weights.bundle import Bundle
 
@@ -27,6 +28,9 @@ SPEEDS = {"float32": 1.0, "bf16": 2.0, "int8": 2.4}
 
 DEPTH_STEPS, TOKEN_STEPS, SIZE_FACTOR = 6, 8, 7 / 8
 """A step removes a sixth of the blocks, an eighth of the patches over all blocks, or an eighth of the image's sides."""
+
+REDUCTIONS: dict[str, ReductionMethod] = {"merging": "merge", "pruning": "prune"}
+"""Methods of removing tokens, by the axis that each of them is. Both remove the same number of tokens in a step."""
 
 MIN_GRID = 4
 """Smallest number of rows and of columns of patches."""
@@ -51,13 +55,15 @@ def settings_of(bundle: Bundle) -> dict[str, Any]:
         "image_size": list(config.image_size),
         "blocks": config.num_blocks,
         "removed_tokens": 0 if reduction is None else reduction.tokens,
+        "removed_by": None if reduction is None else reduction.by,
     }
 
 
 def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     """Yield the next step along every axis that the network allows. Steps are fractions of the `original` model.
 
-    A network with fewer blocks receives a new linear head, which is fitted to the images of `train`.
+    A network with fewer blocks receives a new linear head, which is fitted to the images of `train`. A step of merging
+    also merges the tokens that earlier steps pruned, and the other way round.
     """
     config: Any = bundle.network.config
     start: Any = original.network.config
@@ -84,13 +90,14 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
         )
     patches = start.grid[0] * start.grid[1]
     before = 0 if config.reduction is None else config.reduction.tokens
-    reduction = TokenReduction(tokens=before + max(1, patches // (TOKEN_STEPS * start.depth)))
-    try:
-        reduced = replace(config, reduction=reduction)
-    except ConfigError:  # these positions or this attention keep all tokens
-        return
-    if reduced.inference_flops() < config.inference_flops():
-        yield _move("tokens", reduced, bundle.precision, lambda: with_reduction(bundle, reduction))
+    for axis, by in REDUCTIONS.items():
+        reduction = TokenReduction(tokens=before + max(1, patches // (TOKEN_STEPS * start.depth)), by=by)
+        try:
+            reduced = replace(config, reduction=reduction)
+        except ConfigError:  # these positions, this attention or this pooling need all tokens
+            continue
+        if reduced.inference_flops() < config.inference_flops():
+            yield _move(axis, reduced, bundle.precision, functools.partial(with_reduction, bundle, reduction))
 
 
 def _lower_precision(bundle: Bundle) -> Precision | None:

@@ -65,8 +65,8 @@ class Optimize:
 COMMAND = Command(
     name="optimize",
     summary="""Make a model's predictions faster, and keep a fraction of its accuracy. Precision, number of blocks,
-    merging of tokens and image size are changed step by step. Accuracy is measured on held-out training images, and
-    time on this machine.""",
+    merging and pruning of tokens, and image size are changed step by step. Accuracy is measured on held-out training
+    images, and time on this machine.""",
     examples=(
         Example("vitrail optimize runs/flowers --data flowers", "Show what can be gained at 99 % of the accuracy."),
         Example("vitrail optimize runs/flowers --data flowers --keep 0.97 --out fast", "Write the faster model."),
@@ -222,7 +222,7 @@ def _table(trials: Sequence[Trial]) -> Table:
             settings["precision"],
             " x ".join(map(str, settings["image_size"])),
             str(settings["blocks"]),
-            f"-{settings['removed_tokens']}",
+            f"-{settings['removed_tokens']} {settings['removed_by'] or ''}".rstrip(),
             f"{trial.flops / 1e9:.3g}",
             f"{trial.accuracy:.1%}",
             f"{1000 * trial.seconds:.3g}",

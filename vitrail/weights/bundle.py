@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vitrail.cores import following_cores
 from vitrail.data.pixels.preprocess import Pixels, Preprocess
 from vitrail.errors import BundleError, ConfigError, UndecodableImage
 from vitrail.machine import Precision, pick_device
@@ -135,7 +136,8 @@ class Bundle:
         `Prediction` ranks the `top` likeliest classes, or all classes if `top` is None. Matrix products are computed in
         `precision`, by default the bundle's own. "auto" is bf16 on processors with matrix units for bf16, else float32.
         bf16 is faster and changes probabilities slightly (docs/performance.md). The default `batch_size` follows from
-        the network's arithmetic and memory.
+        the network's arithmetic and memory. The number of compute threads follows the cores that other programs leave,
+        except in float32.
 
         An image that cannot be decoded raises `UndecodableImage`. With `undecodable="return"`, the list contains the
         exception instead of a prediction for that image. Raises `DataError` for a path that does not exist, and
@@ -146,14 +148,16 @@ class Bundle:
         count = self._count(top)
         results: list[AnyPrediction | UndecodableImage] = []
         predictor = Predictor(self.network, precision or self.precision)
-        for batch in _batches(images, self._batch_size(batch_size, precision or self.precision)):
-            loaded = [self._pixels(image) for image in batch]
-            broken = [item for item in loaded if isinstance(item, UndecodableImage)]
-            if broken and undecodable == "raise":
-                raise broken[0]
-            pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
-            predictions = iter(self._predictions(predictor, pixels, count) if pixels else ())
-            results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
+        with following_cores(predictor.precision, predictor.device) as adapt_threads:
+            for batch in _batches(images, self._batch_size(batch_size, precision or self.precision)):
+                loaded = [self._pixels(image) for image in batch]
+                broken = [item for item in loaded if isinstance(item, UndecodableImage)]
+                if broken and undecodable == "raise":
+                    raise broken[0]
+                pixels = [item for item in loaded if not isinstance(item, UndecodableImage)]
+                predictions = iter(self._predictions(predictor, pixels, count) if pixels else ())
+                results += [item if isinstance(item, UndecodableImage) else next(predictions) for item in loaded]
+                adapt_threads()
         return results
 
     def embed(self, images: Sequence[ImageLike], *, batch_size: int | None = None) -> Float[Tensor, "b embed_width"]:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
+from vitrail.cores import following_cores
 from vitrail.data.pipeline import Batch, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
@@ -152,7 +153,7 @@ def each_batch(
 
     Samples that cannot be decoded keep their rows in a batch, so `take` has to skip rows that are not `batch.valid`.
     Return the samples that could not be decoded. The network is not changed. Raise `ConfigError` for a network without
-    a head.
+    a head. The number of compute threads follows the cores that other programs leave, except in float32.
     """
     if getattr(network, "head", network) is None:
         raise ConfigError(
@@ -161,11 +162,13 @@ def each_batch(
         )
     predictor = Predictor(network, precision)
     skipped: list[Skipped] = []
-    for batch in evaluation_batches(source, preprocess, batch_size=batch_size, readers=readers):
-        skipped += batch.skipped
-        if on_skip is not None:
-            for item in batch.skipped:
-                on_skip(item)
-        batch = batch.to(predictor.device)
-        take(batch, predictor.logits(preprocess.normalise(batch.images)).float())
+    with following_cores(predictor.precision, predictor.device) as adapt_threads:
+        for batch in evaluation_batches(source, preprocess, batch_size=batch_size, readers=readers):
+            skipped += batch.skipped
+            if on_skip is not None:
+                for item in batch.skipped:
+                    on_skip(item)
+            batch = batch.to(predictor.device)
+            take(batch, predictor.logits(preprocess.normalise(batch.images)).float())
+            adapt_threads()
     return tuple(skipped)
