@@ -180,6 +180,8 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "BiT-R50x1", "--compile", "on"], "--compile: 'on' compiles a transformer's blocks"),
         (["infer", "ViT-Pico/7", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
         (["train", "BiT-R50x1", "--precision", "float8", "--device", "cpu"], "--precision: 'float8'"),
+        (["train", "ViT-Pico/7", "--precision", "int8"], "--precision: 'int8' is for predictions only"),
+        (["infer", "BiT-R50x1", "--precision", "int8"], "--precision: 'int8' needs"),
         (["train", "ViT-Pico/7", "--reduce-tokens", "1"], "--reduce-tokens: bench train does not use it"),
         (["load", "ViT-Pico/7", "--reduce-tokens", "1"], "--reduce-tokens: bench load does not use it"),
         (["infer", "BiT-R50x1", "--reduce-tokens", "1"], "unknown field 'reduction' of BiT-R50x1"),

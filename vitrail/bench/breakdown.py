@@ -14,7 +14,7 @@ __all__ = ["CATEGORIES", "breakdown", "category_of"]
 
 CATEGORIES = {
     "products": r"aten::(add)?(mm|mv)(_|$)|aten::(b|baddb)mm|aten::_?addmm|aten::dot|.*convolution|.*conv2d|"
-    r"mkldnn::_?linear|aten::(linear|matmul)$",
+    r"mkldnn::_?linear|onednn::qlinear|aten::(linear|matmul)$",
     "attention": r"aten::_?softmax|aten::.*scaled_dot_product|aten::_(flash|efficient|cudnn)_attention",
     "normalisation": r"aten::.*(layer_norm|group_norm|batch_norm)",
     "activation": r"aten::(gelu|silu|tanh|relu|sigmoid)",

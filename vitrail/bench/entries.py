@@ -49,7 +49,7 @@ class Entry:
 
     def describe(self, workload: Workload) -> str:
         """Return a description of the settings for tables, such as "bf16 compiled"."""
-        precision = "float8" if workload.float8 and self.library == OURS else workload.precision
+        precision = workload.own_format if self.library == OURS else workload.precision
         return ("float32" if self.settings == "default" else precision) + COMPILED.get(self.settings, "")
 
 
@@ -88,7 +88,7 @@ class Runner:
         self.device, self.precision = workload.device, workload.precision
         self.product_flops = 0
         if entry.library == PRODUCTS:
-            entry, workload = Entry(OURS), replace(workload, float8=False)
+            entry, workload = Entry(OURS), replace(workload, eight_bits=None)
         self.step = make_step(entry, workload)
         if is_products:
             self.step()
@@ -133,13 +133,13 @@ def make_step(entry: Entry, workload: Workload) -> Callable[[], object]:
     network = (build(workload.config) if ours else build_peer(entry.library, workload.config)).to(workload.device)
     run: Callable[[torch.Tensor], torch.Tensor] = network
     if ours:
-        if workload.float8:
+        if workload.eight_bits == "float8":
             use_float8(network)
         compile_blocks(network, "graphs" if entry.settings == "graphs" else "on" if entry.settings == "best" else "off")
     elif entry.settings == "best":
         run = torch.compile(network)
     if workload.task == "infer":
-        run = Predictor(network, workload.precision) if ours else run
+        run = Predictor(network, "int8" if workload.eight_bits else workload.precision) if ours else run
         network.eval()
         return _prediction(run, workload)
     network.train()

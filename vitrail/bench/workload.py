@@ -13,10 +13,11 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import activation_bytes, training_bytes
 from vitrail.models.variants import AnyConfig
 
-__all__ = ["Format", "Task", "Workload"]
+__all__ = ["EightBits", "Format", "Task", "Workload"]
 
 Task = Literal["train", "infer"]
 Format = Literal["float32", "bf16"]
+EightBits = Literal["float8", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,9 @@ class Workload:
     """Images per step."""
     precision: Format = "float32"
     """Format of matrix products. Weights are always float32."""
-    float8: bool = False
-    """True if the dense layers in our blocks train in 8 bits. All other layers and other libraries use `precision`."""
+    eight_bits: EightBits | None = None
+    """Format of the dense layers in our blocks, if it has 8 bits: "float8" in training, "int8" in predictions. All
+    other layers and other libraries use `precision`."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -41,8 +43,10 @@ class Workload:
             raise ConfigError(f"batch_size={self.batch} is less than 1")
         if self.task == "train" and not self.config.num_classes:
             raise ConfigError("num_classes=0 leaves nothing to train; set 1 or more, or use bench infer")
-        if self.float8 and self.task == "infer":
-            raise ConfigError("precision='float8' is for training only; choices: 'auto', 'bf16', 'float32'")
+        if self.eight_bits == "float8" and self.task == "infer":
+            raise ConfigError("precision='float8' is for training only; choices: 'auto', 'int8', 'bf16', 'float32'")
+        if self.eight_bits == "int8" and self.task == "train":
+            raise ConfigError("precision='int8' is for predictions only; choices: 'auto', 'float8', 'bf16', 'float32'")
 
     @property
     def flops(self) -> int:
@@ -66,17 +70,22 @@ class Workload:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Bytes of a training step, by formula. None for predictions and float8, for which there is no formula."""
-        if self.task == "infer" or self.float8:
+        """Bytes of a training step, by formula. None for predictions and 8 bits, for which there is no formula."""
+        if self.task == "infer" or self.eight_bits:
             return None
         return training_bytes(self.config, self.batch, precision=self.precision)
 
     @property
     def activation_bytes(self) -> int | None:
         """The part of `predicted_bytes` that grows with the batch."""
-        if self.task == "infer" or self.float8:
+        if self.task == "infer" or self.eight_bits:
             return None
         return self.batch * activation_bytes(self.config, precision=self.precision)
+
+    @property
+    def own_format(self) -> str:
+        """Name of the format of our dense layers."""
+        return self.eight_bits or self.precision
 
     def images(self) -> Float[Tensor, "b c h w"]:
         """Return random normalised pixels, the same in every call."""
@@ -98,7 +107,7 @@ class Workload:
             "num_classes": self.config.num_classes,
             "tokens": self.tokens,
             "batch_size": self.batch,
-            "precision": "float8" if self.float8 else self.precision,
+            "precision": self.own_format,
             "device": str(self.device),
             "flops": self.flops,
         }

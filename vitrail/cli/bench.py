@@ -21,9 +21,10 @@ from vitrail.cli.options.fields import Positional, flag
 from vitrail.cli.options.reduction import check_reduction, reduction_of
 from vitrail.cli.output import bench_tables as tables
 from vitrail.errors import ConfigError, nearest
-from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
+from vitrail.machine import describe, pick_device, resolve_precision
 from vitrail.models.compiled import Compile, resolve_compile
 from vitrail.models.linear.float8 import check_float8
+from vitrail.models.linear.int8 import check_int8
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.plain import byte_count
 
@@ -66,9 +67,9 @@ class Bench:
     block."""
     batch_size: int = 32
     """Images per step."""
-    precision: TrainingPrecision = "auto"
-    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32. float8 is for
-    bench train only and applies to the dense layers of the blocks."""
+    precision: Literal["auto", "float8", "int8", "bf16", "float32"] = "auto"
+    """Number format of matrix products. auto is bf16 if the processor has units for it, else float32. float8 (bench
+    train) and int8 (bench infer) apply to the dense layers of the blocks."""
     compile: Compile = "auto"
     """Also measure vitrail with each block compiled. graphs adds CUDA graphs. auto is on for CUDA, else off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -156,18 +157,21 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
             {"machine": machine, **rounds, "variant": options.variant, **asdict(loading)},
             tables.load(loading),
         )
-    precision, compiled = resolve_precision(options.precision, device), resolve_compile(options.compile, device, config)
-    if precision == "float8":
-        check_float8(config)
+    compiled = resolve_compile(options.compile, device, config)
+    eight_bits = options.precision if options.precision in ("float8", "int8") else None
+    precision = resolve_precision("auto" if eight_bits else options.precision, device)
     workload = Workload(
         name=options.variant,
         config=config,
         task="train" if options.task == "train" else "infer",
         batch=options.batch_size,
         precision="float32" if precision == "float32" else "bf16",
-        float8=precision == "float8",
+        eight_bits=eight_bits,
         device=device,
     )
+    if eight_bits is not None:
+        resolve_precision(eight_bits, device)  # the device has to have it
+        (check_float8 if eight_bits == "float8" else check_int8)(config)
     title = tables.header(machine, tables.describe_workload(workload), rounds)
     plain = {"machine": machine, "workload": workload.plain(), **rounds}
     if options.largest_batch:

@@ -47,7 +47,7 @@ def describe_workload(workload: Workload, *, any_batch: bool = False) -> str:
     return (
         f"{workload.name}, {task}: {'' if any_batch else f'{workload.batch} '}images of {height} x {width} a step, "
         f"{workload.tokens} tokens each, {workload.config.num_classes} classes, "
-        f"{'float8' if workload.float8 else workload.precision}"
+        f"{workload.own_format}"
     )
 
 

@@ -12,10 +12,12 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
+from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import linear
+from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import Block
 
-__all__ = ["Int8Product", "use_int8"]
+__all__ = ["Int8Product", "check_int8", "use_int8"]
 
 LARGEST = 127
 """Largest magnitude of a rounded number. Numbers are symmetric around 0."""
@@ -32,15 +34,27 @@ def use_int8(network: nn.Module) -> int:
 
     The layers cannot be trained afterwards. Raises `ConfigError` if the network has no such layer.
     """
+    layers = _layers(network)
+    for layer, names in layers:
+        layer.use_product(Int8Product(layer.operand, feeds_product="query" in names))
+    return len(layers)
+
+
+def check_int8(config: AnyConfig) -> None:
+    """Raise `ConfigError` if `use_int8` would raise it for a network of this config. No weights are drawn."""
+    with torch.device("meta"):
+        _layers(build(config))
+
+
+def _layers(network: nn.Module) -> list[tuple[Linear, tuple[str, ...]]]:
+    """Return the dense layers of a network's blocks, with the names of their projections."""
     layers = [layer for block in network.modules() if isinstance(block, Block) for layer in block.projections()]
     if not layers:
         raise ConfigError(
             "precision='int8' needs dense layers in a transformer's blocks, and this network has none; "
             "choices: 'auto', 'bf16', 'float32'"
         )
-    for layer, names in layers:
-        layer.use_product(Int8Product(layer.operand, feeds_product="query" in names))
-    return len(layers)
+    return layers
 
 
 class Int8Product:
