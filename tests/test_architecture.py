@@ -35,7 +35,7 @@ INTERNAL = {
     "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Explain",
     "Export",
     "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Train",
-    "PostActivationUnit", "PreActivationUnit", "StandardisedConv",
+    "PostActivationUnit", "BasicUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""
 

@@ -16,8 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.resnet import HybridRoot, PostActivationUnit, PreActivationUnit, ResNet, StandardisedConv, _pad_same
-from vitrail.models.resnet_config import ResNetConfig, RootConfig, Stem, WeightEps
+from vitrail.models.resnet import (
+    BasicUnit,
+    HybridRoot,
+    PostActivationUnit,
+    PreActivationUnit,
+    ResNet,
+    StandardisedConv,
+    _pad_same,
+)
+from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, Stem, WeightEps
 from vitrail.models.vit import VisionTransformer, ViTConfig
 
 
@@ -183,6 +191,22 @@ def test_post_activation_unit(before: int, after: int, stride: int, size: tuple[
     torch.testing.assert_close(result, (x + y).clamp_min(0), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("before", "after", "stride"), [(8, 16, 2), (8, 8, 1), (16, 16, 2)])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("size", [(6, 6), (5, 7), (1, 2)])
+def test_basic_unit(before: int, after: int, stride: int, groups: int, size: tuple[int, int]) -> None:
+    unit = drawn(BasicUnit(before, after, stride=stride, groups=groups, norm_eps=1e-5, weight_eps=BIT))
+    x = torch.randn(2, before, *size, dtype=torch.float64)
+    result = unit(x)
+    active = group_norm(x, unit.norm1, groups).clamp_min(0)
+    y = F.conv2d(active, standardised(unit.conv1.weight, BIT), None, stride, 1)
+    y = F.conv2d(group_norm(y, unit.norm2, groups).clamp_min(0), standardised(unit.conv2.weight, BIT), None, 1, 1)
+    assert (unit.shortcut is None) == (before == after and stride == 1)
+    if unit.shortcut is not None:
+        x = F.conv2d(active, standardised(unit.shortcut.weight, BIT), None, stride)
+    torch.testing.assert_close(result, x + y, atol=1e-6, rtol=1e-6)
+
+
 # --- BiT
 
 
@@ -223,6 +247,36 @@ def test_a_resnet_by_its_parts(size: tuple[int, int]) -> None:
     torch.testing.assert_close(network.embed(images), x.mean((2, 3)), atol=1e-6, rtol=1e-6)
     expected = x.mean((2, 3)) @ network.head.weight.T + network.head.bias
     torch.testing.assert_close(network(images), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (9, 14), (1, 1)])
+def test_a_small_resnet_by_its_parts(size: tuple[int, int]) -> None:
+    config = ResNetConfig(
+        image_size=size, stem="3x3", unit="basic", norm_groups=2, depths=(1, 2), width=4, num_classes=5
+    )
+    network = drawn(ResNet(config))
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    x = F.conv2d(images, standardised(network.stem.weight, BIT), None, 1, 1)
+    units = network.layers().blocks
+    assert [type(unit) for unit in units] == [BasicUnit] * 3
+    for unit in units:
+        x = unit(x)
+    x = group_norm(x, network.norm, 2).clamp_min(0)
+    grid = math.ceil(size[0] / 4), math.ceil(size[1] / 4)
+    assert network.features(images).grid == grid == tuple(x.shape[2:]) == config.grid_of(*size)
+    torch.testing.assert_close(network.embed(images), x.mean((2, 3)), atol=1e-6, rtol=1e-6)
+    assert network.embed(images).shape == (2, config.embed_width) == (2, 16)
+
+
+@pytest.mark.parametrize("unit", get_args(ResNetUnit))
+def test_a_resnet_learns_above_frozen_units(unit: ResNetUnit) -> None:
+    """With channels last in memory, the backward pass of a norm ended the process here."""
+    network = ResNet(ResNetConfig(stem="3x3", unit=unit, norm_groups=1, depths=(1, 1), width=4, num_classes=3))
+    network.stem.requires_grad_(False)
+    network.stages[0].requires_grad_(False)
+    network.embed(torch.randn(2, 3, 9, 14)).square().sum().backward()
+    gradient = network.stages[1][0].norm1.weight.grad
+    assert gradient is not None and gradient.any() and network.stem.weight.grad is None
 
 
 def max_pool_over_zeros(x: Tensor) -> Tensor:
@@ -409,6 +463,22 @@ def test_fields_that_do_not_fit(
     with pytest.raises(ConfigError) as caught:
         kind(**fields)
     assert str(caught.value) == message.format(kind().weight_eps)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stem": "5x5"}, "stem='5x5' is not one of '7x7+pool', '3x3'"),
+        ({"unit": "wide"}, "unit='wide' is not one of 'bottleneck', 'basic'"),
+        ({"norm_groups": 48}, "width=64 is not a multiple of 48, the number of groups of every norm"),
+        ({"norm_groups": 0}, "width=64 is not a multiple of 0, the number of groups of every norm"),
+        ({"width": 48, "norm_groups": 16, "depths": ()}, "depths=() leaves no stage, but a ResNet must have at least"),
+    ],
+)
+@pytest.mark.usefixtures("types_unchecked")
+def test_fields_of_a_small_resnet_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ResNetConfig(**fields)
 
 
 @pytest.mark.usefixtures("types_unchecked")

@@ -110,7 +110,9 @@ def test_published_parameter_count_of_a_hybrid_for_pretraining() -> None:
     assert variant_config("R50+ViT-B/16", **fields).parameters() == 115_277_971
 
 
-@pytest.mark.parametrize("name", ["BiT-R200x3", "BiT-R26x1", "R101x3+ViT-L/32", "R152+ViT-B/16", "Conv+ViT-Pico/8"])
+@pytest.mark.parametrize(
+    "name", ["BiT-R200x3", "BiT-R26x1", "R101x3+ViT-L/32", "R152+ViT-B/16", "Conv+ViT-Pico/8", "BiT-Pico"]
+)
 def test_closed_form_of_networks_without_a_published_count(name: str) -> None:
     assert variant_config(name).parameters() == made(name)
 
@@ -162,7 +164,8 @@ def test_depth_width_mlp_and_heads_of_published_sizes(name: str, numbers: tuple[
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_listed_variants_exist_and_fit_an_image(name: str) -> None:
     if name.startswith("BiT"):
-        assert bit_config(name, image_size=(64, 96)).grid_of(64, 96) == (2, 3)
+        cell = 32 if name.startswith("BiT-R") else 8
+        assert bit_config(name, image_size=(2 * cell, 3 * cell)).grid_of(2 * cell, 3 * cell) == (2, 3)
         return
     pixels = 32 if name == "R+ViT-Ti/16" else int(name.rpartition("/")[2])
     config = vit_config(name, image_size=(2 * pixels, 3 * pixels))
@@ -209,6 +212,15 @@ def test_depths_and_widths_of_resnets(name: str, depths: tuple[int, ...], width:
     config = bit_config(name)
     assert (config.depths, config.width) == (depths, width)
     assert (config.norm_eps, config.weight_eps, config.weight_eps_on) == (1e-5, 1e-10, "variance")
+
+
+@pytest.mark.parametrize(("name", "width"), [("BiT-Pico", 16), ("BiT-Nano", 32)])
+def test_small_resnets(name: str, width: int) -> None:
+    config = bit_config(name)
+    assert (config.width, config.embed_width, config.depths) == (width, 8 * width, (1, 1, 1))
+    assert (config.stem, config.unit, config.norm_groups, config.image_size) == ("3x3", "basic", 1, (224, 224))
+    with pytest.raises(ConfigError, match=r"unknown variant 'Pico'"):
+        create("Pico")
 
 
 def test_fields_replace_those_of_hybrids_and_resnets() -> None:

@@ -38,7 +38,10 @@ class Models:
     """Print JSON instead of a table."""
 
 
-OWN_SIZES = {"ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": (32, 32)}
+OWN_SIZES = {
+    "ViT-Pico/7": (28, 28), "ViT-Nano/8": (64, 64), "Conv+ViT-Pico/8": (32, 32),
+    "BiT-Pico": (32, 32), "BiT-Nano": (32, 32),
+}  # fmt: skip
 
 
 COMMAND = Command(

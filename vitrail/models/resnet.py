@@ -8,8 +8,9 @@ norm.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal, overload
 
@@ -22,22 +23,24 @@ from vitrail.errors import ConfigError
 from vitrail.models.cost.resnet import EXPANSION
 from vitrail.models.layers import lecun_normal_
 from vitrail.models.network import Features, Layers, block_numbers, with_new_head, with_weights
-from vitrail.models.resnet_config import ResNetConfig, RootConfig, WeightEps
+from vitrail.models.resnet_config import ResNetConfig, ResNetUnit, RootConfig, WeightEps
 
 __all__ = ["HybridRoot", "ResNet"]
 
 
 class ResNet(nn.Module):
-    """A BiT ResNet-v2. `features` returns the cells of the last feature map as patches, and `embed` returns the mean of
-    all cells."""
+    """A BiT ResNet-v2, or a small ResNet for small images. `features` returns the cells of the last feature map as
+    patches, and `embed` returns the mean of all cells."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         self.config = config
         eps = config.weight_eps, config.weight_eps_on
-        self.stem = StandardisedConv(config.channels, config.width, 7, stride=2, padding=3, eps=eps)
-        self.stages = _stages(PreActivationUnit, config)
-        self.norm = nn.GroupNorm(32, config.embed_width, eps=config.norm_eps)
+        kernel, stride = (7, 2) if config.stem == "7x7+pool" else (3, 1)
+        self.stem = StandardisedConv(config.channels, config.width, kernel, stride=stride, padding=kernel // 2, eps=eps)
+        unit = functools.partial(UNITS[config.unit], groups=config.norm_groups)
+        self.stages = _stages(unit, config)
+        self.norm = nn.GroupNorm(config.norm_groups, config.embed_width, eps=config.norm_eps)
         self.head = nn.Linear(config.embed_width, config.num_classes) if config.num_classes else None
         if not self.norm.weight.is_meta:  # on "meta", weights are loaded later
             self.initialise()
@@ -65,9 +68,12 @@ class ResNet(nn.Module):
         if images.shape[1] != self.config.channels:
             raise ConfigError(f"images of shape {tuple(images.shape)} do not have channels={self.config.channels}")
         self.config.grid_of(images.shape[2], images.shape[3])
+        if self.config.stem == "3x3":  # large maps of few channels are faster if channels are last in memory
+            images = images.contiguous(memory_format=torch.channels_last)
         x = self.stem(images)
-        # The pool has no padding of its own and sees the zeros that pad the map, as in BiT's own code.
-        x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
+        if self.config.stem == "7x7+pool":
+            # The pool has no padding of its own and sees the zeros that pad the map, as in BiT's own code.
+            x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
         if layers is None:
             return _cells_of(F.relu(self.norm(self.stages(x))))
         chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
@@ -193,29 +199,81 @@ class PreActivationUnit(nn.Module):
     """
 
     def __init__(
-        self, before: int, after: int, *, stride: int, norm_eps: float, weight_eps: tuple[float, WeightEps]
+        self,
+        before: int,
+        after: int,
+        *,
+        stride: int,
+        groups: int = 32,
+        norm_eps: float,
+        weight_eps: tuple[float, WeightEps],
     ) -> None:
         super().__init__()
         middle = after // EXPANSION
-        self.norm1 = nn.GroupNorm(32, before, eps=norm_eps)
+        self.norm1 = nn.GroupNorm(groups, before, eps=norm_eps)
         self.conv1 = StandardisedConv(before, middle, 1, eps=weight_eps)
-        self.norm2 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.norm2 = nn.GroupNorm(groups, middle, eps=norm_eps)
         self.conv2 = StandardisedConv(middle, middle, 3, stride=stride, padding=1, eps=weight_eps)
-        self.norm3 = nn.GroupNorm(32, middle, eps=norm_eps)
+        self.norm3 = nn.GroupNorm(groups, middle, eps=norm_eps)
         self.conv3 = StandardisedConv(middle, after, 1, eps=weight_eps)
         changes = stride > 1 or before != after
         self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
-        if torch.is_grad_enabled() and self.norm1.weight.requires_grad and not x.requires_grad:
-            # The first trained unit above frozen ones. If channels are last in memory and the input needs no gradient,
-            # the norm's backward pass on a CPU ends the process: it writes that gradient nowhere (torch 2.13).
-            x = x.contiguous()
+        x = _input_of(self.norm1, x)
         active = F.relu(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(active)
         y = self.conv1(active)
         y = self.conv2(F.relu(self.norm2(y)))
         return shortcut + self.conv3(F.relu(self.norm3(y)))
+
+
+class BasicUnit(nn.Module):
+    """Two 3 x 3 convolutions (1512.03385), with a norm and a ReLU before each, as in BiT's bottleneck.
+
+    If the shortcut has a convolution, the first norm and ReLU come before it as well.
+    """
+
+    def __init__(
+        self,
+        before: int,
+        after: int,
+        *,
+        stride: int,
+        groups: int,
+        norm_eps: float,
+        weight_eps: tuple[float, WeightEps],
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, before, eps=norm_eps)
+        self.conv1 = StandardisedConv(before, after, 3, stride=stride, padding=1, eps=weight_eps)
+        self.norm2 = nn.GroupNorm(groups, after, eps=norm_eps)
+        self.conv2 = StandardisedConv(after, after, 3, padding=1, eps=weight_eps)
+        changes = stride > 1 or before != after
+        self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
+
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
+        x = _input_of(self.norm1, x)
+        active = F.relu(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(active)
+        return shortcut + self.conv2(F.relu(self.norm2(self.conv1(active))))
+
+
+UNITS: dict[ResNetUnit, type[PreActivationUnit] | type[BasicUnit]] = {
+    "bottleneck": PreActivationUnit,
+    "basic": BasicUnit,
+}
+"""The residual unit of each kind."""
+
+
+def _input_of(norm: nn.GroupNorm, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    """Return the input of a unit's first norm in a memory layout for which the norm's backward pass works.
+
+    The first trained unit above frozen ones has an input that needs no gradient. If channels are last in memory, the
+    norm's backward pass on a CPU then ends the process: it writes that gradient nowhere (torch 2.13).
+    """
+    is_first_trained = torch.is_grad_enabled() and norm.weight.requires_grad and not x.requires_grad
+    return x.contiguous() if is_first_trained else x
 
 
 class PostActivationUnit(nn.Module):
@@ -257,19 +315,18 @@ def _pad_same(x: Float[Tensor, "b c h w"], kernel: int, stride: int, value: floa
     return F.pad(x, pads, value=value) if any(pads) else x
 
 
-def _stages(
-    unit_class: type[PreActivationUnit] | type[PostActivationUnit], config: ResNetConfig | RootConfig
-) -> nn.Sequential:
-    """Return all stages. In every stage but the first, the first unit halves the sides of the feature map."""
-    widths = [config.width, *(config.width * EXPANSION * 2**stage for stage in range(len(config.depths)))]
+def _stages(make_unit: Callable[..., nn.Module], config: ResNetConfig | RootConfig) -> nn.Sequential:
+    """Return all stages. In every stage but the first, the first unit halves the sides of the feature map. After a
+    stem of stride 1, the first stage does so too."""
+    widths = [config.width, *(config.width * config.expansion * 2**stage for stage in range(len(config.depths)))]
     return nn.Sequential(
         *(
             nn.Sequential(
                 *(
-                    unit_class(
+                    make_unit(
                         before if unit == 0 else after,
                         after,
-                        stride=2 if stage and unit == 0 else 1,
+                        stride=1 if unit else 2 if stage else config.first_stride,
                         norm_eps=config.norm_eps,
                         weight_eps=(config.weight_eps, config.weight_eps_on),
                     )

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal, get_args
 from vitrail.errors import ConfigError
 from vitrail.models.cost import resnet as costs
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
-from vitrail.models.cost.resnet import EXPANSION
+from vitrail.models.cost.resnet import BASIC_EXPANSION, EXPANSION
 
-__all__ = ["ResNetConfig", "RootConfig", "Stem", "WeightEps"]
+__all__ = ["ResNetConfig", "ResNetStem", "ResNetUnit", "RootConfig", "Stem", "WeightEps"]
 
 WeightEps = Literal["variance", "deviation"]
 """Statistic that `weight_eps` is added to: the variance (before the square root) or the standard deviation."""
@@ -20,11 +20,27 @@ Stem = Literal["7x7+pool", "3x3+3x3"]
 """Stem of a root. "7x7+pool" is the published stem: a 7 x 7 convolution and a max pool, both of stride 2. "3x3+3x3" is
 for small images: a 3 x 3 convolution of stride 1 and a 3 x 3 convolution of stride 2 (after 2106.14881)."""
 
+ResNetStem = Literal["7x7+pool", "3x3"]
+"""Stem of a ResNet. "7x7+pool" is the published stem: a 7 x 7 convolution and a max pool, both of stride 2. "3x3" is
+for small images, as in 1512.03385, section 4.2: one 3 x 3 convolution of stride 1. Every stage then halves the
+sides."""
+
+ResNetUnit = Literal["bottleneck", "basic"]
+"""Residual unit of a ResNet. "bottleneck" is the published one: convolutions of 1 x 1, 3 x 3 and 1 x 1. "basic" has two
+3 x 3 convolutions (1512.03385, figure 5), which train faster in narrow networks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RootConfig:
     """The config of the ResNet below a hybrid. The defaults are those of the original code. Raises `ConfigError` for
     values that do not fit."""
+
+    unit: ClassVar[ResNetUnit] = "bottleneck"
+    """Residual unit: the root of a hybrid has bottlenecks."""
+    expansion: ClassVar[int] = EXPANSION
+    """Ratio of the channels after the first stage to `width`."""
+    first_stride: ClassVar[int] = 1
+    """Stride of the first stage."""
 
     depths: tuple[int, ...] = ()
     """Number of units in each stage. () leaves only the stem."""
@@ -43,7 +59,7 @@ class RootConfig:
     filter."""
 
     def __post_init__(self) -> None:
-        _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
+        _check(self.depths, self.width, 32, self.norm_eps, self.weight_eps, self.weight_eps_on)
         if self.stem not in get_args(Stem):
             raise ConfigError(f"stem={self.stem!r} is not one of {', '.join(map(repr, get_args(Stem)))}")
 
@@ -65,7 +81,10 @@ class RootConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """The config of a BiT ResNet. The defaults are BiT-R50x1. Raises `ConfigError` for values that do not fit."""
+    """The config of a BiT ResNet. The defaults are BiT-R50x1. Raises `ConfigError` for values that do not fit.
+
+    `stem="3x3"`, `unit="basic"` and `norm_groups=1` make a small ResNet for small images, such as BiT-Pico.
+    """
 
     architecture: ClassVar[Literal["BiT"]] = "BiT"
     """Name of the architecture in files and messages."""
@@ -73,8 +92,6 @@ class ResNetConfig:
     """False because stages differ in shape, so each unit would need a compiled graph of its own."""
     adaptable: ClassVar[tuple[str, ...]] = ()
     """Names of the weights in a block that LoRA can adapt: none, because units have no dense layers."""
-    stem_stride: ClassVar[int] = 4
-    """Pixels between neighbouring cells of the stem's feature map."""
     head_hidden: ClassVar[int] = 0
     """Units of a hidden layer before the head: a ResNet has none."""
     weights_depend_on_size: ClassVar[bool] = False
@@ -88,6 +105,12 @@ class ResNetConfig:
     """Number of units in each stage."""
     width: int = 64
     """Number of channels of the first convolution: 64 times the width factor."""
+    stem: ResNetStem = "7x7+pool"
+    """Stem of the ResNet: the published "7x7+pool", or "3x3" for images below about 64 pixels."""
+    unit: ResNetUnit = "bottleneck"
+    """Residual unit: the published "bottleneck", or "basic" with two 3 x 3 convolutions."""
+    norm_groups: int = 32
+    """Number of groups of every group norm."""
     num_classes: int = 1000
     """Number of outputs of the head. 0 makes a network without a head."""
     head_bias: float = 0.0
@@ -101,7 +124,10 @@ class ResNetConfig:
     filter."""
 
     def __post_init__(self) -> None:
-        _check(self.depths, self.width, self.norm_eps, self.weight_eps, self.weight_eps_on)
+        _check(self.depths, self.width, self.norm_groups, self.norm_eps, self.weight_eps, self.weight_eps_on)
+        for name, kinds in (("stem", get_args(ResNetStem)), ("unit", get_args(ResNetUnit))):
+            if (kind := getattr(self, name)) not in kinds:
+                raise ConfigError(f"{name}={kind!r} is not one of {', '.join(map(repr, kinds))}")
         if not self.depths:
             raise ConfigError("depths=() leaves no stage, but a ResNet must have at least one")
         if min(*self.image_size, self.channels) < 1 or self.num_classes < 0:
@@ -113,9 +139,24 @@ class ResNetConfig:
             raise ConfigError(f"head_bias={self.head_bias} is not a finite number")
 
     @property
+    def stem_stride(self) -> int:
+        """Pixels between neighbouring cells of the stem's feature map."""
+        return 4 if self.stem == "7x7+pool" else 1
+
+    @property
+    def first_stride(self) -> int:
+        """Stride of the first stage: 2 after a stem of stride 1."""
+        return 1 if self.stem == "7x7+pool" else 2
+
+    @property
+    def expansion(self) -> int:
+        """Ratio of the channels after the first stage to `width`."""
+        return EXPANSION if self.unit == "bottleneck" else BASIC_EXPANSION
+
+    @property
     def embed_width(self) -> int:
         """Channels of the last feature map."""
-        return self.width * EXPANSION * 2 ** (len(self.depths) - 1)
+        return self.width * self.expansion * 2 ** (len(self.depths) - 1)
 
     @property
     def summary(self) -> str:
@@ -158,7 +199,7 @@ class ResNetConfig:
         """Return rows and columns of the last feature map. Raise `ConfigError` for an image without pixels."""
         if min(height, width) < 1:
             raise ConfigError(f"an image of {height} x {width} has no pixels; both sides must be at least 1")
-        stride = 2 ** (len(self.depths) + 1)
+        stride = self.stem_stride * self.first_stride * 2 ** (len(self.depths) - 1)
         return math.ceil(height / stride), math.ceil(width / stride)
 
     def parameters(self) -> int:
@@ -182,12 +223,14 @@ class ResNetConfig:
         return costs.footprint(self, image_size, precision)
 
 
-def _check(depths: tuple[int, ...], width: int, norm_eps: float, weight_eps: float, weight_eps_on: str) -> None:
+def _check(
+    depths: tuple[int, ...], width: int, groups: int, norm_eps: float, weight_eps: float, weight_eps_on: str
+) -> None:
     problems = []
     if any(depth < 1 for depth in depths):
         problems.append(f"depths={depths}: a stage must have at least one unit")
-    if width < 32 or width % 32:
-        problems.append(f"width={width} is not a multiple of 32, the number of groups of every norm")
+    if groups < 1 or width < groups or width % groups:
+        problems.append(f"width={width} is not a multiple of {groups}, the number of groups of every norm")
     if not (norm_eps > 0 and weight_eps > 0):
         problems.append(f"norm_eps={norm_eps} and weight_eps={weight_eps} must be above 0")
     if weight_eps_on not in get_args(WeightEps):

@@ -69,12 +69,16 @@ RESNETS = {
 }
 """Number of units in each of the four stages of a ResNet, by the depth of the ResNet."""
 
+SMALL_RESNETS = {"Pico": 16, "Nano": 32}
+"""Channels of the stem of each small ResNet, which is ours, for images of 28 to 64 pixels on a CPU."""
+
 PUBLISHED = (
     "ViT-Pico/7", "Conv+ViT-Pico/8", "ViT-Nano/8",
     "ViT-Ti/16", "ViT-S/32", "ViT-S/16", "ViT-M/16", "ViT-B/32", "ViT-B/16", "ViT-B/8",
     "ViT-L/32", "ViT-L/16", "ViT-So400m/14", "ViT-H/14", "ViT-g/14", "ViT-G/14", "ViT-e/14",
     "R+ViT-Ti/16", "R26+ViT-S/32", "R26+ViT-B/32", "R50+ViT-B/16", "R50+ViT-L/32",
     "BiT-R50x1", "BiT-R101x1", "BiT-R50x3", "BiT-R101x3", "BiT-R152x2", "BiT-R152x4", "BiT-R200x3",
+    "BiT-Pico", "BiT-Nano",
 )  # fmt: skip
 """Published combinations of size and patch, as `vitrail models` lists them. Any size also works with any other
 patch."""
@@ -95,6 +99,8 @@ def variant_config(name: str, *, image_size: int | tuple[int, int] = 224, **fiel
       tokens are therefore 32 pixels apart, despite the name.
     - "Conv+ViT-Pico/8" (ours, for small images): two 3 x 3 convolutions, of stride 1 and 2, and patches of 4 x 4 cells.
     - "BiT-R50x1".
+    - "BiT-Pico" and "BiT-Nano" (ours, for small images): a 3 x 3 convolution of stride 1, and three stages of one unit
+      of two 3 x 3 convolutions.
 
     `fields` replace fields of the `ViTConfig` or `ResNetConfig`. Raises `ConfigError` for an unknown name or field.
     """
@@ -137,6 +143,10 @@ def _named(name: str) -> AnyConfig:
         return ViTConfig(**size, root=root, patch_size=(cells, cells), image_size=(side, side))
     if match := BIT.fullmatch(name):
         return ResNetConfig(depths=_layers(match, name), width=64 * int(match["factor"]))
+    if (small := name.removeprefix("BiT-")) in SMALL_RESNETS and small != name:
+        return ResNetConfig(
+            depths=(1, 1, 1), width=SMALL_RESNETS[small], stem="3x3", unit="basic", norm_groups=1, image_size=(32, 32)
+        )
     rule = "names have the form ViT-SIZE/PATCH, R50+ViT-SIZE/PATCH or BiT-R50x1"
     raise ConfigError(f"unknown variant {name!r}: {rule}; {nearest(name, PUBLISHED)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_each
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from vitrail.models.resnet_config import ResNetConfig, RootConfig
 
 __all__ = [
+    "BASIC_EXPANSION",
     "EXPANSION",
+    "BasicUnit",
     "Unit",
     "cells",
     "filter_bytes",
@@ -31,7 +33,10 @@ __all__ = [
 ]
 
 EXPANSION = 4
-"""Ratio of a unit's output channels to the channels of its 3 x 3 convolution."""
+"""Ratio of a bottleneck's output channels to the channels of its 3 x 3 convolution."""
+
+BASIC_EXPANSION = 2
+"""Ratio of the channels after the first stage to those of the stem, if the units are basic ones."""
 
 GAPS = 0.45
 """Unused bytes between the tensors of a ResNet or a hybrid, as a fraction of the activations, including oneDNN's own
@@ -69,28 +74,81 @@ class Unit(NamedTuple):
             return products + 2 * (self.before + 2 * self.middle)
         return products + 2 * (2 * self.middle + self.after + self.after * self.has_shortcut)
 
+    @property
+    def kept(self) -> int:
+        """Number of values of a BiT unit that the backward pass reads: every norm keeps its input, and every
+        convolution the activated map."""
+        return 2 * self.before * self.cells_in + 2 * self.middle * (self.cells_in + self.cells_out)
+
+    @property
+    def held(self) -> int:
+        """Largest number of values in a prediction: the input, the normed input and the maps of the convolutions."""
+        return self.kept + 2 * self.after * self.cells_out
+
+    @property
+    def largest_filters(self) -> int:
+        """Number of weights of the largest convolution."""
+        return 9 * self.middle**2
+
+
+class BasicUnit(NamedTuple):
+    """One unit of two 3 x 3 convolutions. The fields and properties mean the same as those of `Unit`."""
+
+    before: int
+    after: int
+    cells_in: int
+    cells_out: int
+    side: tuple[int, int]
+    stride: int
+
+    @property
+    def has_shortcut(self) -> bool:
+        return self.stride > 1 or self.before != self.after
+
+    @property
+    def macs(self) -> int:
+        return self.after * (9 * (self.before + self.after) + self.before * self.has_shortcut) * self.cells_out
+
+    def parameters(self, *, bit: bool) -> int:
+        assert bit, "the root of a hybrid has no basic units"
+        products = self.after * (9 * (self.before + self.after) + self.before * self.has_shortcut)
+        return products + 2 * (self.before + self.after)
+
+    @property
+    def kept(self) -> int:
+        return 2 * self.before * self.cells_in + 2 * self.after * self.cells_out
+
+    @property
+    def held(self) -> int:
+        return self.kept + 2 * self.after * self.cells_out
+
+    @property
+    def largest_filters(self) -> int:
+        return 9 * self.after**2
+
 
 def cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
     """Return the sides of a feature map after a stride, rounded up."""
     return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
 
 
-def units(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> Iterator[Unit]:
-    """Yield the bottlenecks of a ResNet, or of a hybrid's root, in order."""
-    widths = [shape.width, *(shape.width * EXPANSION * 2**stage for stage in range(len(shape.depths)))]
+def units(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> Iterator[Unit | BasicUnit]:
+    """Yield the units of a ResNet, or of a hybrid's root, in order."""
+    kind: Any = Unit if shape.unit == "bottleneck" else BasicUnit
+    widths = [shape.width, *(shape.width * shape.expansion * 2**stage for stage in range(len(shape.depths)))]
     side = cells(size, shape.stem_stride)
     for stage, (depth, (before, after)) in enumerate(zip(shape.depths, pairwise(widths), strict=True)):
         for unit in range(depth):
-            stride = 2 if stage and unit == 0 else 1
+            stride = 1 if unit else 2 if stage else shape.first_stride
             new = cells(side, stride)
-            yield Unit(before if unit == 0 else after, after, math.prod(side), math.prod(new), side, stride)
+            yield kind(before if unit == 0 else after, after, math.prod(side), math.prod(new), side, stride)
             side = new
 
 
 def parameters(config: ResNetConfig) -> int:
     """Return the number of weights of a BiT ResNet."""
     convolved = sum(unit.parameters(bit=True) for unit in units(config, config.image_size))
-    stem = 49 * config.channels * config.width
+    stem = _stem_kernel(config) ** 2 * config.channels * config.width
     return stem + convolved + 2 * config.embed_width + config.num_classes * (config.embed_width + 1)
 
 
@@ -108,7 +166,8 @@ def training_flops(config: ResNetConfig, size: tuple[int, int]) -> int:
 def footprint(config: ResNetConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
     """Return the memory that a training step of a BiT ResNet needs."""
     count = parameters(config)
-    activations = bytes_each(precision) * _kept(config, size) + 8 * config.width * math.prod(cells(size, 4))
+    pooled = 8 * config.width * math.prod(cells(size, 4)) * (config.stem == "7x7+pool")
+    activations = bytes_each(precision) * _kept(config, size) + pooled
     return Footprint(
         parameters=count,
         activations=activations,
@@ -121,15 +180,9 @@ def footprint(config: ResNetConfig, size: tuple[int, int], precision: FootprintP
 
 
 def predicting_bytes(shape: ResNetConfig | RootConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
-    """Return the peak bytes per image of a prediction. It is in a bottleneck, which holds its input, the normed input
-    and the maps of its convolutions, or in the stem."""
-    stem = 2 * shape.width * math.prod(cells(size, 2))
-    held = (
-        2 * unit.before * unit.cells_in
-        + 2 * unit.middle * (unit.cells_in + unit.cells_out)
-        + 2 * unit.after * unit.cells_out
-        for unit in units(shape, size)
-    )
+    """Return the peak bytes per image of a prediction. It is in a unit or in the stem."""
+    stem = 2 * shape.width * math.prod(cells(size, min(2, shape.stem_stride)))
+    held = (unit.held for unit in units(shape, size))
     return int((1 + GAPS) * bytes_each(precision) * max(stem, *held, 0))
 
 
@@ -177,18 +230,23 @@ def standardised_bytes(precision: FootprintPrecision) -> int:
 
 def filter_bytes(shape: ResNetConfig | RootConfig) -> int:
     """Return the bytes of the five temporary tensors in the backward pass of the largest standardised filters."""
-    return 4 * 5 * 9 * (shape.width * 2 ** (len(shape.depths) - 1)) ** 2 if shape.depths else 0
+    return 4 * 5 * max((unit.largest_filters for unit in units(shape, (224, 224))), default=0)
 
 
 def _first_macs(config: ResNetConfig, size: tuple[int, int]) -> int:
-    return math.prod(cells(size, 2)) * 49 * config.channels * config.width
+    stride = min(2, config.stem_stride)
+    return math.prod(cells(size, stride)) * _stem_kernel(config) ** 2 * config.channels * config.width
+
+
+def _stem_kernel(config: ResNetConfig) -> int:
+    return 7 if config.stem == "7x7+pool" else 3
 
 
 def _kept(config: ResNetConfig, size: tuple[int, int]) -> int:
-    half = cells(size, 2)
-    kept = config.channels * math.prod(size) + config.width * (half[0] + 2) * (half[1] + 2)
-    for unit in units(config, size):  # each norm keeps its input, each convolution the activated map
-        kept += 2 * unit.before * unit.cells_in + 2 * unit.middle * (unit.cells_in + unit.cells_out)
+    kept = config.channels * math.prod(size) + sum(unit.kept for unit in units(config, size))
+    if config.stem == "7x7+pool":
+        half = cells(size, 2)
+        kept += config.width * (half[0] + 2) * (half[1] + 2)
     return kept + 2 * math.prod(config.grid_of(*size)) * config.embed_width
 
 
@@ -204,6 +262,7 @@ def _root_kept(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
         kept += root.width * (padded if padded > math.prod(half) else 0)
         kept += root.width * math.prod(cells(size, 4)) * bool(root.depths)
     for unit in units(root, size):
+        assert isinstance(unit, Unit), "the root of a hybrid has bottlenecks"
         kept += 2 * unit.middle * unit.cells_in + unit.middle * (
             _padded(unit.side, 3, unit.stride) + 2 * unit.cells_out
         )

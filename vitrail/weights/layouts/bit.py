@@ -23,7 +23,8 @@ __all__ = ["BIT", "BIT_TORCH", "Bit"]
 
 CARRIED: Table = {
     "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
-    "weight_eps": own(1e-10), "weight_eps_on": only("variance"),
+    "weight_eps": own(1e-10), "weight_eps_on": only("variance"), "stem": only("7x7+pool"), "unit": only("bottleneck"),
+    "norm_groups": only(32),
 }  # fmt: skip
 
 

@@ -57,7 +57,8 @@ TIMM_ROOT: dict[str, Any] = {"norm_eps": 1e-5, "weight_eps": 1e-8, "weight_eps_o
 
 BIT: Table = {
     "image_size": KEPT, "channels": KEPT, "depths": KEPT, "width": KEPT, "num_classes": KEPT, "norm_eps": own(1e-5),
-    "weight_eps": own(1e-8), "weight_eps_on": only("variance"),
+    "weight_eps": own(1e-8), "weight_eps_on": only("variance"), "stem": only("7x7+pool"), "unit": only("bottleneck"),
+    "norm_groups": only(32),
 }  # fmt: skip
 ROOT: Table = {
     "depths": KEPT, "width": KEPT, "stem": only("7x7+pool"), **{name: own(value) for name, value in TIMM_ROOT.items()},
