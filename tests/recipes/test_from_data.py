@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import io
-import math
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from vitrail.data.pipeline import Readers, default_threads
 from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError
-from vitrail.models.variants import variant_config
+from vitrail.errors import ConfigError, Stopped
 from vitrail.recipes import from_data
-from vitrail.recipes.from_data import colours_of, plan_for_data, reading_speed, training_speed
+from vitrail.recipes.from_data import Speed, colours_of, plan_for_data, training_speed
 from vitrail.training.config import TrainConfig
 
 Pixels = Callable[[int], np.ndarray | bytes]
@@ -61,6 +59,13 @@ def photographs(index: int) -> np.ndarray:
     return pixels
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Replaces the speed, which takes a second to measure, except in tests of the measurement."""
+    if "speed_is_measured" not in request.node.name:
+        monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(1e6, None))
+
+
 def planned(pixels: Pixels, seconds: float = 300.0, images: int = 90, **explicit: Any) -> from_data.Plan:
     explicit = {"device": "cpu", "precision": "float32", **explicit}
     config = TrainConfig().override(data="made", **explicit)
@@ -73,7 +78,7 @@ def test_digits_become_grey_small_and_unmirrored() -> None:
     config = found.config
     assert config.images.channels == 1 and config.images.image_size == (32, 32) and len(config.images.mean) == 1
     assert config.augment.flip is False and config.augment.shift == 4
-    assert config.model.variant == "Conv+ViT-Pico/8" and config.run.batch_size == 8
+    assert config.model.variant == "BiT-Pico" and config.run.batch_size == 8
     assert config.run.epochs == 200, "90 images take no time, but more than 200 epochs hardly help"
     assert any(reason.startswith("no mirroring: a linear model of the pixels errs on") for reason in found.reasons)
     assert "with 90 images, fine-tuning a pre-trained model is usually better: vitrail finetune MODEL --data made" in (
@@ -105,48 +110,92 @@ def test_photographs_are_in_colour_larger_and_mirrored() -> None:
 def test_little_time_means_smaller_images_and_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
-    def speed(network: Any, *_: Any) -> float:
-        asked.append(network.image_size)
-        return 1e6 / network.image_size[0] ** 2
+    def speed(config: TrainConfig, *_: Any) -> Speed:
+        asked.append(config.images.image_size)
+        return Speed(1e6 / config.images.image_size[0] ** 2, None)
 
     monkeypatch.setattr(from_data, "training_speed", speed)
-    monkeypatch.setattr(from_data, "reading_speed", lambda *_: math.inf)
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     seconds = 8 * 900 / (1e6 / 64**2) / from_data.TIME_FOR_STEPS + 1
-    found = planned(photographs, seconds, images=900, flip=True, optimizer="adamw")
+    found = planned(photographs, seconds, images=900, flip=True)
     assert asked == [(96, 96), (64, 64)] and found.config.images.image_size == (64, 64)
     assert 8 <= found.config.run.epochs < 9
-    found = planned(photographs, 0.01, images=900, flip=True, optimizer="adamw")
+    found = planned(photographs, 0.01, images=900, flip=True)
     assert found.config.images.image_size == (32, 32) and 0 < found.config.run.epochs < 1
 
 
-def test_the_time_of_the_choice_and_slow_reading_mean_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_data, "training_speed", lambda *_: 60.0)
-    monkeypatch.setattr(from_data, "reading_speed", lambda *_: math.inf)
+def test_the_time_of_the_choice_means_fewer_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(60.0, None))
     clock = iter((0.0, 40.0))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    found = planned(digits, 100.0, optimizer="adamw")
-    assert found.config.run.epochs == 60 * 60 * from_data.TIME_FOR_STEPS / 90
-    assert "30 epochs: this machine trains about 60 images/s, and 60 s of the budget are left" in found.reasons
-    monkeypatch.setattr(from_data, "reading_speed", lambda *_: 30.0)
+    found = planned(digits, 100.0, evaluations=4)
+    seconds = 60 * from_data.TIME_FOR_STEPS - (4 + 1) * 20 / 120  # the validation split has 20 images
+    assert found.config.run.epochs == pytest.approx(seconds * 60 / 90, abs=0.1)
+    assert "36.2 epochs: this machine trains about 60 images/s, and 60 s of the budget are left" in found.reasons
+
+
+def test_a_budget_counts_from_the_start_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(60.0, None))
+    monkeypatch.setattr(time, "perf_counter", lambda: 140.0)
+    config = TrainConfig().override(data="made")
+    source = Made(digits)
+    found = plan_for_data(config, Splits(source, None, None), {}, 100.0, started=80.0)
+    assert any(reason.endswith("and 40 s of the budget are left") for reason in found.reasons)
+
+
+def test_evaluations_take_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 s, evaluations of 2,000 images at 120 images/s may take 10 s: one, besides the final measurements."""
+    monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(60.0, None))
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    found = planned(digits, 100.0, optimizer="adamw")
-    assert found.config.run.epochs == pytest.approx(100 * 20 * from_data.TIME_FOR_STEPS / 90, abs=0.1)
+    explicit = {"device": "cpu"}
+    splits = Splits(Made(digits), Made(digits, 2_000), Made(digits, 1_000))
+    run = plan_for_data(TrainConfig().override(data="made"), splits, explicit, 100.0).config.run
+    assert run.evaluations == 1
+    seconds = 100 * from_data.TIME_FOR_STEPS - (2 * 2_000 + 1_000) / 120
+    assert run.epochs == pytest.approx(seconds * 60 / 90, abs=0.1)
+    assert plan_for_data(TrainConfig(), splits, {**explicit, "evaluations": 7}, 100.0).config.run.evaluations == 7
 
 
-@pytest.mark.parametrize("readers", [Readers(), Readers(threads=0), Readers(threads=3)])
-def test_reading_is_timed_with_the_runs_readers(readers: Readers) -> None:
+def test_speed_is_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The reading of an image takes a hundredth of a second, so the speed is at most that of all reading threads."""
+
     class Slow(Made):
         def __getitem__(self, index: int) -> Sample:
-            time.sleep(0.004)
+            time.sleep(0.01)
             return super().__getitem__(index)
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = TrainConfig().override(
-        image_size=(8, 8), channels=1, threads=readers.threads, processes=0, batch_size=8, preset="none"
-    )
-    speed = reading_speed(config, Slow(digits))
-    threads = default_threads() if readers.threads is None else max(1, readers.threads)
-    assert 0 < speed < 1.05 * threads * 250, "each thread reads at most 250 images per second"
+        data="made", variant="ViT-Pico/7", width=16, depth=1, heads=2, mlp_width=16, image_size=(14, 21), channels=1,
+        batch_size=4, device="cpu", threads=1, warmup="500 steps", patience=2, steps=900,
+    )  # fmt: skip
+    splits = Splits(Slow(digits), Made(digits), None)
+    speed, threads = training_speed(config, splits, seconds=0.5)
+    assert 0 < speed < 110 and threads == 1, "the user's number of threads stays"
+    assert not list(tmp_path.glob("*/run")), "nothing of the runs is kept"
+
+
+@pytest.mark.parametrize("faster", [None, 0])
+def test_the_faster_way_of_reading_is_chosen(monkeypatch: pytest.MonkeyPatch, faster: int | None) -> None:
+    def pilot(config: TrainConfig, *_: Any) -> float:
+        return 70.0 if config.run.threads == faster else 60.0
+
+    monkeypatch.setattr(from_data, "_pilot", pilot)
+    monkeypatch.setattr(from_data, "training_speed", training_speed)
+    found = planned(digits)
+    assert found.config.run.threads == faster
+    reason = "images are read between the steps, which is faster here than in threads"
+    assert (reason in found.reasons) is (faster == 0)
+
+
+def test_a_stop_while_the_speed_is_measured_offers_no_run_to_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise Stopped("stopped", Path("run"))
+
+    monkeypatch.setattr(from_data, "train", stopped)
+    config = TrainConfig().override(data="made", batch_size=4)
+    with pytest.raises(KeyboardInterrupt):
+        training_speed(config, Splits(Made(digits), None, None), 1.0)
 
 
 def jpeg(index: int) -> bytes:
@@ -185,9 +234,9 @@ def test_settings_of_the_user_are_kept() -> None:
     assert planned(digits, steps=7).config.run.steps == 7
 
 
-def test_many_images_get_a_wider_network() -> None:
-    config = planned(digits, images=20_000, epochs=1.0).config
-    assert config.model.overrides["width"] == 128 and config.run.batch_size == 64
+def test_many_images_get_larger_batches() -> None:
+    config = planned(digits, images=20_000, epochs=15.0).config
+    assert config.run.batch_size == 128 and config.augment.erase == 0.25
 
 
 def test_colours_are_those_of_the_images() -> None:
@@ -195,11 +244,6 @@ def test_colours_are_those_of_the_images() -> None:
     assert colours == (3, (0.0, 0.2, 1.0), (0.05, 0.05, 0.05))
     grey = colours_of(Made(lambda index: np.full((9, 7, 3), 51, np.uint8)))
     assert grey == (1, (0.2,), (0.05,))
-
-
-def test_speed_is_measured_on_this_machine() -> None:
-    network = variant_config("ViT-Pico/7", width=16, depth=1, heads=2, mlp_width=16, num_classes=3, image_size=(14, 21))
-    assert training_speed(network, 4, "float32", torch.device("cpu")) > 0
 
 
 def test_data_without_images_is_refused() -> None:

@@ -61,7 +61,7 @@ RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
 
 CHOSEN = (
     "variant", "image_size", "channels", "mean", "std", "scaled_decode", "epochs", "batch_size", "loss", "flip",
-    "shift", "erase", "optimizer", "learning_rate",
+    "shift", "erase", "optimizer", "learning_rate", "evaluations", "threads",
 )  # fmt: skip
 """Settings that are chosen from the data."""
 
@@ -178,7 +178,7 @@ def main(call: Call) -> int:
         else:
             data = None
             if is_chosen(call.options):
-                (config, data), initial = _from_data(call.options, display), None
+                (config, data), initial = _from_data(call.options, display, call.started), None
             else:
                 config, initial = _config(call.options)
                 if (like := call.options.get("like")) is not None:
@@ -192,8 +192,8 @@ def main(call: Call) -> int:
     return 0
 
 
-def _from_data(given: Mapping[str, Any], display: ConsoleDisplay) -> tuple[TrainConfig, OpenedData]:
-    """Return settings that follow from the data, and the open data."""
+def _from_data(given: Mapping[str, Any], display: ConsoleDisplay, started: float) -> tuple[TrainConfig, OpenedData]:
+    """Return settings that follow from the data, and the open data. The budget counts from `started`."""
     explicit = {name: value for name, value in given.items() if name != "budget"}
     seconds = seconds_of(given.get("budget"), DEFAULT_SECONDS)
     base = TrainConfig().override(**explicit, **({} if "task" in given else {"task": task_of(given, "classification")}))
@@ -201,7 +201,8 @@ def _from_data(given: Mapping[str, Any], display: ConsoleDisplay) -> tuple[Train
     check_request(base)
     check_columns(base)
     data = base.data.open_whole()
-    plan = plan_for_data(base, base.data.cut(data), explicit, seconds)
+    display.say("measuring the speed of this machine")
+    plan = plan_for_data(base, base.data.cut(data), explicit, seconds, started=started)
     display.say("settings chosen for this data and machine:")
     for reason in plan.reasons:
         display.say(f"  {reason}")

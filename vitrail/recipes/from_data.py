@@ -5,32 +5,30 @@ from __future__ import annotations
 import functools
 import math
 import shlex
+import tempfile
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
-from vitrail.bench.entries import OURS, Entry, make_step
-from vitrail.bench.measure import timed, waits_for
-from vitrail.bench.workload import Workload
 from vitrail.data.colour import MIN_IMAGES, has_colour, images_of
-from vitrail.data.pipeline import TrainingBatches, default_threads
 from vitrail.data.pixels.decode import open_image
 from vitrail.data.pixels.preprocess import SPARE, Preprocess
 from vitrail.data.source import Source
+from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, UndecodableImage
-from vitrail.machine import pick_device, resolve_precision
+from vitrail.errors import ConfigError, Stopped, UndecodableImage
+from vitrail.machine import pick_device
 from vitrail.models.config import ModelConfig
-from vitrail.models.variants import AnyConfig
 from vitrail.recipes.folder import folder
 from vitrail.training.config import TrainConfig
+from vitrail.training.run import train
 from vitrail.transfer.choices import Choices, DataFacts, Explicit, Plan, check_images, choose_task, facts_of
 from vitrail.transfer.examination import divide, mirror_test, mirrored_reason, mirroring_hurts, pixel_features
 
-__all__ = ["DEFAULT_SECONDS", "Colours", "colours_of", "plan_for_data", "reading_speed", "training_speed"]
+__all__ = ["DEFAULT_SECONDS", "Colours", "Speed", "colours_of", "plan_for_data", "training_speed"]
 
 DEFAULT_SECONDS = 300.0
 
@@ -41,23 +39,29 @@ MIN_EPOCHS = 8
 """Number of epochs for which a smaller image size is chosen rather than fewer epochs."""
 
 MANY_IMAGES = 20_000
-"""Number of training images from which the network is wider."""
+"""Number of training images from which batches are larger and boxes hide parts of fewer images."""
 
-MUON_RATE = 2e-3
-"""Learning rate of Muon for a network that is chosen here. docs/recipes.md has the measurements."""
+VARIANT, MUON_RATE = "BiT-Pico", 5e-3
+"""The chosen network, and the learning rate of Muon for it. docs/recipes.md has the measurements."""
 
 MANY_EPOCHS = 15
 """Number of epochs from which grey boxes hide parts of the images. In fewer epochs, a network does not learn the images
 by heart."""
 
-TIME_FOR_STEPS = 0.75
-"""Fraction of the budget for training steps. The rest is for starting, augmentation, evaluation and saving."""
+TIME_FOR_STEPS = 0.92
+"""Fraction of the budget for training steps and evaluations. The rest is for starting and saving."""
 
-TIMED_BATCH = 8
-"""Largest batch with which the reading of training images is timed, so that large photographs take little time."""
+PILOT_STEPS = 4
+"""Number of steps of the first run that measures the speed."""
 
-TIMED_SECONDS = 0.5
-"""Time in seconds for which the reading of training images is timed, unless a few batches take longer."""
+TIME_FOR_PILOT = 0.03
+"""Fraction of the budget for the second run that measures the speed."""
+
+EVALUATION_SPEED = 2.0
+"""Speed of an evaluation, which computes in float32 and needs no gradients, as a multiple of the training speed."""
+
+TIME_FOR_EVALUATIONS = 0.1
+"""Fraction of the budget for evaluations on the validation split during the run."""
 
 LEAST_TIME = 0.1
 """Smallest fraction of the budget for training, if choosing the settings took nearly all of it."""
@@ -79,15 +83,30 @@ class Colours(NamedTuple):
     """Mean and standard deviation of the levels in [0, 1], one number per channel."""
 
 
-def plan_for_data(config: TrainConfig, splits: Splits, explicit: Explicit, seconds: float = DEFAULT_SECONDS) -> Plan:
+class Speed(NamedTuple):
+    """Training speed of this machine."""
+
+    images_per_second: float
+    threads: int | Literal["auto"] | None
+    """The setting `threads` with which it was measured."""
+
+
+def plan_for_data(
+    config: TrainConfig,
+    splits: Splits,
+    explicit: Explicit,
+    seconds: float = DEFAULT_SECONDS,
+    *,
+    started: float | None = None,
+) -> Plan:
     """Return settings for training on this data from scratch within a time in seconds, with the reasons.
 
     The network, the image size, the colours, the augmentation, the batch size and the number of epochs follow from the
-    training images and the speed of this machine. The time that the choice takes is part of `seconds`. Settings in
-    `explicit` are kept. Raise `ConfigError` if the data has
-    no training image.
+    training images and the speed of this machine. The time in seconds counts from `started`
+    (`time.perf_counter()`), by default from the call. Settings in `explicit` are kept. Raise `ConfigError` if the data
+    has no training image, and the errors of `train`.
     """
-    end = time.perf_counter() + seconds
+    end = seconds + (time.perf_counter() if started is None else started)
     facts = facts_of(splits)
     check_images(config.data.spec, facts)
     choices = Choices(explicit)
@@ -95,12 +114,11 @@ def plan_for_data(config: TrainConfig, splits: Splits, explicit: Explicit, secon
     choose_task(choices, config.task.name, facts, label_smoothing=0.1)
     _choose_colours(choices, splits.train)
     _choose_mirroring(choices, splits.train, channels=_chosen(choices, "channels", base.images.channels))
-    batch = 64 if facts.images >= MANY_IMAGES else max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))
+    batch = 128 if facts.images >= MANY_IMAGES else max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))
     choices.add(batch_size=batch)
     if "variant" not in explicit:
-        wide = {"width": 128, "heads": 4, "mlp_width": 512} if facts.images >= MANY_IMAGES else {}
-        why = f"{'wider, because there are' if wide else 'small, for'} {facts.images:,} training images"
-        choices.add(f"network Conv+ViT-Pico/8, {why}", variant="Conv+ViT-Pico/8", **wide)
+        why = "learns more from few images and in little time than a Vision Transformer"
+        choices.add(f"network {VARIANT}, a small ResNet, which {why}", variant=VARIANT)
         if not {"optimizer", "learning_rate"} & explicit.keys():
             choices.add(
                 "Muon for the weight matrices, which learns more in the same time than AdamW",
@@ -136,41 +154,35 @@ def colours_of(source: Source) -> Colours:
     return Colours(channels, _rounded(mean), _rounded(np.maximum(std, 0.05)))
 
 
-def training_speed(network: AnyConfig, batch: int, precision: Any, device: torch.device) -> float:
-    """Return the training speed of a new network on this machine, in images per second, from a few steps."""
-    workload = Workload(name="network", config=network, batch=batch, precision=precision, device=device)
-    timer = timed(make_step(Entry(OURS), workload), waits_for(device))
-    timer()  # the first step is slower
-    return batch / min(timer() for _ in range(4))
+def training_speed(config: TrainConfig, splits: Splits, seconds: float) -> Speed:
+    """Return the speed of a run with these settings on this machine.
+
+    Short runs on the training images measure it, with reading, augmentation and the optimizer. They take about
+    `seconds` in all, but at least a few steps. On a CPU, the numbers of reading threads are compared if `config` leaves
+    them open.
+    """
+    is_open = config.run.threads is None and not config.run.processes
+    choices = (None, 0) if is_open and pick_device(config.run.device).type == "cpu" else (config.run.threads,)
+    first = _pilot(config, splits, PILOT_STEPS)
+    steps = int(seconds / len(choices) * first / config.run.batch_size)
+    if steps <= 2 * PILOT_STEPS:
+        return Speed(first, config.run.threads)
+    measured = [Speed(_pilot(config.override(threads=threads), splits, steps), threads) for threads in choices]
+    return max(measured, key=lambda speed: speed.images_per_second)
 
 
-def reading_speed(config: TrainConfig, train: Source) -> float:
-    """Return the speed of reading, decoding and scaling training images, in images per second, from a few batches."""
-    run, readers = config.run, config.run.readers
-    batch = min(run.batch_size, TIMED_BATCH)
-    batches = TrainingBatches(
-        train,
-        config.augment.training_preprocess(config.images),
-        batch_size=batch,
-        seed=run.seed,
-        readers=readers,
-        crop=config.augment.crop(run.seed),
-        views=config.task.views,
-    )
-    # Each thread makes a whole batch, so that as many batches as there are threads are ready at about the same time.
-    together = max(default_threads() if readers.threads is None else readers.threads, 1) * max(readers.processes, 1)
-    try:
-        if readers.processes:
-            next(batches)  # processes take long to start
-        begun, taken, seconds = time.perf_counter(), 0, 0.0
-        while taken < together or (seconds < TIMED_SECONDS and taken < 8 * together):
-            for _ in range(together):
-                next(batches)
-            taken += together
-            seconds = time.perf_counter() - begun
-    finally:
-        batches.close()
-    return batch * taken / seconds
+def _pilot(config: TrainConfig, splits: Splits, steps: int) -> float:
+    """Return the images per second of a run of a few steps, from which nothing is kept."""
+    alone = replace(splits, validation=None, test=None)
+    with tempfile.TemporaryDirectory() as place:
+        of_run = {"run": str(Path(place) / "run"), "evaluations": 0, "checkpoints": 1, "keep": "last", "probe": ""}
+        of_length = {"steps": steps, "warmup": 0.1, "cooldown": 0.0, "patience": None, "max_time": None}
+        of_data = {"validation": "auto", "validation_share": 0.0, "per_class": None, "mix": ()}
+        short = config.override(overwrite=False, **of_run, **of_length, **of_data)
+        try:
+            return train(short, data=OpenedData("", alone)).summary["images_per_second"]
+        except Stopped:  # this run cannot be resumed
+            raise KeyboardInterrupt from None
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
@@ -203,6 +215,18 @@ def _choose_mirroring(choices: Choices, train: Source, *, channels: int) -> None
         choices.add(mirrored_reason(found, "pixels"), flip=not mirroring_hurts(found))
 
 
+class _Length(NamedTuple):
+    """A number of epochs and of evaluations that fit into the time, and the measurements behind them."""
+
+    epochs: float
+    evaluations: int
+    speed: Speed
+    left: float
+    """Time in seconds that was left after measuring the speed."""
+    is_limited: bool
+    """True if more epochs would be useful."""
+
+
 def _choose_length(
     choices: Choices, base: TrainConfig, splits: Splits, facts: DataFacts, seconds: float, *, end: float
 ) -> None:
@@ -210,36 +234,52 @@ def _choose_length(
 
     The time in seconds ends at `end` on the clock `time.perf_counter`.
     """
-    images, explicit = facts.images, choices.explicit
+    explicit = choices.explicit
     side = facts.side or SIZES[-1]
     fitting = [size for size in SIZES if size >= side] or [SIZES[0]]
     sizes = [(size, size) for size in SIZES if size <= fitting[-1]]
     if "image_size" in explicit:
         sizes = [explicit["image_size"]]
-    most = min(max(MAX_SEEN / images, MIN_MAX_EPOCHS), MAX_EPOCHS)
-    own_length = bool({"epochs", "steps"} & explicit.keys())
-    size, epochs, speed, left = sizes[0], most, 0.0, seconds
-    for size in () if own_length else sizes:
-        trial = base.override(**{**choices.settings, **explicit, "image_size": size})
-        speed = _speed(_with_fast_decoding(trial, splits.train, explicit), splits)
-        left = max(end - time.perf_counter(), LEAST_TIME * seconds)
-        epochs = min(most, TIME_FOR_STEPS * left * speed / images)
-        if epochs >= MIN_EPOCHS:
-            break
+    size, length = sizes[0], None
+    if not {"epochs", "steps"} & explicit.keys():
+        for size in sizes:
+            trial = base.override(**{**choices.settings, **explicit, "image_size": size})
+            length = _length(_with_fast_decoding(trial, splits.train, explicit), splits, seconds, end)
+            if length.epochs >= MIN_EPOCHS:
+                break
     choices.add(f"image size {size[0]} x {size[1]}: the images have about {side} pixels a side", image_size=size)
     chosen = base.override(**{**choices.settings, **explicit})
     if _with_fast_decoding(chosen, splits.train, explicit).images.scaled_decode:
         choices.add("JPEG files are decoded at a fraction of their size, because they are large", scaled_decode=True)
     choices.add(shift=max(1, min(size) // 8))
-    if not own_length:
-        why = (
-            "each image is seen often enough"
-            if epochs >= most * 0.99
-            else f"this machine trains about {speed:,.0f} images/s, and {left:,.0f} s of the budget are left"
-        )
-        choices.add(f"{epochs:.3g} epochs: {why}", epochs=float(f"{epochs:.3g}"))
-    seen = explicit.get("epochs", math.inf) if own_length else epochs
-    choices.add(erase=0.0 if seen < MANY_EPOCHS else 0.25 if images >= MANY_IMAGES else 0.5)
+    if length is not None:
+        speed, left = f"{length.speed.images_per_second:,.0f} images/s", f"{length.left:,.0f} s of the budget are left"
+        limited = f"this machine trains about {speed}, and {left}"
+        why = limited if length.is_limited else "each image is seen often enough"
+        choices.add(f"{length.epochs:.3g} epochs: {why}", epochs=float(f"{length.epochs:.3g}"))
+        choices.add(evaluations=length.evaluations)
+        if length.speed.threads == 0:
+            choices.add("images are read between the steps, which is faster here than in threads", threads=0)
+    seen = explicit.get("epochs", math.inf) if length is None else length.epochs
+    choices.add(erase=0.0 if seen < MANY_EPOCHS else 0.25 if facts.images >= MANY_IMAGES else 0.5)
+
+
+def _length(config: TrainConfig, splits: Splits, seconds: float, end: float) -> _Length:
+    """Return the length of a run that ends at `end`. `seconds` is the whole budget, which bounds the measurement."""
+    measured = training_speed(config, splits, TIME_FOR_PILOT * seconds)
+    speed = measured.images_per_second
+    left = max(end - time.perf_counter(), LEAST_TIME * seconds)
+    images = len(splits.train)
+    held_out = 0 if splits.validation is None else len(splits.validation)
+    tested = 0 if splits.test is None else len(splits.test)
+    evaluations = config.run.evaluations
+    if held_out:
+        affordable = int(TIME_FOR_EVALUATIONS * left * speed * EVALUATION_SPEED / held_out)
+        evaluations = max(1, min(evaluations, affordable))
+    evaluated = ((evaluations + 1) * held_out + tested) / EVALUATION_SPEED
+    affordable_epochs = max(TIME_FOR_STEPS * left * speed - evaluated, LEAST_TIME * left * speed) / images
+    most = min(max(MAX_SEEN / images, MIN_MAX_EPOCHS), MAX_EPOCHS)
+    return _Length(min(most, affordable_epochs), evaluations, measured, left, affordable_epochs < most)
 
 
 def _with_fast_decoding(config: TrainConfig, train: Source, explicit: Explicit) -> TrainConfig:
@@ -266,19 +306,3 @@ def _are_large_jpegs(source: Source, size: tuple[int, int]) -> bool:
         most = min(have / needed for have, needed in zip(opened.size, size, strict=True)) / SPARE
         found.append(opened.shrink_for(most) > 1)
     return sum(found) * 2 > len(found)
-
-
-def _speed(config: TrainConfig, splits: Splits) -> float:
-    """Return the number of images per second that this machine can read and train.
-
-    A GPU trains while the processor reads. On a CPU, reading and training share the cores, so their times add up.
-    """
-    device = pick_device(config.run.device)
-    precision = resolve_precision(config.run.precision, device)
-    outputs = max(1, len(config.task.output_names(splits)))
-    network = config.model.resolve(
-        num_classes=outputs, image_size=config.images.image_size, channels=config.images.channels
-    )
-    speed = training_speed(network, config.run.batch_size, "bf16" if precision == "float8" else precision, device)
-    reading = reading_speed(config, splits.train)
-    return 1 / (1 / speed + 1 / reading) if device.type == "cpu" else min(speed, reading)
