@@ -166,7 +166,7 @@ def test_what_is_refused(model: Path, image: Path, tmp_path: Path, capsys: pytes
         return capsys.readouterr().err
 
     assert "'bee' is not a class of this model; nearest: ant & bee" in message(str(model), str(image), "--label", "bee")
-    assert "block 2 does not exist; choose from 0 to 1" in message(str(model), str(image), "--layers", "2")
+    assert "--layers 2: block 2 does not exist; choose from 0 to 1" in message(str(model), str(image), "--layers", "2")
     assert "head -3 does not exist; choose from 0 to 1" in message(str(model), str(image), "--heads", "-3")
     assert "0 is less than 1; choose the number of classes to show" in message(str(model), str(image), "--top", "0")
     assert "does not exist" in message(str(model), str(tmp_path / "nothing.png"))

@@ -253,6 +253,19 @@ def test_what_the_user_chose_is_not_tried() -> None:
     assert len(candidates(lora_rank=4)) == len(candidates(layer_decay=0.5)) == 3
 
 
+def test_a_head_on_fixed_features_needs_no_steps() -> None:
+    """The linear model of the features is the best such head already."""
+    plain = {"flip": False, "crop_area": (1.0, 1.0), "mixup": 0.0}
+    head = {**plain, "train_blocks": 0}
+    assert ruled(facts(), **head).config.run.steps == 1
+    assert any(reason.startswith("one step: ") for reason in ruled(facts(), **head).reasons)
+    for other in (plain, {**plain, "train_blocks": 1}, {**head, "flip": True}, {**head, "steps": 70}):
+        steps = ruled(facts(), **other).config.run.steps
+        assert steps is not None and steps >= 70
+    assert ruled(facts(), **head, epochs=2.0).config.run.epochs == 2.0
+    assert ruled(facts(), **head, linear_head=False).config.run.steps != 1
+
+
 def test_few_of_many_images_need_few_validation_images() -> None:
     many = open_data("fractals:2:25000", validation_share=0.0).train
 

@@ -125,10 +125,19 @@ def plan_by_rule(
         checkpoints=5,
     )
     choices.add(_linear_start(facts), linear_head=True)
-    chosen = choices.plan(replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment()))
+    start = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
+    chosen = choices.plan(start)
+    if _has_fixed_features(chosen.config) and not {"steps", "epochs", "linear_head"} & explicit.keys():
+        choices.add("one step: the linear model is fitted to features that no step would change", steps=1)
+        chosen = choices.plan(start)
     return (
         chosen if seconds is None else replace(chosen, search=_search(chosen.config, network, facts, explicit, seconds))
     )
+
+
+def _has_fixed_features(config: TrainConfig) -> bool:
+    """Return True if only the head is trained, on features that are the same in every epoch."""
+    return config.start.train_blocks == 0 and not config.augment.is_random
 
 
 def image_size_for(network: AnyConfig, facts: DataFacts, *, gpu: bool) -> tuple[tuple[int, int], str]:

@@ -88,7 +88,7 @@ def test_required_options() -> None:
          "--image-size: 33 32 is not a multiple of patch_size=(4, 4)"),
         ("flip=True cannot be given with init='my model'", "--flip: True cannot be given with MODEL 'my model'"),
         ("flip=True needs image_size, see a/image_size", "--flip: True needs --image-size, see a/image_size"),
-        ("one\nbatch_size=0: two", "one\n--batch-size: 0 two"),
+        ("one\nbatch_size=0: two", "one\n--batch-size 0: two"),
         ("batch_size=3 rules out flip=True and head_bias=2", "--batch-size: 3 rules out --flip True and head_bias=2"),
         ("image_size: needs shots, such as shots=(3, 5)", "--image-size: needs shots, such as --shots 3 5"),
         ("runs/batch_size=3 exists", "runs/batch_size=3 exists"),

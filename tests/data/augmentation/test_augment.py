@@ -248,6 +248,19 @@ def test_presets_are_the_papers() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"flip": True}, {"shift": 1}, {"crop_from": (40, 48)}, {"crop_area": (0.5, 1.0)}, {"erase": 0.1},
+        {"colour_jitter": (0.0, 0.0, 0.0, 0.1)}, {"preset": "light1"}, {"mixup": 0.1}, {"cutmix": 1.0},
+    ],
+)  # fmt: skip
+def test_images_that_differ_from_epoch_to_epoch(fields: dict[str, Any]) -> None:
+    plain: dict[str, Any] = {"flip": False, "crop_area": (1.0, 1.0)}
+    assert not Augment(**plain).is_random
+    assert Augment(**{**plain, **fields}).is_random
+
+
 def test_a_preset_fills_what_is_not_given() -> None:
     chosen = Augment(preset="medium2", mixup=0.0, randaugment_layers=3).settings
     assert (chosen.randaugment_layers, chosen.randaugment_magnitude, chosen.mixup) == (3, 15.0, 0.0)

@@ -133,9 +133,10 @@ class Command:
     def message(self, error: UserError, given: Options) -> str:
         """Return the message of an error with field names replaced by option names.
 
-        For example, `batch_size=0 is less than 1` becomes `--batch-size: 0 is less than 1`. Inside a line,
-        `name=value` is replaced only if the user typed that option or the message recommends the value. For errors
-        other than `ConfigError`, only the start of a line is replaced, because the rest can name fields of files.
+        For example, `batch_size=0 is less than 1` becomes `--batch-size: 0 is less than 1`, and `layers=(9,): block 9
+        does not exist` becomes `--layers 9: block 9 does not exist`. Inside a line, `name=value` is replaced only if
+        the user typed that option or the message recommends the value. For errors other than `ConfigError`, only the
+        start of a line is replaced, because the rest can name fields of files.
         """
         about_settings = isinstance(error, ConfigError)
         return "\n".join(self._line(line, about_settings, given) for line in str(error).split("\n"))
@@ -159,13 +160,14 @@ class Command:
         names, value = self._names, VALUE
 
         def first(found: re.Match[str]) -> str:
-            return f"{self._label(found[1])}: {_typed(found[2])} "
+            label, typed = self._label(found[1]), _typed(found[2])
+            return f"{label} {typed}: " if found[3] else f"{label}: {typed} "
 
         def inside(found: re.Match[str]) -> str:
             is_typed = found[1] in given or found[1] in self.spelled or ADVICE.search(line[: found.start()])
             return f"{self._label(found[1])} {_typed(found[2])}" if is_typed else found[0]
 
-        line = re.sub(rf"^({names})=({value}):? ", first, line)
+        line = re.sub(rf"^({names})=({value})(:?) ", first, line)
         line = re.sub(rf"^({names}): ", lambda found: f"{self._label(found[1])}: ", line)
         if not about_settings:
             return line

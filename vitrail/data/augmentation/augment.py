@@ -160,6 +160,13 @@ class Augment:
         chosen = replace(PRESETS[self.preset], **{name: value for name, value in given.items() if value is not None})
         return replace(chosen, crop_area=None) if chosen.crop_area == (1, 1) else chosen
 
+    @property
+    def is_random(self) -> bool:
+        """True if an image can look different from epoch to epoch."""
+        chosen = self.settings
+        changes = self.flip, self.shift, self.crop_from, chosen.crop_area, any(self.colour_jitter), self.erase
+        return any((*changes, chosen.randaugment_layers, chosen.mixup, self.cutmix))
+
     def __call__(self, batch: Batch, *, seed: int, classes: int = 0, size: tuple[int, int] | None = None) -> Batch:
         """Return the batch with augmented images. If mixup or CutMix is on, the batch also has `targets`.
 
