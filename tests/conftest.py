@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import io
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from tests.checking import begin_test, check_signatures_quickly
 
+gc.disable()  # until all modules are imported and all tests are collected, because none of that becomes garbage
 check_signatures_quickly()  # before the package is imported
 
 from vitrail.models.linear.float32 import VARIABLE  # noqa: E402
@@ -38,9 +40,9 @@ settings.load_profile("vitrail")
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the imported modules and the collected tests from garbage collection, which visits them again and again
-    otherwise."""
+    """Exempt the imported modules and the collected tests from garbage collection."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:
@@ -71,6 +73,15 @@ def one_library() -> Iterator[None]:
     """Computes float32 products by one library, so that counted operations do not depend on the processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "mkl")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks() -> Iterator[None]:
+    """Leaves written files in the system's cache, because files of tests need not survive a power failure. A training
+    run flushes thirty files. A descriptor that is not open stays an error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
         yield
 
 

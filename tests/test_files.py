@@ -57,6 +57,23 @@ def test_a_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_every_file_is_flushed_before_a_folder_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int | str] = []
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append("renamed")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.fstat(descriptor).st_ino))
+    monkeypatch.setattr(Path, "rename", renamed)
+    model = tmp_path / "model"
+    write(model, a="A", b="B")
+    first, then = done[: done.index("renamed")], done[done.index("renamed") :]
+    assert {*first} == {path.stat().st_ino for path in (model, model / "a", model / "b")}
+    assert then == ["renamed", tmp_path.stat().st_ino]
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_an_exception_leaves_the_old_folder(tmp_path: Path, error: type[BaseException]) -> None:
     target = tmp_path / "model"
