@@ -44,6 +44,11 @@ MODULES = [PACKAGE / "__init__.py", *sorted({*PACKAGE.rglob("*.py")} - {PACKAGE 
 """All modules. `vitrail/__init__.py` may import from any floor, because it imports names only when they are used."""
 
 
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in MODULES}
+
+
 def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -64,26 +69,33 @@ def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name.split(".")[1]
 
 
-@pytest.mark.parametrize("path", MODULES[1:], ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_imports_run_downward(path: Path) -> None:
-    room = room_of(path)
-    for line, target in imported_rooms(ast.parse(path.read_text())):
-        assert target in FLOOR, f"{path}:{line} imports {target}, which is on no floor"
-        assert target == room or FLOOR[target] > FLOOR[room], f"{path}:{line}: {room} imports {target}"
+def test_imports_run_downward(trees: dict[Path, ast.Module]) -> None:
+    faults = []
+    for path in MODULES[1:]:
+        room = room_of(path)
+        for line, target in imported_rooms(trees[path]):
+            if target not in FLOOR:
+                faults.append(f"{path}:{line} imports {target}, which is on no floor")
+            elif target != room and FLOOR[target] <= FLOOR[room]:
+                faults.append(f"{path}:{line}: {room} imports {target}")
+    assert not faults, "\n".join(faults)
 
 
 def test_every_room_has_a_floor() -> None:
     assert {room_of(path) for path in MODULES} - {"__init__"} == set(FLOOR)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_a_module_only_defines(path: Path) -> None:
+def test_a_module_only_defines(trees: dict[Path, ast.Module]) -> None:
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
-    for node in ast.parse(path.read_text()).body:
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        guards = ("TYPE_CHECKING", "__name__ == '__main__'")
-        is_guard = isinstance(node, ast.If) and ast.unparse(node.test) in guards
-        assert isinstance(node, allowed) or is_text or is_guard, f"{path}:{node.lineno}: {ast.unparse(node)[:60]}"
+    guards = ("TYPE_CHECKING", "__name__ == '__main__'")
+    faults = []
+    for path, tree in trees.items():
+        for node in tree.body:
+            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            is_guard = isinstance(node, ast.If) and ast.unparse(node.test) in guards
+            if not (isinstance(node, allowed) or is_text or is_guard):
+                faults.append(f"{path}:{node.lineno}: {ast.unparse(node)[:60]}")
+    assert not faults, "\n".join(faults)
 
 
 def test_importing_everything_touches_nothing() -> None:
@@ -111,19 +123,20 @@ def test_help_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_all_names_what_is_public(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-            stated = set(ast.literal_eval(node.value))
-            module = importlib.import_module(
-                ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-            )
-            assert all(hasattr(module, name) for name in stated)
-            classes = {name for name in defined if not name.startswith("_") and name[0].isupper()}
-            assert classes <= stated | INTERNAL
+def test_all_names_what_is_public(trees: dict[Path, ast.Module]) -> None:
+    faults = []
+    for path, tree in trees.items():
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+                stated = set(ast.literal_eval(node.value))
+                module = importlib.import_module(
+                    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+                )
+                faults += [f"{path}: {name} is not there" for name in sorted(stated) if not hasattr(module, name)]
+                classes = {name for name in defined if not name.startswith("_") and name[0].isupper()}
+                faults += [f"{path}: {name} is not in __all__" for name in sorted(classes - stated - INTERNAL)]
+    assert not faults, "\n".join(faults)
 
 
 def test_the_front_offers_what_it_says() -> None:
