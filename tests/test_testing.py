@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models.networks import with_slow
 from vitrail.data.pipeline import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
@@ -58,7 +59,7 @@ def test_every_published_network_is_like_one_of_these() -> None:
     assert {kind(name) for name in PUBLISHED} == {kind(name) for name in DISTINCT}
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", with_slow(DISTINCT, {"R26+ViT-S/32", "R50+ViT-B/16"}))
 def test_published_networks_keep_the_contract(name: str) -> None:
     if name.startswith("BiT"):
         config, sizes = variant_config(name, image_size=(40, 72)), [(40, 72), (33, 1)]

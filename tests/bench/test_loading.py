@@ -7,18 +7,39 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from vitrail.bench import loading
 from vitrail.bench.loading import LOADS, PROCESSES, measure_loading
 from vitrail.bench.workload import Workload
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, VitrailError
 
 
-def test_every_way_is_timed(tiny_work: Callable[..., Workload]) -> None:
+@pytest.mark.slow
+def test_every_way_is_timed_in_processes(tiny_work: Callable[..., Workload]) -> None:
     config = tiny_work(channels=1).config
     result = measure_loading(config, device=torch.device("cpu"), repetitions=1, warmup=0)
     assert 4 * config.parameters() < result.file_bytes < 4 * config.parameters() + 10_000
     assert set(result.first) == set(result.loads) == set(LOADS) and set(result.processes) == set(PROCESSES)
     assert all(len(seconds) == 1 for seconds in [*result.loads.values(), *result.processes.values()])
     assert result.processes["import torch"][0] > result.processes["python"][0]
+
+
+def test_every_way_is_timed(tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(loading, "_process", lambda command: lambda: started.append(command))
+    config = tiny_work(channels=1).config
+    result = measure_loading(config, device=torch.device("cpu"), repetitions=1, warmup=0)
+    assert 4 * config.parameters() < result.file_bytes < 4 * config.parameters() + 10_000
+    assert set(result.first) == set(result.loads) == set(LOADS) and set(result.processes) == set(PROCESSES)
+    scripts = [command[1] for command in started if command[0] == "-c"]
+    assert sorted(scripts) == ["", "from vitrail import load", "import torch", "import vitrail"]
+    (predict,) = [command for command in started if command[0] == "-m"]
+    assert predict[1:3] == ["vitrail", "predict"] and predict[5:] == ["--device", "cpu"]
+
+
+def test_a_process_that_fails_is_an_error() -> None:
+    loading._process(["-c", "pass"])()
+    with pytest.raises(VitrailError, match=r"^python -c raise SystemExit\(.no model.\) failed:\nno model$"):
+        loading._process(["-c", "raise SystemExit('no model')"])()
 
 
 def test_a_model_without_a_head_predicts_nothing(tiny_work: Callable[..., Workload]) -> None:

@@ -45,6 +45,7 @@ def test_a_search_without_an_end_stops() -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_more_images_need_more_memory(tiny_work: Callable[..., Workload]) -> None:
     few, many = (tiny_work(batch=batch, **BIG) for batch in (4, 24))
     measured = [measure_memory(Entry(OURS), work) for work in (few, many)]

@@ -22,18 +22,29 @@ def recorded(work: Workload) -> list[Product]:
     return record(make_step(Entry(OURS), work))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+BIT = {"variant": "BiT-R26x1", "image_size": (33, 40)}
+
+
+def in_both(*fields: dict[str, Any]) -> list[Any]:
+    """Return settings in both precisions as parameters. The slow ones are marked."""
+    return [
+        pytest.param(each, precision, marks=[pytest.mark.slow] if each == BIT and precision == "bf16" else [])
+        for each in fields
+        for precision in ("float32", "bf16")
+    ]
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [
+    ("fields", "precision"),
+    in_both(
         {},
         {"pool": "gap"},
         {"channels": 1, "width": 33, "heads": 3, "mlp_width": 17, "batch": 1},
         {"activation": "swiglu", "head_hidden": 7},
         {"positions": "relative-bias", "registers": 2},
         {"variant": "Conv+ViT-Pico/8", "image_size": (16, 24), "depth": 2},
-        {"variant": "BiT-R26x1", "image_size": (33, 40)},
-    ],
+        BIT,
+    ),
 )
 def test_a_prediction_has_the_products_of_the_closed_form(
     tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
@@ -42,10 +53,7 @@ def test_a_prediction_has_the_products_of_the_closed_form(
     assert Products(recorded(work), CPU).flops == work.flops
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize(
-    "fields", [{}, {"pool": "gap", "channels": 1}, {"variant": "BiT-R26x1", "image_size": (33, 40)}]
-)
+@pytest.mark.parametrize(("fields", "precision"), in_both({}, {"pool": "gap", "channels": 1}, BIT))
 def test_a_training_step_has_them_within_a_hundredth(
     tiny_work: Callable[..., Workload], precision: Precision, fields: dict[str, Any]
 ) -> None:

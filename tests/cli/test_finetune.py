@@ -51,7 +51,10 @@ def badges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("layout", ["vitrail", "google", "huggingface"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("vitrail", marks=pytest.mark.slow), "google", pytest.param("huggingface", marks=pytest.mark.slow)],
+)
 def test_it_works_untouched_from_every_layout(
     layout: str, model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -167,20 +170,6 @@ def test_numbers_are_fine_tuned(model: Path, tmp_path: Path, capsys: pytest.Capt
     assert "name" in capsys.readouterr().err
 
 
-def test_the_papers_protocol(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
-    assert main(["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--name", "p", *quick]) == 0
-    out = capsys.readouterr().out
-    for rate in ("0.001", "0.003", "0.01", "0.03"):
-        assert f"learning rate {rate}: " in out and Path("runs/p-learning-rates", rate, "model").is_dir()
-    assert "was the best of 4" in out
-    config = json.loads(Path("runs/p/run.json").read_text())["config"]
-    assert config["optimizer"]["kind"] == "sgd" and config["data"]["validation_share"] == 0
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -232,21 +221,26 @@ def test_a_rate_that_is_given_is_the_papers_too(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_stopped_trial_goes_on_with_the_same_command(
-    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_command(
+    model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    quick = ["--steps", "4", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
-    words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--run", str(run), *quick]
+    monkeypatch.chdir(tmp_path)
+    quick = ["--steps", "3", "--batch-size", "8", "--image-size", "32", "32", "--max-skipped", "0.1", *QUICK[2:-1]]
+    words = ["finetune", str(model), "--data", str(badges), "--protocol", "paper", "--name", "p", *quick]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Monitor, "report", _stop_at(2, Monitor.report))
         assert main(words) == Stopped.exit_code
-    error, trial = capsys.readouterr().err, tmp_path / "run-learning-rates" / "0.001"
+    error, trial = capsys.readouterr().err, Path("runs/p-learning-rates/0.001")
     assert "to continue, give the first command again" in error and "--resume" not in error
     assert main(["finetune", "--resume", str(trial)]) == 2
     assert f"run {trial} is a trial of settings" in capsys.readouterr().err
     assert main(words) == 0
-    assert "was the best of 4" in capsys.readouterr().out and (run / "model").is_dir()
+    out = capsys.readouterr().out
+    for rate in ("0.001", "0.003", "0.01", "0.03"):
+        assert f"learning rate {rate}: " in out and Path("runs/p-learning-rates", rate, "model").is_dir()
+    assert "was the best of 4" in out and Path("runs/p/model").is_dir()
+    config = json.loads(Path("runs/p/run.json").read_text())["config"]
+    assert config["optimizer"]["kind"] == "sgd" and config["data"]["validation_share"] == 0
 
 
 def test_images_that_chose_the_weights_are_not_called_unseen(

@@ -385,7 +385,8 @@ def test_fractions_of_levels_are_kept_for_evaluation_only(memory_source: Sources
     assert torch.equal(trained.images[trained.samples.argsort()], measured.images.round().to(torch.uint8))
 
 
-def test_processes_have_no_say_in_the_order(colour_folder: Path) -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_have_no_say_in_the_order(processes: int, colour_folder: Path) -> None:
     """They do not influence resuming either, and they end with the iterator."""
     source, preprocess = FolderSource(colour_folder), Preprocess(image_size=(5, 7))
 
@@ -393,7 +394,7 @@ def test_processes_have_no_say_in_the_order(colour_folder: Path) -> None:
         return TrainingBatches(source, preprocess, batch_size=7, seed=3, readers=readers)
 
     expected = list(islice(start(Readers(0)), 8))
-    batches = start(Readers(1, 2))
+    batches = start(Readers(1, processes))
     assert_same(list(islice(batches, 3)), expected[:3])
     state = batches.state()
     batches.close()

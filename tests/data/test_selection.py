@@ -90,9 +90,10 @@ def test_samples_that_are_added_move_few_others(memory_source: Sources, method: 
 def test_small_classes_give_the_fraction_of_all_images(memory_source: Sources, share: float) -> None:
     classes = tuple(map(str, range(100)))
     source = memory_source(labels=[number % 100 for number in range(1000)], classes=classes)
-    assert len(cut(source, share)[1]) == 1000 * share
+    held_out = cut(source, share)[1]
+    assert len(held_out) == 1000 * share
     assert len(cut(source, 0.01, method="threshold")[1]) >= 100  # at least one per class
-    held = Counter(cut(source, share)[1].target(index) for index in range(round(1000 * share)))
+    held = Counter(held_out.target(index) for index in range(len(held_out)))
     assert max(held.values()) - min(held[label] for label in range(100)) <= 1
 
 

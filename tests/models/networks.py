@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
 
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.variants import AnyConfig, variant_config
 from vitrail.models.vit import ViTConfig
 
-__all__ = ["DROPPED", "HYBRIDS"]
+__all__ = ["DROPPED", "HYBRIDS", "in_turn", "with_slow"]
 
 HYBRIDS: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     "no stage": (variant_config("R+ViT-Ti/16", depth=1), [(224, 160), (93, 61)]),
@@ -50,3 +55,18 @@ DROPPED: dict[str, tuple[AnyConfig, list[tuple[int, int]]]] = {
     },
 }  # fmt: skip
 """Configs with patch dropout, with image sizes."""
+
+
+def with_slow(names: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """Return the names as parameters, of which those in `slow` are marked as slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
+
+
+def in_turn(names: Iterable[str], choices: tuple[str, ...]) -> list[Any]:
+    """Return each name with each choice as parameters. Each name has one choice in turn that is not marked as slow."""
+    turns = zip(names, cycle(choices), strict=False)
+    return [
+        pytest.param(name, choice, marks=[] if choice == turn else [pytest.mark.slow])
+        for name, turn in turns
+        for choice in choices
+    ]

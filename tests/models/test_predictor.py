@@ -155,7 +155,7 @@ def test_threads_predict_with_one_network_in_two_precisions(name: str) -> None:
     def work(thread: int, precision: Any) -> None:
         start.wait()
         results = []
-        for _ in range(5):
+        for _ in range(2):
             predictor = Predictor(network, precision)
             results += [predictor(images) for _ in range(3)]
         found[thread] = precision, results

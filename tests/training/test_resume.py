@@ -42,7 +42,9 @@ def run_with_stops(config: TrainConfig, cuts: tuple[int, ...], stop_at: StopAt) 
 
 
 @pytest.mark.parametrize("cuts", [
-    (17,), (1, 8, 12, 23), (9, 10, 11, 20),
+    (1, 8, 10, 23),
+    pytest.param((17,), marks=pytest.mark.slow),
+    pytest.param((9, 10, 11, 12, 20), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit(
     cuts: tuple[int, ...], small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
@@ -64,15 +66,20 @@ def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("fields", [
-    {"optimizer": "sgd", "keep": "last", "loss": "sigmoid"},
+    pytest.param({"optimizer": "sgd", "keep": "last", "loss": "sigmoid"}, marks=pytest.mark.slow),
     {"optimizer": "adafactor", "momentum_format": "bfloat16", "width": 32, "heads": 1, "mlp_width": 48, "average": 0.9},
-    {"momentum_format": "bfloat16", "weight_decay_rule": "independent", "schedule": "rsqrt", "cooldown": "5 steps"},
+    pytest.param(
+        {"momentum_format": "bfloat16", "weight_decay_rule": "independent", "schedule": "rsqrt", "cooldown": "5 steps"},
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         {"optimizer": "sgd", "weight_decay_rule": "decoupled", "momentum_format": "bfloat16", "layer_decay": 0.7},
         marks=pytest.mark.slow,
     ),
     {"optimizer": "muon", "momentum_format": "bfloat16", "layer_decay": 0.7, "accumulation": 3, "average": 0.9},
-    {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
+    pytest.param(
+        {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8}, marks=pytest.mark.slow
+    ),
     pytest.param(
         {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
         marks=pytest.mark.slow,
@@ -81,6 +88,7 @@ def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> N
 def test_stopping_changes_no_bit_of_other_configs(
     fields: dict[str, Any], small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path
 ) -> None:
+    fields = {**fields, "evaluations": 2, "checkpoints": 1}
     train(small(tmp_path / "straight", **fields))
     stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,), stop_at)
     assert outcome(stopped) == outcome(tmp_path / "straight")
@@ -90,13 +98,17 @@ def test_stopping_changes_no_bit_of_a_run_by_onednn(
     small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(float32, "SMALLEST", 1)
-    fields = {"float32_products": "onednn", "steps": 24}  # the environment of these tests chooses the other library
+    fields = {
+        "float32_products": "onednn",
+        "evaluations": 2,
+        "checkpoints": 1,
+    }  # the environment of these tests chooses the other library
     train(small(tmp_path / "straight", **fields))
     stopped = run_with_stops(small(tmp_path / "stopped", **fields), (13,), stop_at)
     assert outcome(stopped) == outcome(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("threads", [0, 5])
+@pytest.mark.parametrize("threads", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_other_thread_counts_change_no_bit(
     threads: int, small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
 ) -> None:

@@ -32,6 +32,8 @@ Initial = Callable[..., Path]
 FromModel = Callable[..., TrainConfig]
 StopAt = Callable[[int], Display]
 COLOURS = ("blue", "green", "red")
+ONE_STEP = {"steps": 1, "evaluations": 1}
+"""Settings of a run whose beginning matters."""
 
 
 class Notes(Display):
@@ -67,7 +69,7 @@ def test_other_classes_get_a_head_of_zeros(
 ) -> None:
     model = initial(head_hidden=6)
     notes = Notes()
-    result = train(from_model(model, colour_folder), display=notes)
+    result = train(from_model(model, colour_folder, **ONE_STEP), display=notes)
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun["head.weight"].shape == (3, 16) and not begun["head.weight"].any() and not begun["head.bias"].any()
     assert set(begun) == set(before) - {"head_hidden.weight", "head_hidden.bias"}
@@ -84,7 +86,7 @@ def test_the_same_classes_keep_the_head(
 ) -> None:
     model = initial(classes=COLOURS, head_hidden=6)
     notes = Notes()
-    train(from_model(model, colour_folder), display=notes)
+    train(from_model(model, colour_folder, **ONE_STEP), display=notes)
     before, (begun,) = load(model).network.state_dict(), beginnings
     assert begun.keys() == before.keys() and all(torch.equal(begun[name], before[name]) for name in before)
     assert f"the head of model '{model}' is kept, because its outputs are the same" in notes.notes
@@ -93,7 +95,7 @@ def test_the_same_classes_keep_the_head(
 def test_as_many_classes_of_other_names_are_other_classes(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
-    train(from_model(initial(classes=("blue", "red", "green")), colour_folder))
+    train(from_model(initial(classes=("blue", "red", "green")), colour_folder, **ONE_STEP))
     assert not beginnings[0]["head.weight"].any()
 
 
@@ -125,7 +127,7 @@ def test_positions_are_resized_to_the_images(
     initial: Initial, from_model: FromModel, colour_folder: Path, beginnings: list[dict[str, Tensor]]
 ) -> None:
     model, notes = initial(), Notes()
-    train(from_model(model, colour_folder, image_size=(35, 14), steps=1, evaluations=1), display=notes)
+    train(from_model(model, colour_folder, image_size=(35, 14), **ONE_STEP), display=notes)
     before, (begun,) = load(model).network.state_dict()["positions.embedding"], beginnings
     expected = resize_grid(before[:, 1:], (3, 4), (5, 2), "linear-corners")
     assert torch.equal(begun["positions.embedding"], torch.cat([before[:, :1], expected], dim=1))
@@ -134,9 +136,10 @@ def test_positions_are_resized_to_the_images(
 
 def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     fields = {"dropout": 0.25, "stochastic_depth": 0.5, "patch_dropout": 0.3}
-    config = load(train(from_model(initial(), colour_folder, steps=1, **fields)).folder).network.config
+    config = load(train(from_model(initial(), colour_folder, **ONE_STEP, **fields)).folder).network.config
     assert {name: getattr(config, name) for name in fields} == fields
-    kept = load(train(from_model(initial(dropout=0.125), colour_folder, steps=1, name="second", run=None)).folder)
+    second = from_model(initial(dropout=0.125), colour_folder, name="second", run=None, **ONE_STEP)
+    kept = load(train(second).folder)
     assert kept.network.config.dropout == 0.125, "the model's own"
 
 
@@ -158,7 +161,7 @@ def test_a_loaded_model_needs_its_name(initial: Initial, tiny: Callable[..., Tra
 
 def test_grey_images_are_converted_for_a_colour_model(initial: Initial, from_model: FromModel, tmp_path: Path) -> None:
     data = make_idx_folder(tmp_path / "grey", train=60, test=10)
-    result = train(from_model(initial(), data))
+    result = train(from_model(initial(), data, **ONE_STEP))
     assert result.bundle.network.config.channels == 3 and set(result.metrics) == {
         "validation_accuracy", "test_accuracy",
     }  # fmt: skip
@@ -217,7 +220,15 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "frozen",
+        pytest.param("head alone", marks=pytest.mark.slow),
+        "adapters, averaged",
+        pytest.param("all, averaged", marks=pytest.mark.slow),
+    ],
+)
 def test_stopping_changes_no_bit_and_the_model_need_not_stay(
     kind: str,
     initial: Initial,
@@ -291,7 +302,7 @@ def test_the_hash_is_of_the_weights_alone(initial: Initial) -> None:
     assert weights_sha256(network) != before
 
 
-@pytest.mark.parametrize("fields", [{}, {"average": 0.5}], ids=str)
+@pytest.mark.parametrize("fields", [pytest.param({}, marks=pytest.mark.slow), {"average": 0.5}], ids=str)
 def test_adapters_are_merged_into_what_is_saved(
     fields: dict[str, Any], initial: Initial, from_model: FromModel, colour_folder: Path
 ) -> None:

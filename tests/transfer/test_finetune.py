@@ -63,7 +63,7 @@ def test_the_plan_is_for_this_model_and_this_data(tiny_bundle: Bundle, model: Pa
 def test_a_model_learns_another_task_and_is_looked_at(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
-    config = planned(tiny_bundle, model, colours).override(steps=60, precision="float32", keep="last")
+    config = planned(tiny_bundle, model, colours).override(steps=20, precision="float32", keep="last")
     found = finetuned(config, tiny_bundle)
     assert isinstance(found, FinetuneResult) and found.trials == ()
     assert found.split == "test" and found.report is not None and found.report.images == 12
@@ -261,7 +261,7 @@ def test_numbers_are_learned_and_reported(
     numbers = ("brightness", "half <&>")
     config = TrainConfig().override(data=str(brightness), numbers=numbers, task="regression", init=str(model))
     data = config.data.open_whole()
-    chosen = plan(tiny_bundle, data, config, explicit={"precision": "float32", "steps": 150, "loss": "huber"})
+    chosen = plan(tiny_bundle, data, config, explicit={"precision": "float32", "steps": 60, "loss": "huber"})
     assert chosen.config.task == Regression(loss="huber") and chosen.config.augment.mixup is None
     assert "task regression: the targets are numbers" in chosen.reasons
     assert any("set --crop-area 1 1" in reason for reason in chosen.reasons)

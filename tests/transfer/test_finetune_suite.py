@@ -155,6 +155,7 @@ def finished(run: Path) -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.slow
 def test_the_pool_is_the_same_for_every_model_seed_and_method(
     vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tiny_bundle: Bundle, tmp_path: Path
 ) -> None:

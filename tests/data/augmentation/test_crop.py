@@ -39,7 +39,10 @@ def test_area_and_ratio_are_in_their_ranges(sample: int, height: int, width: int
         assert h * w <= height * width and (h * w >= least * height * width / rounding)
 
 
-@pytest.mark.parametrize(("height", "width"), [(480, 640), (500, 375), (224, 224)])
+@pytest.mark.parametrize(
+    ("height", "width"),
+    [(480, 640), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((500, 375), (224, 224)))],
+)
 def test_shares_places_and_ratios_are_uniform(height: int, width: int) -> None:
     count, ratios, limits = 3000, (3 / 4, 4 / 3), (0.1, 0.4)  # small enough that the first try always fits
     boxes = np.array([torchvision_crop(1, 0, n, height, width, area=limits, ratio=ratios) for n in range(count)])
@@ -83,7 +86,7 @@ def test_every_place_occurs_the_last_row_and_column_too() -> None:
 # --- TensorFlow's rule
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2)), 3])
 def test_boxes_are_distributed_as_those_of_the_original_code(
     number: int, goldens: ModuleType, types_unchecked: None
 ) -> None:

@@ -28,8 +28,12 @@ def as_truth(values: torch.Tensor, classes: int) -> SingleLabels | MultiLabels:
     return SingleLabels(values.numpy(), classes) if values.ndim == 1 else MultiLabels(values.to(torch.uint8).numpy())
 
 
-@pytest.mark.parametrize(("n", "d", "classes"), [(200, 7, 3), (61, 40, 4), (30, 51, 5), (90, 3, 2), (70, 1, 3)])
-@pytest.mark.parametrize("penalty", [1.0, 0.01, 1e-4])
+@pytest.mark.parametrize(("n", "d", "classes", "penalty"), [
+    *((*sizes, 1.0) for sizes in ((200, 7, 3), (61, 40, 4), (30, 51, 5), (90, 3, 2), (70, 1, 3))),
+    *((*sizes, 0.01) for sizes in ((200, 7, 3), (61, 40, 4), (30, 51, 5), (90, 3, 2), (70, 1, 3))),
+    *((*sizes, 1e-4) for sizes in ((200, 7, 3), (30, 51, 5), (90, 3, 2), (70, 1, 3))),
+    pytest.param(61, 40, 4, 1e-4, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_softmax_has_the_minimum_of_scikit_learn(n: int, d: int, classes: int, penalty: float) -> None:
     features, labels = rows(n, d, classes)
     fit = LogisticRegression(features, as_truth(labels, classes)).fit(penalty, tolerance=1e-10)
@@ -98,6 +102,7 @@ def test_the_objective_and_its_gradient_are_autograds(monkeypatch: pytest.Monkey
         torch.testing.assert_close(value.gradient, gradient, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_the_preconditioner_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels = rows(1000, 40, 6)
     regression = LogisticRegression(features, as_truth(labels, 6))

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -134,6 +134,7 @@ def test_features_are_what_the_bundle_embeds(colour_folder: Path) -> None:
     assert features.truth.kind == "class" and (len(features), features.width) == (36, 16)
 
 
+@settings(max_examples=12)
 @given(st.integers(0, 13), st.sets(st.integers(0, 12)), st.integers(1, 15))
 def test_every_decodable_image_has_a_row_in_order(count: int, broken: set[int], batch_size: int) -> None:
     source = Pictures(count, tuple(index for index in broken if index < count))

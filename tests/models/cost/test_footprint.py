@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.networks import DROPPED, HYBRIDS
+from tests.models.networks import DROPPED, HYBRIDS, in_turn
 from vitrail.bench.entries import OURS, Entry, make_step
 from vitrail.bench.workload import Workload
 from vitrail.models.cost.footprint import activation_bytes, tensor_bytes, training_bytes
@@ -81,8 +81,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "precision"), in_turn(BLOCKS, ("float32", "bf16")))
 def test_bytes_that_a_transformer_keeps(name: str, precision: Precision) -> None:
     config = variant_config("ViT-Ti/16", image_size=(96, 64), depth=2, **BLOCKS[name])
     for size, dropped in (((96, 64), 0.0), ((48, 112), 0.0), ((48, 112), 0.5)):
@@ -91,11 +90,15 @@ def test_bytes_that_a_transformer_keeps(name: str, precision: Precision) -> None
         assert activation_bytes(trained, size, precision) == pytest.approx(kept, rel=0.01)
 
 
+FLOAT32_ALONE = "four stages", "wide, in patches", "BiT"
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *((name, "float32") for name in (*HYBRIDS, "no stage, dropped", "small images, odd, dropped")),
-        *((name, "bf16") for name in HYBRIDS if name not in ("four stages", "wide, in patches", "BiT")),
+        *in_turn([name for name in HYBRIDS if name not in FLOAT32_ALONE], ("bf16", "float32")),
+        *((name, "float32") for name in ("no stage, dropped", "small images, odd, dropped")),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in FLOAT32_ALONE),
     ],
 )
 def test_bytes_that_hybrids_and_resnets_keep(name: str, precision: Precision) -> None:
@@ -146,8 +149,7 @@ HELD: dict[str, tuple[AnyConfig, int]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(("name", "precision"), in_turn(HELD, ("float32", "bf16")))
 def test_tensors_of_a_training_step(name: str, precision: Precision) -> None:
     config, batch = HELD[name]
     held = held_at_once(config, batch, precision)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.networks import DROPPED, HYBRIDS
+from tests.models.networks import DROPPED, HYBRIDS, with_slow
 from vitrail.models.cost.mixing import layer_costs
 from vitrail.models.pooling import pool
 from vitrail.models.reduction import TokenReduction
@@ -107,7 +107,11 @@ def test_macs_of_a_forward_pass_on_the_cpu(small: Callable[..., ViTConfig], fiel
     assert executed(config, "cpu", batch=3) == 3 * config.inference_flops()
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+LARGE = "four stages", "three stages", "small images, odd", "BiT"
+"""Networks whose modules take long to run."""
+
+
+@pytest.mark.parametrize("name", with_slow(HYBRIDS, LARGE))
 def test_hybrids_and_resnets_cost_what_the_modules_do(name: str) -> None:
     config, sizes = HYBRIDS[name]
     with torch.device("meta"):
@@ -129,7 +133,7 @@ def test_macs_by_hand() -> None:
     assert config.inference_flops() == 2 * (stem + keys_values + queries + scores + mixed + out + mlp + 2 * 3)
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_parameters_macs_and_training_equal_the_modules(
     configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject
@@ -143,7 +147,7 @@ def test_parameters_macs_and_training_equal_the_modules(
     assert config.training_flops() == pytest.approx(trained(config), rel=0.01)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data(), scale=st.tuples(st.integers(1, 3), st.integers(1, 3)))
 def test_macs_of_another_size(
     configs: st.SearchStrategy[dict[str, Any]], data: st.DataObject, scale: tuple[int, int]
@@ -157,7 +161,7 @@ def test_macs_of_another_size(
     assert config.training_flops(size) == replace(config, image_size=size).training_flops()
 
 
-@pytest.mark.parametrize("name", ["ViT-B/16", "R50+ViT-B/16", "BiT-R50x1"])
+@pytest.mark.parametrize("name", ["ViT-B/16", pytest.param("R50+ViT-B/16", marks=pytest.mark.slow), "BiT-R50x1"])
 def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     config = variant_config(name)
     forward = config.inference_flops()
@@ -176,7 +180,7 @@ def test_a_class_token_saves_seven_percent_of_twelve_blocks() -> None:
     assert config.inference_flops() / (2 * config.macs()) == pytest.approx(0.93, abs=0.003)
 
 
-@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("name", with_slow(DROPPED, LARGE))
 def test_dropped_patches_cost_nothing_in_training(name: str) -> None:
     config, sizes = DROPPED[name]
     assert isinstance(config, ViTConfig)

@@ -61,7 +61,7 @@ def weights_by_step(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("keep", ["last", "best"])
+@pytest.mark.parametrize("keep", [pytest.param("last", marks=pytest.mark.slow), "best"])
 def test_the_mean_of_the_weights_is_measured_and_kept(
     keep: str, tiny: Callable[..., TrainConfig], weights_by_step: list[dict[str, Tensor]]
 ) -> None:
@@ -172,7 +172,14 @@ def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"average": 0.5}, {"lora_rank": 2, "average": 0.5}, {"train_blocks": 1}], ids=str
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"average": 0.5}, marks=pytest.mark.slow),
+        {"lora_rank": 2, "average": 0.5},
+        {"train_blocks": 1},
+    ],
+    ids=str,
 )
 def test_probes_see_the_model_that_would_be_kept_and_change_nothing(
     fields: dict[str, Any], initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
@@ -269,7 +276,8 @@ def test_the_tasks_metric_chooses_the_best_weights(
         return {"accuracy": accuracy, "mean_average_precision": precision, "cross_entropy": loss, "images": 7.0}
 
     monkeypatch.setattr(Accuracy, "__call__", measured)
-    result = train(folder_config(colour_folder / "labels.csv", keep="best", loss="sigmoid", select=select))
+    config = folder_config(colour_folder / "labels.csv", keep="best", loss="sigmoid", select=select, steps=3)
+    result = train(config)
     events = [event for event in events_of(result.folder, "evaluation") if "best" in event]
     assert [event["best"] for event in events] == best
     assert result.metrics == {"validation_accuracy": 0.5, "validation_mean_average_precision": 0.7}
