@@ -250,6 +250,7 @@ def test_rates_and_ways_of_training_are_tried() -> None:
 
 def test_what_the_user_chose_is_not_tried() -> None:
     assert candidates(learning_rate=0.1) == candidates(train_blocks=0) == ["the chosen settings"]
+    assert candidates(optimizer="muon") == candidates(optimizer="adamw") == candidates()
     assert len(candidates(lora_rank=4)) == len(candidates(layer_decay=0.5)) == 3
 
 
