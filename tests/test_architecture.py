@@ -26,7 +26,7 @@ FLOORS = (
     ("weights",),
     ("models", "data"),
     ("charts",),
-    ("cores", "files", "hub", "machine", "page", "plain", "settings"),
+    ("cores", "files", "hub", "machine", "page", "plain", "processes", "settings"),
     ("errors",),
 )
 """Rooms from top to bottom, as docs/design.md draws them. Rooms on one floor do not import each other."""

@@ -4,6 +4,7 @@
     ├── NonFiniteLoss            training diverged; the message names the last good checkpoint
     ├── ExportFailed             an exported file does not compute what the network computes
     ├── SaveError                a file could not be written; the earlier file is intact
+    ├── ProcessError             another process of the run has ended, or does not answer
     ├── Stopped                  exit code 75: the run stopped on request and can be resumed
     └── UserError                exit code 2: wrong usage or input (also a ValueError)
         ├── ConfigError          a setting, a name or a combination of them
@@ -31,6 +32,7 @@ __all__ = [
     "ExportFailed",
     "Interrupted",
     "NonFiniteLoss",
+    "ProcessError",
     "RunError",
     "SaveError",
     "Stopped",
@@ -47,6 +49,8 @@ class VitrailError(Exception):
     """Base class of all errors that Vitrail reports as a message without a traceback."""
 
     exit_code = 1
+    is_reported = False
+    """True if another process of the run prints the same message."""
 
 
 class NonFiniteLoss(VitrailError):
@@ -59,6 +63,10 @@ class ExportFailed(VitrailError):
 
 class SaveError(VitrailError):
     """A file could not be written because space or permission is missing."""
+
+
+class ProcessError(VitrailError):
+    """Another process that trains the same network has ended, or does not answer."""
 
 
 class Stopped(VitrailError):

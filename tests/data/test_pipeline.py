@@ -300,7 +300,7 @@ def test_ranks_together_see_what_one_sees(numbered: Callable[[int], Source], wor
     for expected in whole:
         parts = [next(rank) for rank in ranks]
         assert [len(part) for part in parts] == [8 // world] * world
-        found = torch.stack([torch.stack([part.epochs, part.samples]) for part in parts], dim=-1).flatten(1)
+        found = torch.cat([torch.stack([part.epochs, part.samples]) for part in parts], dim=1)
         assert torch.equal(found, torch.stack([expected.epochs, expected.samples]))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vitrail import __version__
-from vitrail.errors import Interrupted, UserError, VitrailError
+from vitrail.errors import ConfigError, Interrupted, UserError, VitrailError
 from vitrail.errors import nearest as nearest_names  # a verb is called nearest, and its module is in this package
 
 __all__ = ["VERBS", "main"]
@@ -56,6 +56,9 @@ Start with `vitrail train`: it trains on bundled images in a few minutes.
 
 HELP = ("-h", "--help", "--help-all")
 
+SEVERAL = ("train",)
+"""Verbs that several processes can run together."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vitrail ARGUMENTS...` and return its exit code."""
@@ -79,6 +82,7 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
     """Run a verb, or print its help, and return the exit code."""
     from vitrail.cli.options.command import Call
     from vitrail.cli.options.help import help_page
+    from vitrail.processes.launch import launch
 
     module = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}")
     command = module.COMMAND
@@ -89,6 +93,12 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
             print(help_page(command, given, everything="--help-all" in arguments), end="")
             return 0
         command.check_required(given)
+        if verb not in SEVERAL and (place := launch()).world > 1:
+            error = ConfigError(
+                f"vitrail {verb} runs in one process, but {place.world} were started; leave torchrun or srun out"
+            )
+            error.is_reported = place.rank > 0
+            raise error
         code: int = module.main(Call(tuple(arguments), given, started))
         sys.stdout.flush()
         return code
@@ -96,7 +106,8 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
         if debug:
             raise
         message = command.message(error, given) if isinstance(error, UserError) else str(error)
-        print(f"vitrail: {message}", file=sys.stderr)
+        if not error.is_reported:
+            print(f"vitrail: {message}", file=sys.stderr)
         return error.exit_code
     except Interrupted as stop:
         again = shlex.join([*verb.split(), *arguments, *stop.options])

@@ -27,9 +27,12 @@ from vitrail.data.source import fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.errors import ConfigError, Stopped, nearest
 from vitrail.models.config import ModelConfig
+from vitrail.processes.group import join_processes
+from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
-from vitrail.training.config import TrainConfig
+from vitrail.settings import seconds_in
+from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.record import read_record
@@ -167,29 +170,57 @@ COMMAND = Command(
 )
 
 
+def restarted_run(given: Mapping[str, Any], place: Launch) -> Path | None:
+    """Return the run that a command goes on with because torchrun or SLURM has started the command again. Return None
+    for other commands, and if the run was not begun. Raise `ConfigError` if the command does not name the run."""
+    if not place.restarts or "resume" in given:
+        return None
+    if (folder := given.get("run")) is None:
+        raise ConfigError(
+            "--run: the command was started again after a failure, and goes on with its run only if --run names the "
+            "run's folder; give --run, or leave --max-restarts out"
+        )
+    return Path(folder) if (Path(folder) / "run.json").is_file() else None
+
+
 def main(call: Call) -> int:
-    console = Console()
+    console = Console(quiet=launch().rank > 0)
     display = ConsoleDisplay(console, COMMAND.note)
     try:
-        if (folder := call.options.get("resume")) is not None:
+        if (folder := restarted_run(call.options, launch())) is not None:
+            result = resume(folder, display=display, started=call.started)
+        elif (folder := call.options.get("resume")) is not None:
             length = length_of_resume(call.options, COMMAND.known)
             max_time = call.options.get("max_time")
             result = resume(folder, length=length, max_time=max_time, display=display, started=call.started)
         else:
-            data = None
-            if is_chosen(call.options):
-                (config, data), initial = _from_data(call.options, display, call.started), None
-            else:
-                config, initial = _config(call.options)
-                if (like := call.options.get("like")) is not None:
-                    data = _data_like(Path(like), config, display)
+            # The processes join here with the usual time-out, so that an error in the settings is printed once.
+            timeout = seconds_in(call.options.get("process_timeout", RunConfig.process_timeout))
+            with join_processes(timeout or RunConfig().process_seconds).reporting():
+                config, data, initial = _requested(call, display)
             if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:
                 display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
             result = train(config, data=data, initial=initial, display=display, started=call.started)
     except Stopped as stop:
-        raise Stopped(f"{stop}\nContinue with: vitrail train --resume {stop.run}", stop.run) from None
+        further = Stopped(f"{stop}\nContinue with: vitrail train --resume {stop.run}", stop.run)
+        further.is_reported = stop.is_reported
+        raise further from None
     _report(console, result)
     return 0
+
+
+def _requested(call: Call, display: ConsoleDisplay) -> tuple[TrainConfig, OpenedData | None, Bundle | None]:
+    """Return the config of the run, its data if it is open, and the initial model, if there is one."""
+    if not is_chosen(call.options):
+        config, initial = _config(call.options)
+        like = call.options.get("like")
+        return config, None if like is None else _data_like(Path(like), config, display), initial
+    if launch().world > 1:
+        raise ConfigError(
+            "data: settings are chosen for the data by short runs of one process; name a recipe as well, such as "
+            "vitrail train folder --data PHOTOS, or a run with --like"
+        )
+    return *_from_data(call.options, display, call.started), None
 
 
 def _from_data(given: Mapping[str, Any], display: ConsoleDisplay, started: float) -> tuple[TrainConfig, OpenedData]:

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -36,6 +36,7 @@ __all__ = [
     "Skipped",
     "Stage",
     "TrainingBatches",
+    "check_divisible",
     "default_threads",
     "evaluation_batches",
     "queue_bytes",
@@ -105,6 +106,10 @@ class Batch:
     one class and no images are mixed, `targets` is None and `labels` contains the targets."""
     target_kind: TargetKind = "class"
     skipped: tuple[Skipped, ...] = ()
+    partners: int = 0
+    """Number of rows at the end that belong to another process. The last sample of this process is mixed with them."""
+    first_key: tuple[int, int] | None = None
+    """Epoch and sample of the first row of the batch that several processes share, or None if this batch is whole."""
 
     def __post_init__(self) -> None:
         if cast(Tensor | None, self.views) is None:
@@ -139,6 +144,17 @@ class Batch:
                     tensor = tensor.pin_memory()  # pinned, so that the copy runs while the GPU computes
                 moved[name] = tensor.to(device, non_blocking=True)
         return replace(self, **moved)
+
+    def without_partners(self) -> Batch:
+        """Return the batch without the rows that belong to another process."""
+        if not self.partners:
+            return self
+        own = {
+            item.name: getattr(self, item.name)[: len(self) - self.partners]
+            for item in fields(self)
+            if isinstance(getattr(self, item.name), Tensor)
+        }
+        return replace(self, **own, partners=0)
 
     def chunks(self, count: int) -> list[Batch]:
         """Return the batch as `count` smaller batches of nearly equal size, in order. A batch with fewer than `count`
@@ -228,8 +244,42 @@ def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _batch(columns: dict[str, Any], kind: TargetKind) -> Batch:
-    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in columns.items() if name != "skipped"}
-    return Batch(**tensors, target_kind=kind, skipped=columns["skipped"])
+    values: dict[str, Any] = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in columns.items()
+    }
+    return Batch(**values, target_kind=kind)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Makes the epoch and the index of a sample without reading it."""
+
+    first: int
+    length: int
+
+    def __call__(self, position: int, index: int) -> tuple[int, int]:
+        return position // self.length, self.first + index
+
+
+@dataclass(frozen=True)
+class _WithPartner:
+    """Adds the first sample of the next process to a process's part of a batch, and the key of the batch's first
+    sample. Mixup and CutMix need both."""
+
+    partners: Any
+    """The rows of the partner by the number of the batch."""
+    first_keys: Any
+
+    def __call__(self, number: int, columns: dict[str, Any]) -> dict[str, Any]:
+        partner = _collate([self.partners[number]])
+        joined = {name: np.concatenate([value, partner[name]]) for name, value in columns.items() if name != "skipped"}
+        # The other process reports a partner that cannot be decoded.
+        return {
+            **joined,
+            "skipped": columns["skipped"],
+            "partners": len(partner["labels"]),
+            "first_key": self.first_keys[number],
+        }
 
 
 @dataclass(frozen=True)
@@ -240,6 +290,15 @@ class Stage:
     """Number of the stage's first batch, counted from 0."""
     preprocess: Preprocess
     batch_size: int
+
+
+def check_divisible(batch_sizes: Iterable[int], world: int) -> None:
+    """Raise `ConfigError` if the number of processes does not divide one of the batch sizes."""
+    for batch_size in batch_sizes:
+        if batch_size % world:
+            raise ConfigError(
+                f"batch_size={batch_size} is not a multiple of the number of processes ({world}); choose a multiple"
+            )
 
 
 def skips_allowed(images: int, share: float) -> int:
@@ -264,12 +323,13 @@ class TrainingBatches(Iterator[Batch]):
     """An endless iterator over training batches, with a new order in every epoch.
 
     The sample at a position of the run is a pure function of (seed, epoch, position). Readers and batch size do not
-    influence it. Each of `ranks.world` processes gets an equal part of every batch, so that together they see the same
-    samples at each step as one process would. `state` and `restore` resume from any batch, even with a different number
-    of readers or ranks. A batch has `batch_size` samples with `views` rows each. The views of a sample have different
-    boxes and different augmentation. From the first batch of each of the `later` stages on, batches have the image size
-    and the batch size of that stage; the order of the samples does not change. Raise `ConfigError` if a batch size is
-    not divisible by the number of ranks.
+    influence it. Each of `ranks.world` processes gets an equal part of every batch, in consecutive rows, so that
+    together they see the same samples at each step as one process would. With `partners`, a part also has the sample
+    that follows its last one in the batch (`Batch.partners`), so that mixtures are the same too. `state` and `restore`
+    resume from any batch, even with a different number of readers or ranks. A batch has `batch_size` samples with
+    `views` rows each. The views of a sample have different boxes and different augmentation. From the first batch of
+    each of the `later` stages on, batches have the image size and the batch size of that stage; the order of the
+    samples does not change. Raise `ConfigError` if a batch size is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -284,16 +344,13 @@ class TrainingBatches(Iterator[Batch]):
         crop: Crop | None = None,
         views: int = 1,
         later: Sequence[Stage] = (),
+        partners: bool = False,
     ) -> None:
         if views < 1:
             raise ConfigError(f"views={views} is less than 1")
         self._stages = (Stage(0, preprocess, batch_size), *later)
-        for stage in self._stages:
-            if stage.batch_size % ranks.world:
-                raise ConfigError(
-                    f"batch_size={stage.batch_size} is not a multiple of the number of processes ({ranks.world}); "
-                    "choose a multiple"
-                )
+        check_divisible([stage.batch_size for stage in self._stages], ranks.world)
+        self._partners = partners and ranks.world > 1
         self._source, self._seed, self._ranks, self._crop, self._views = source, seed, ranks, crop, views
         self._kind = target_kind(source)
         self._readers = readers
@@ -318,16 +375,28 @@ class TrainingBatches(Iterator[Batch]):
             (after.first - earlier.first) * earlier.batch_size
             for earlier, after in itertools.pairwise(self._stages[: number + 1])
         )
-        order = self._order(stage.preprocess)
-        order = order[before:] if before else order
-        mine = order[self._ranks.rank :: world] if world > 1 else order
+        order = self._rows(stage.preprocess)[before:]
+        size, rank = stage.batch_size // world, self._ranks.rank
         # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
-        batches = mine.batch(stage.batch_size // world, batch_fn=_collate, drop_remainder=True)
+        batches = order.batch(size, batch_fn=_collate, drop_remainder=True)[rank::world]
+        if self._partners:
+            partners = order[(rank + 1) % world * size :: stage.batch_size]
+            batches = batches.map_with_index(_WithPartner(partners, self._order(_Key)[before :: stage.batch_size]))
         done = self._taken - stage.first
         return batches[done:] if done else batches
 
-    def _order(self, preprocess: Preprocess) -> Any:
+    def _rows(self, preprocess: Preprocess) -> Any:
         """Return the rows of all samples in the order of the run."""
+        source, kind, crop, views = self._source, self._kind, self._crop, self._views
+
+        def loader(first: int, length: int) -> _Loader:
+            return _Loader(source, preprocess, kind, crop, first, length, views, whole_levels=True)
+
+        return self._order(loader)
+
+    def _order(self, make: Callable[[int, int], Callable[[int, int], Any]]) -> Any:
+        """Return what functions make of all samples in the order of the run. `make` receives the first sample and the
+        length of a part of the source, and returns a function of the position and of the index in the part."""
         source = self._source
         parts = source.parts if isinstance(source, Mixture) else ((0, len(source), 1.0),)
         orders = [
@@ -335,9 +404,7 @@ class TrainingBatches(Iterator[Batch]):
             .MapDataset.range(length)
             .shuffle(seed=_order_seed(self._seed, number))
             .repeat()
-            .map_with_index(
-                _Loader(source, preprocess, self._kind, self._crop, first, length, self._views, whole_levels=True)
-            )
+            .map_with_index(make(first, length))
             for number, (first, length, _) in enumerate(parts)
         ]
         if len(orders) == 1:
@@ -376,12 +443,11 @@ def evaluation_batches(
 ) -> Generator[Batch, None, None]:
     """Yield every sample once, in the order of the source. The last batch may be smaller.
 
-    Each rank reads different samples. The number of samples per rank differs by at most one.
+    Each rank reads different batches: the first rank reads the first batch, and so on in turn.
     """
     kind = target_kind(source)
     order = _grain().MapDataset.range(len(source)).map_with_index(_Loader(source, preprocess, kind))
-    mine = order[ranks.rank :: ranks.world] if ranks.world > 1 else order
-    batches = _read(mine.batch(batch_size, batch_fn=_collate), readers)
+    batches = _read(order.batch(batch_size, batch_fn=_collate)[ranks.rank :: ranks.world], readers)
     try:
         for columns in batches:
             yield _batch(columns, kind)

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vitrail.data.pipeline import Batch, Readers, Skipped
+from vitrail.data.pipeline import Batch, Ranks, Readers, Skipped
 from vitrail.data.source import Source
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions.predict import Predictions, Rows, each_batch, predict_all
 from vitrail.machine import Precision
 from vitrail.models.cost.batch import prediction_batch
+from vitrail.processes.group import Processes
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Outputs"]
@@ -25,7 +26,8 @@ class Outputs:
     outputs of at most `keep` values. `on_progress` is called with the numbers of finished samples and of all samples,
     `on_note` with messages for the user, and `on_skip` with each sample that cannot be decoded. `skipped` maps the key
     of each skipped sample to the reason. With the batch size None, `prediction_batch` chooses it. `feature_precision`
-    is the precision of features, by default `precision`.
+    is the precision of features, by default `precision`. Several `processes` share the work, and each of them has all
+    results. Features are shared through the cache: without a cache, each process computes all of them.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Outputs:
         on_progress: Callable[[int, int], None] | None = None,
         on_note: Callable[[str], None] | None = None,
         on_skip: Callable[[Skipped], None] | None = None,
+        processes: Processes = Processes(),
     ) -> None:
+        self.processes = processes
         self.bundle = bundle
         self.batch_size = batch_size
         self.readers = readers
@@ -82,6 +86,7 @@ class Outputs:
                 precision=self.feature_precision,
                 layer=layer,
                 cache=self.cache,
+                ranks=Ranks(self.processes.rank, self.processes.world),
                 on_progress=lambda done: self.on_progress(done, len(source)),
                 on_note=self.note,
             )
@@ -103,6 +108,7 @@ class Outputs:
                 readers=self.readers,
                 precision=self.precision,
                 on_skip=self._skip,
+                processes=self.processes,
             )
             self._predictions[id(source)] = source, found
         return self._predictions[id(source)][1]
@@ -132,6 +138,7 @@ class Outputs:
             readers=self.readers,
             precision=self.precision,
             on_skip=self._skip,
+            processes=self.processes,
         )
         if rows is not None:
             self._rows[id(source)] = source, rows, skipped

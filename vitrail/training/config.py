@@ -90,6 +90,8 @@ class RunConfig:
     """Number of times that the training state is saved during the run."""
     max_time: str | None = None
     """Stop after this time, such as 50m or 2h, with the state saved and exit code 75. --resume goes on."""
+    process_timeout: str = "10m"
+    """Time after which a run of several processes ends with an error if one of them does not answer."""
     keep: Keep = "best"
     """Weights that become the model: the best on the validation split, or the last."""
     name: str = ""
@@ -117,10 +119,11 @@ class RunConfig:
             )
         if self.seed >= 2**32:
             problems.append(f"seed={self.seed} is too large; choose one below 2**32")
-        if self.max_time is not None and seconds_in(self.max_time) is None:
-            problems.append(
-                f"max_time={self.max_time!r} is not a time; give a number above 0 with a unit, such as 90s, 50m or 2h"
-            )
+        for name in ("max_time", "process_timeout"):
+            if (time := getattr(self, name)) is not None and seconds_in(time) is None:
+                problems.append(
+                    f"{name}={time!r} is not a time; give a number above 0 with a unit, such as 90s, 50m or 2h"
+                )
         if self.accumulation > self.batch_size:
             problems.append(f"accumulation={self.accumulation} is more than batch_size={self.batch_size}")
         raise_problems(problems)
@@ -129,6 +132,11 @@ class RunConfig:
     def max_seconds(self) -> float | None:
         """The time after which the run stops, in seconds, or None."""
         return None if self.max_time is None else seconds_in(self.max_time)
+
+    @property
+    def process_seconds(self) -> float:
+        """The time that a process waits for another one, in seconds."""
+        return seconds_in(self.process_timeout) or 0.0
 
     @property
     def readers(self) -> Readers:

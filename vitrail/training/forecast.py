@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from vitrail.data.pipeline import queue_bytes
 from vitrail.machine import check_memory, total_memory
 from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes, training_bytes
 from vitrail.models.variants import AnyConfig
+from vitrail.processes.group import Processes
 from vitrail.training.config import TrainConfig
 
 __all__ = ["check_run_memory", "evaluation_batch", "run_bytes"]
@@ -21,17 +23,21 @@ MEMORY_FRACTION = 1 / 8
 """Fraction of the machine's memory that an evaluation's batches may need."""
 
 
-def check_run_memory(config: TrainConfig, network: AnyConfig | None, device: torch.device) -> str:
+def check_run_memory(
+    config: TrainConfig, network: AnyConfig | None, device: torch.device, processes: Processes = Processes()
+) -> str:
     """Return a sentence about the memory that a run needs. Raises `ConfigError` if a run on the CPU needs more than is
     free.
 
-    The need of a network of the user's own class (`network` is None) is unknown and not counted.
+    The need of a network of the user's own class (`network` is None) is unknown and not counted. Each of several
+    processes has its part of every batch, and all processes of this machine share its memory.
     """
     run = config.run
+    part = replace(run, batch_size=max(run.batch_size // processes.world, run.accumulation))
     parts = f" and --accumulation above {run.accumulation}" if run.accumulation < run.batch_size else ""
     size = " x ".join(map(str, config.images.image_size))
     return check_memory(
-        run_bytes(config, network),
+        processes.place.local_world * run_bytes(replace(config, run=part), network),
         device,
         f"training with {size} pixels and batches of {run.batch_size} images",
         f"try a smaller --image-size, a smaller --batch-size{parts}, or a smaller network",

@@ -41,7 +41,8 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
 
     The batch is augmented as a whole, because its samples are mixed with each other. With accumulation, the augmented
     batch is then processed in parts. Each part is weighted by its fraction of the samples over which the loss is
-    averaged, so that the gradients add up to the gradient of the whole batch.
+    averaged, so that the gradients add up to the gradient of the whole batch. Several processes have parts of the batch
+    as well: the weights, the metrics and the gradients are sums over all of them.
     """
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
@@ -49,8 +50,10 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     augment = plan.augment_at(state.step)
     batch = augment(batch, seed=plan.seed, classes=plan.classes, size=plan.preprocess.image_size)
     parts = batch.chunks(plan.accumulation)
-    counts = [state.objective.counted(part).sum() for part in parts] if len(parts) > 1 else []
-    total = torch.stack(counts).sum().clamp(min=1) if counts else None
+    processes = plan.processes
+    is_divided = len(parts) > 1 or processes.are_several
+    counts = [state.objective.counted(part).sum() for part in parts] if is_divided else []
+    total = processes.sum(torch.stack(counts).sum()).clamp(min=1) if counts else None
     metrics: dict[str, Tensor] = {}
     for number, part in enumerate(parts):
         with autocast(plan.precision, plan.device):
@@ -59,9 +62,14 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
         if total is not None:
             weight = counts[number] / total
             values = {name: value * weight for name, value in values.items()}
+        if state.gradients is not None and number == len(parts) - 1:
+            state.gradients.begin()
         values["loss"].backward()
         for name, value in values.items():
             metrics[name] = metrics[name] + value.detach() if number else value.detach()
+    if state.gradients is not None:
+        state.gradients.finish()
+        metrics = dict(zip(metrics, processes.sum(torch.stack(list(metrics.values())).float()).unbind(), strict=True))
     metrics["gradient_norm"] = _clip(state.objective, plan.clip)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)

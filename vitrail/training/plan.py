@@ -9,6 +9,7 @@ import torch
 from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.machine import TrainingPrecision
+from vitrail.processes.group import Processes
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.phases import Phase
 from vitrail.training.state.state import TrainState
@@ -40,6 +41,10 @@ class Plan:
     """True if the number of compute threads follows the cores that other programs leave."""
     chooses_readers: bool = False
     """True if the first steps decide by their time whether threads or the main thread reads the images."""
+
+    processes: Processes = Processes()
+    """The processes that share every batch."""
+
     phases: tuple[Phase, ...] = ()
     """The phases of the run, in order. Without phases, all steps have the settings above."""
 

@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.machine import keep_freed_memory
 from vitrail.models.linear.float32 import float32_products
+from vitrail.processes.group import Processes, join_processes
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import load_weights, without_adapters, write_weights
 from vitrail.training.config import TrainConfig
@@ -122,29 +123,46 @@ def train(
 
     Raises `UserError` for settings, data and objects that cannot work, `Stopped` if the user stops the run,
     `NonFiniteLoss` if it diverges, and `SaveError` if a file cannot be written.
+
+    If torchrun or SLURM has started several processes, all of them call this function. They train one network together,
+    with the settings of the first process, which alone writes files. The results are the same in all of them. Raises
+    `ProcessError` if one of them ends or hangs.
     """
     started = time.perf_counter() if started is None else started
+    processes = join_processes(config.run.process_seconds)
+    with processes.reporting():
+        config = processes.from_first(config)
+        return _train(config, processes, data, network, initial, probes, measure_test, display, started)
+
+
+def _train(
+    config: TrainConfig,
+    processes: Processes,
+    data: Source | Splits | OpenedData | None,
+    network: nn.Module | None,
+    initial: Bundle | None,
+    probes: Sequence[Probe],
+    measure_test: bool,
+    display: Display | None,
+    started: float,
+) -> RunResult:
     if initial is not None and config.start.init is None:
         raise ConfigError(
             "initial: a model was passed, but config.start.init does not say where it comes from; set init to its "
             "path or name"
         )
     model = initial or open_initial(config.start)
-    setup = prepare(config, model=model, objects=OwnObjects(data, network), measure_test=measure_test)
+    objects = OwnObjects(data, network)
+    setup = prepare(config, model=model, objects=objects, measure_test=measure_test, processes=processes)
     check_probes((*setup.probes, *probes), setup.splits)
-    memory = check_run_memory(setup.config, setup.network, setup.device)
+    memory = check_run_memory(setup.config, setup.network, setup.device, processes)
     with _same_arithmetic(setup.config):
         torch.manual_seed(config.run.seed)
         trained, setup, notes = make_network(setup, model, (display or Display()).extracting)
         del model, initial  # the new network has copies of their weights
-        folder = new_folder(setup.config)
-        with locked(folder):
-            try:
-                with saving("the run", folder):
-                    write_json(folder / "run.json", record_of(setup))
-            except SaveError:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+        folder = processes.on_first(lambda: new_folder(setup.config))
+        with _locked(folder, processes):
+            processes.on_first(lambda: _write_record(setup, folder))
             return _Run(setup, folder, display or Display(), started, memory).go(trained, notes, probes)
 
 
@@ -174,7 +192,8 @@ def resume(
     """
     started = time.perf_counter() if started is None else started
     record = read_record(folder)
-    with locked(folder):
+    processes = join_processes(record.config.run.process_seconds)
+    with processes.reporting(), _locked(folder, processes):
         objects = OwnObjects(data, network)
         _check_objects(folder, record, objects)
         model = None
@@ -182,16 +201,18 @@ def resume(
             model = open_again(record.config.start, str(folder), record.origin.sha256)
         config = record.config if length is None else length.apply(record.config)
         config = config if max_time is None else config.override(max_time=max_time)
-        setup = prepare(config, model=model, origin=record.origin, objects=objects, measure_test=measure_test)
+        setup = prepare(
+            config, model=model, origin=record.origin, objects=objects, measure_test=measure_test, processes=processes
+        )
         if record.fingerprint != setup.fingerprint:
             raise RunError(
                 f"the data of run {folder} has changed since the run began: it had {record.images:,} training "
                 f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names or "
                 "labels of images have changed, or another split has. To resume the run, restore its data"
             )
-        _check_unfinished(folder, record, setup.steps, extends=length is not None)
+        processes.on_first(lambda: _check_unfinished(folder, record, setup.steps, extends=length is not None))
         check_probes((*setup.probes, *probes), setup.splits)
-        recover_folder(folder / "model")
+        processes.on_first(lambda: recover_folder(folder / "model"))
         with _same_arithmetic(setup.config):
             torch.manual_seed(record.config.run.seed)
             trained, setup, notes = make_network(setup, model)
@@ -212,6 +233,24 @@ def finished(folder: Path) -> RunResult | None:
             task = read_record(folder).config.task
             return RunResult(folder, load_bundle(folder / "model"), metrics, summary, (), task)
     return None
+
+
+@contextmanager
+def _locked(folder: Path, processes: Processes) -> Iterator[None]:
+    """Hold the lock of a run's folder for all processes inside the `with` block."""
+    with ExitStack() as stack:
+        processes.on_first(lambda: stack.enter_context(locked(folder)))
+        yield
+
+
+def _write_record(setup: Setup, folder: Path) -> None:
+    """Write run.json into a new folder. If this fails, delete the folder."""
+    try:
+        with saving("the run", folder):
+            write_json(folder / "run.json", record_of(setup))
+    except SaveError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextmanager
@@ -250,7 +289,7 @@ def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool
 def _memory_of_resumed(setup: Setup) -> str:
     """Return a sentence about the memory that a resumed run needs. Its settings are fixed, so it is not refused."""
     try:
-        return check_run_memory(setup.config, setup.network, setup.device)
+        return check_run_memory(setup.config, setup.network, setup.device, setup.processes)
     except ConfigError as error:
         return f"the run may end for lack of memory: {str(error).partition(';')[0]}"
 
@@ -265,9 +304,10 @@ class _Run:
     def __init__(self, setup: Setup, folder: Path, display: Display, started: float, memory: str) -> None:
         self.setup = setup
         self.folder = folder
-        self.journal = Journal(folder / "journal.jsonl")
-        self.checkpoints = Checkpoints(folder / "checkpoints")
-        self.display = display
+        self.processes = setup.processes
+        self.journal = Journal(folder / "journal.jsonl", is_kept=setup.processes.is_first)
+        self.checkpoints = Checkpoints(folder / "checkpoints", processes=setup.processes)
+        self.display = display if setup.processes.is_first else Display()
         self.started = started
         self.memory = memory
         """A sentence about the memory that the run needs."""
@@ -294,7 +334,8 @@ class _Run:
         journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps, **extension)
         if extends is not None:
             state.best.waited = 0  # otherwise a run that --patience ended would end again at once
-            record_extension(self.folder, setup.config, step=state.step, before=extends, steps=setup.steps)
+            longer = {"step": state.step, "before": extends, "steps": setup.steps}
+            self.processes.on_first(lambda: record_extension(self.folder, setup.config, **longer))
         limit = setup.config.run.max_seconds
         with StopRequest(None if limit is None else self.started + limit) as stop:
             examiner = self._examiner(state, probes)
@@ -334,7 +375,7 @@ class _Run:
 
     def _restore(self, state: TrainState) -> list[str]:
         """Load the newest checkpoint, and return notes for the user. Without a checkpoint, the run starts again."""
-        if self.checkpoints.steps():
+        if self.processes.on_first(self.checkpoints.steps):
             return self.checkpoints.restore(state)
         return ["the run ended before its first checkpoint, so it starts from the beginning"]
 
@@ -347,8 +388,9 @@ class _Run:
             setup.splits,
             self.journal,
             self.display,
-            readers=config.run.readers,
+            readers=setup.readers,
             batch_size=evaluation_batch(config, setup.network),
+            processes=self.processes,
             best_in=self.folder / "model" if config.run.keep == "best" else None,
             probes=(*setup.probes, *probes),
         )
@@ -376,12 +418,14 @@ class _Run:
             bundle = without_adapters(bundle)
         bundle.provenance["step"] = state.step
         if setup.config.run.keep == "best" and state.best.step >= 0:
-            load_weights(bundle, folder / "model")
+            self.processes.on_first(lambda: load_weights(bundle, folder / "model"))
+            self.processes.copy_from_first(bundle.network.state_dict().values())
             bundle.provenance["step"] = state.best.step
         predictions = self._measure(bundle, state)
-        write_weights(bundle, folder / "model")
+        self.processes.on_first(lambda: write_weights(bundle, folder / "model"))
         held_out = setup.splits.held_out
-        examples = write_examples(bundle, held_out[1] if held_out else setup.splits.train, folder / "examples")
+        source = held_out[1] if held_out else setup.splits.train
+        examples = self.processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
         journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
         return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
 
@@ -393,8 +437,14 @@ class _Run:
             self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
         batch_size = evaluation_batch(self.setup.config, self.setup.network)
-        readers = self.setup.config.run.readers
-        outputs = Outputs(bundle, batch_size=batch_size, readers=readers, keep=MAX_KEPT, on_skip=skip)
+        outputs = Outputs(
+            bundle,
+            batch_size=batch_size,
+            readers=self.setup.readers,
+            keep=MAX_KEPT,
+            on_skip=skip,
+            processes=self.processes,
+        )
         predictions: dict[str, Predictions] = {}
         evaluator = task.evaluator(state.objective)
         for split, source in (("validation", splits.validation), ("test", splits.test)):
@@ -437,6 +487,7 @@ def _summary(setup: Setup, network: nn.Module) -> str:
         f"{name} with {count:,} parameters{f', {trained:,} of them trained,' if trained < count else ''} on "
         f"{len(setup.splits.train):,} images, {outputs}: {setup.steps:,} steps of {config.run.batch_size} in "
         f"{config.run.precision} on {setup.device}{COMPILED[setup.compile]}"
+        f"{f', shared by {setup.processes.world} processes' if setup.processes.are_several else ''}"
     )
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.data.pipeline import Stage, TrainingBatches, skips_allowed
+from vitrail.data.pipeline import (
+    Ranks,
+    Readers,
+    Stage,
+    TrainingBatches,
+    check_divisible,
+    default_threads,
+    skips_allowed,
+)
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
@@ -25,8 +33,10 @@ from vitrail.models.config import ModelConfig
 from vitrail.models.linear.float8 import check_float8, use_float8
 from vitrail.models.linear.float32 import resolve_float32_products
 from vitrail.models.variants import AnyConfig, build
+from vitrail.processes.group import Processes
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
+from vitrail.training.gradients import GradientSum
 from vitrail.training.linear_head import head_outputs, start_head
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.duration import RunLength
@@ -39,6 +49,7 @@ from vitrail.training.plan import Plan
 from vitrail.training.record import FORMAT
 from vitrail.training.start import Origin, fitted, network_from
 from vitrail.training.state.average import Average
+from vitrail.training.state.random import process_seed
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -92,6 +103,15 @@ class Setup:
     network: AnyConfig | None
     """The config of the run's network with a head for two classes, or None for a network of the user's own."""
     phases: tuple[Phase, ...]
+    processes: Processes = Processes()
+
+    @property
+    def readers(self) -> Readers:
+        """The worker threads and processes that read and decode images in each process of the run."""
+        readers, here = self.config.run.readers, self.processes.place.local_world
+        if readers.threads is not None or here == 1:
+            return readers
+        return replace(readers, threads=max(1, default_threads() // here))
 
 
 def prepare(
@@ -101,13 +121,14 @@ def prepare(
     origin: Origin | None = None,
     objects: OwnObjects = OwnObjects(),
     measure_test: bool = True,
+    processes: Processes = Processes(),
 ) -> Setup:
     """Check a config and open its data. Raises `UserError` for settings and data that cannot work.
 
     `model` is the model to start from. If a run continues, `origin` is the record of that model in run.json. Without
-    `measure_test` the run has no test split.
+    `measure_test` the run has no test split. Several `processes` must find the same data.
     """
-    device = pick_device(config.run.device)
+    device = pick_device(processes.device_name(config.run.device))
     precision = resolve_precision(config.run.precision, device)
     config = config.override(
         precision=precision,
@@ -139,19 +160,40 @@ def prepare(
     _check_choosing(config, splits)
     steps = config.total_steps(len(splits.train))
     _schedule(config, splits, steps)  # checks that its parts fit into the run
+    phases = phases_of(config, network_config, steps)
+    check_divisible((phase.batch_size for phase in phases), processes.world)
+    found = fingerprint(splits.train, splits.validation, splits.test)
+    _check_equal(processes, found, config)
     return Setup(
         config=config,
         device=device,
         compile=compiled,
         splits=splits if measure_test else replace(splits, test=None),
-        fingerprint=fingerprint(splits.train, splits.validation, splits.test),
+        fingerprint=found,
         steps=steps,
         origin=origin,
         probes=_probes(config, steps),
         objects=objects,
         network=network_config,
-        phases=phases_of(config, network_config, steps),
+        phases=phases,
+        processes=processes,
     )
+
+
+def _check_equal(processes: Processes, found: str, config: TrainConfig) -> None:
+    """Raise `ConfigError` if several processes found different data or chose different precisions."""
+    everyone = processes.gather((found, config.run.precision))
+    for rank, (data, precision) in enumerate(everyone):
+        if data != everyone[0][0]:
+            raise ConfigError(
+                f"data={config.data.spec!r} is not the same for all processes: process {rank} finds other images or "
+                "labels than process 0; give all machines the same data"
+            )
+        if precision != everyone[0][1]:
+            raise ConfigError(
+                f"precision: process {rank} would compute in {precision} and process 0 in {everyone[0][1]}; choose one "
+                "with --precision"
+            )
 
 
 def check_columns(config: TrainConfig) -> None:
@@ -203,20 +245,26 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     config = setup.config
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
     objective = config.task.objective(network, setup.splits).to(setup.device)
+    setup.processes.copy_from_first((*objective.parameters(), *objective.buffers()))
+    if setup.processes.rank:
+        torch.manual_seed(process_seed(config.run.seed, setup.processes.rank))
     first, *later = _stages(setup)
     batches = TrainingBatches(
         setup.splits.train,
         first.preprocess,
         batch_size=first.batch_size,
         seed=config.run.seed,
-        readers=config.run.readers,
+        readers=setup.readers,
+        ranks=Ranks(setup.processes.rank, setup.processes.world),
+        partners=config.augment.mixes,
         crop=config.augment.crop(config.run.seed),
         views=config.task.views,
         later=later,
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     made = make_optimizer(objective, optimizer, config.run.precision)
-    return TrainState(objective, made, batches, average=average)
+    gradients = GradientSum(objective, setup.processes) if setup.processes.are_several else None
+    return TrainState(objective, made, batches, average=average, gradients=gradients)
 
 
 def make_plan(setup: Setup) -> Plan:
@@ -237,8 +285,12 @@ def make_plan(setup: Setup) -> Plan:
         patience=config.run.patience,
         most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),
         # The worker processes of a run are not told apart from other programs.
-        adapts_threads=config.run.compute_threads is None and setup.device.type == "cpu" and not config.run.processes,
-        chooses_readers=config.run.threads == "auto",
+        adapts_threads=config.run.compute_threads is None
+        and setup.device.type == "cpu"
+        and not config.run.processes
+        and not setup.processes.are_several,
+        chooses_readers=config.run.threads == "auto" and not setup.processes.are_several,
+        processes=setup.processes,
         phases=setup.phases,
     )
 

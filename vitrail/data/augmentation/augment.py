@@ -197,12 +197,22 @@ class Augment:
         if self.erase:
             images = self._erase(images, draw(Slot.ERASE, 5))
         batch = replace(batch, images=images)
-        if chosen.mixup or self.cutmix:
+        if self.mixes:
             numbers = draw(Slot.MIX, mixing.DRAWS)
+            first = None
+            if batch.first_key is not None:
+                key = (np.array([value]) for value in batch.first_key)
+                first = keyed_uniform(seed, *key, draws=mixing.DRAWS, first=Slot.MIX)
             return mixing.mix(
-                batch, numbers, mixup=chosen.mixup, cutmix=self.cutmix, classes=classes, mixup_per=chosen.mixup_per
-            )
+                batch, numbers, mixup=chosen.mixup, cutmix=self.cutmix, classes=classes, mixup_per=chosen.mixup_per,
+                first=first,
+            ).without_partners()  # fmt: skip
         return batch
+
+    @property
+    def mixes(self) -> bool:
+        """True if samples of a batch are mixed with each other."""
+        return bool(self.settings.mixup or self.cutmix)
 
     def crop(self, seed: int) -> Crop | None:
         """Return the function that draws the box of an image, or None if no crop is made."""

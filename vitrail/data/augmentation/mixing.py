@@ -40,6 +40,7 @@ def mix(
     cutmix: float,
     classes: int,
     mixup_per: MixupPer = "sample",
+    first: Float32[np.ndarray, "1 5"] | None = None,
 ) -> Batch:
     """Return the batch with each sample mixed with the next one, and with `targets` that hold the amount of each class.
 
@@ -47,7 +48,8 @@ def mix(
     method for each image. Images are rounded to uint8. If the batch has no targets, they are made from the labels, with
     `classes` columns. A partner that could not be decoded or has no target is not mixed in. For regression, mixup mixes
     the target numbers with the same weights as the images. If `mixup_per` is "batch", the random numbers of the first
-    row determine one mixup weight for the whole batch, as in big_vision. CutMix still has one weight per sample.
+    row determine one mixup weight for the whole batch, as in big_vision. CutMix still has one weight per sample. If
+    several processes share a batch, `first` has the random numbers of the batch's first row.
 
     Raise `ConfigError` if the batch has no targets and `classes` is missing, or if CutMix is on for regression.
     """
@@ -59,7 +61,9 @@ def mix(
         )
     if batch.targets is None and not classes:
         raise ConfigError("mixup and cutmix need the number of classes, or a batch with targets")
-    weights = draws[:1, 1:3].repeat(len(batch), 0) if mixup_per == "batch" else draws[:, 1:3]
+    weights = draws[:, 1:3]
+    if mixup_per == "batch":
+        weights = (draws[:1] if first is None else first)[:, 1:3].repeat(len(batch), 0)
     cut = draws[:, 0] < (0.5 if mixup and cutmix else float(bool(cutmix)))
     device, (height, width) = batch.images.device, batch.images.shape[2:]
     usable = batch.counted.roll(-views)

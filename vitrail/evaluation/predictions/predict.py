@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
 from vitrail.cores import following_cores
-from vitrail.data.pipeline import Batch, Readers, Skipped, evaluation_batches
+from vitrail.data.pipeline import Batch, Ranks, Readers, Skipped, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.errors import BundleError, ConfigError
 from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
+from vitrail.processes.group import Processes
 from vitrail.weights.bundle import OutputKind
 
 __all__ = ["Predictions", "Rows", "each_batch", "predict_all"]
@@ -84,6 +87,7 @@ def predict_all(
     readers: Readers = Readers(),
     precision: Precision = "float32",
     on_skip: Callable[[Skipped], None] | None = None,
+    processes: Processes = Processes(),
 ) -> Predictions:
     """Return the network's outputs for every sample of a source.
 
@@ -101,6 +105,7 @@ def predict_all(
         readers=readers,
         precision=precision,
         on_skip=on_skip,
+        processes=processes,
     )
     return rows.predictions(scores, skipped)
 
@@ -148,12 +153,16 @@ def each_batch(
     readers: Readers,
     precision: Precision,
     on_skip: Callable[[Skipped], None] | None,
+    processes: Processes = Processes(),
 ) -> tuple[Skipped, ...]:
     """Call `take` with every batch of a source, on the network's device, and with its outputs in float32.
 
     Samples that cannot be decoded keep their rows in a batch, so `take` has to skip rows that are not `batch.valid`.
     Return the samples that could not be decoded. The network is not changed. Raise `ConfigError` for a network without
     a head. The number of compute threads follows the cores that other programs leave, except in float32.
+
+    Several processes share the batches. Each of them calls `take` with all batches and outputs in the order of the
+    source, so all of them measure the same as one process would. Their batches have no pixels (images of 0 x 0).
     """
     if getattr(network, "head", network) is None:
         raise ConfigError(
@@ -162,13 +171,38 @@ def each_batch(
         )
     predictor = Predictor(network, precision)
     skipped: list[Skipped] = []
+    ranks = Ranks(processes.rank, processes.world)
+    batches = evaluation_batches(source, preprocess, batch_size=batch_size, readers=readers, ranks=ranks)
+
+    def outputs_of(batch: Batch) -> tuple[Batch, Tensor]:
+        batch = batch.to(predictor.device)
+        return batch, predictor.logits(preprocess.normalise(batch.images)).float()
+
+    found: Iterator[tuple[Batch, Tensor]] = map(outputs_of, batches)
+    if processes.are_several:
+        found = _of_all(found, math.ceil(len(source) / batch_size), predictor.device, processes)
     with following_cores(predictor.precision, predictor.device) as adapt_threads:
-        for batch in evaluation_batches(source, preprocess, batch_size=batch_size, readers=readers):
+        for batch, outputs in found:
             skipped += batch.skipped
             if on_skip is not None:
                 for item in batch.skipped:
                     on_skip(item)
-            batch = batch.to(predictor.device)
-            take(batch, predictor.logits(preprocess.normalise(batch.images)).float())
+            take(batch, outputs)
             adapt_threads()
     return tuple(skipped)
+
+
+def _of_all(
+    found: Iterator[tuple[Batch, Tensor]], count: int, device: torch.device, processes: Processes
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield the `count` batches of all processes in order, with their outputs and without their pixels. `found` has the
+    batches of this process."""
+    for _ in range(math.ceil(count / processes.world)):
+        mine = next(found, None)
+        if mine is not None:
+            batch, outputs = mine
+            bare = replace(batch, images=batch.images[:, :, :0, :0]).to(torch.device("cpu"))
+            mine = bare, outputs.cpu()
+        for pair in processes.gather(mine):
+            if pair is not None:
+                yield pair[0].to(device), pair[1].to(device)

@@ -16,6 +16,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
+from vitrail.processes.group import Processes
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import without_adapters, write_weights
 from vitrail.training.monitoring.display import TRAINING, Display
@@ -65,10 +66,12 @@ class Examiner:
         batch_size: int = 256,
         best_in: Path | None,
         probes: Sequence[Probe] = (),
+        processes: Processes = Processes(),
     ) -> None:
         """`model` returns the model with its current weights. If `best_in` is not None, the best model is saved in this
-        folder.
+        folder. Several `processes` share the images, and all of them get the same metrics.
         """
+        self.processes = processes
         self.task = task
         self.state = state
         self.model = model
@@ -102,7 +105,7 @@ class Examiner:
             best = score is not None and state.best.is_beaten_by(score, higher_is_better=higher)
             if best:
                 state.best = Best(score, state.step)
-                self._save(model, result)
+                self.processes.on_first(lambda: self._save(model, result))
             else:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
@@ -119,7 +122,7 @@ class Examiner:
         """Measure the model with these probes, and write their metrics into the journal."""
         device = self.model().device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            outputs = Outputs(self.current(), batch_size=self.batch_size, readers=self.readers)
+            outputs = self._outputs(self.current())
             for probe in due:
                 assert self.splits.validation is not None, "`check_probes` requires a validation split"
                 metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
@@ -135,10 +138,12 @@ class Examiner:
             return replace(bundle, network=copy.deepcopy(bundle.network).eval())
 
     def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
-        outputs = Outputs(model, batch_size=self.batch_size, readers=self.readers)
-        result = self.evaluator(outputs, self.splits.train, source)
+        result = self.evaluator(self._outputs(model), self.splits.train, source)
         check_finite(result, self.task.loss_metric, self.state.step)
         return result
+
+    def _outputs(self, model: Bundle) -> Outputs:
+        return Outputs(model, batch_size=self.batch_size, readers=self.readers, processes=self.processes)
 
     def _save(self, model: Bundle, result: dict[str, float]) -> None:
         if self.best_in is not None:

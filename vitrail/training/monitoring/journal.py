@@ -14,13 +14,17 @@ __all__ = ["Journal", "read_journal"]
 
 
 class Journal:
-    """Appends events to a file, each with its time in seconds since 1970."""
+    """Appends events to a file, each with its time in seconds since 1970. If `is_kept` is False, nothing is written:
+    one of several processes keeps the journal of all."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_kept: bool = True) -> None:
         self.path = path
+        self.is_kept = is_kept
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event. Raises `SaveError`."""
+        if not self.is_kept:
+            return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values}, ensure_ascii=False)
         data = (line + "\n").encode("utf-8", "backslashreplace")
         with saving("the journal", self.path), self.path.open("ab+") as file:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitrail.cores import SharedCores
-from vitrail.data.pipeline import Batch, Readers, default_threads
+from vitrail.data.pipeline import Batch, Readers, Skipped, default_threads
 from vitrail.errors import DataError, Stopped, plural
 from vitrail.machine import peak_memory
 from vitrail.training.monitoring.display import TRAINING, Display
@@ -113,6 +113,7 @@ class Monitor:
             self._trials = ReaderTrials(choices, lambda threads: state.batches.use_readers(Readers(threads)))
         self._ticked = time.perf_counter()
         self._reported = state.step
+        self._to_skip: list[Skipped] = []
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -155,15 +156,17 @@ class Monitor:
         `SaveError`.
         """
         step = self.state.step
-        self.clock.images += len(batch)
+        processes = self.plan.processes
+        self.clock.images += processes.world * (len(batch) - batch.partners)
         self.meter.add(step, metrics)
         self._tick()
         if self.cores is not None and (threads := self.cores.check()) is not None:
             self._say_threads(self.cores, threads)
         if not self.clock.to_first_step:
             self.clock.to_first_step = time.perf_counter() - self.clock.started
-        if batch.skipped:
-            self._skip(batch)
+        self._to_skip += batch.skipped
+        if self._to_skip and not processes.are_several:
+            self._skip()
         if self._due(self.intervals.journal):
             self.report()
         if self._due(self.intervals.evaluate):
@@ -177,7 +180,7 @@ class Monitor:
                 self.examiner.probe(due)
         if over and step < self.plan.steps:
             self._say_early()
-        stopping = self.stop.requested and not over
+        stopping = processes.any_earlier(self.stop.requested) and not over
         if self._due(self.intervals.checkpoint) or over or stopping:
             self.report()  # raises if the loss is not finite, so that no broken state is saved
             with self._pause("checkpoint"):
@@ -196,6 +199,9 @@ class Monitor:
         """
         if not (metrics := self.meter.read()):
             return
+        if self.plan.processes.are_several:
+            self._to_skip = [item for items in self.plan.processes.gather(self._to_skip) for item in items]
+            self._skip()
         clock, now = self.clock, time.perf_counter()
         seconds = now - clock.mark - clock.paused
         steps, self._reported = self.state.step - self._reported, self.state.step
@@ -228,9 +234,11 @@ class Monitor:
     def _due(self, interval: int | None) -> bool:
         return interval is not None and (self.state.step % interval == 0 or self.state.step == self.plan.steps)
 
-    def _skip(self, batch: Batch) -> None:
+    def _skip(self) -> None:
+        """Write the samples that were skipped since the last call to the journal. Raises `DataError` for too many."""
         skipped, most = self.state.skipped, self.plan.most_skipped
-        for item in batch.skipped:
+        items, self._to_skip = self._to_skip, []
+        for item in items:
             if item.key not in skipped:
                 skipped.add(item.key)
                 self.sinks.journal.write("skipped", step=self.state.step, key=item.key, reason=item.reason)
@@ -238,7 +246,7 @@ class Monitor:
         if len(skipped) > most:
             raise DataError(
                 f"{len(skipped)} training images cannot be decoded, more than the {most} that --max-skipped "
-                f"allows; the last one is {batch.skipped[-1].key}: {batch.skipped[-1].reason}. Find them with "
+                f"allows; the last one is {items[-1].key}: {items[-1].reason}. Find them with "
                 "vitrail data check"
             )
 

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from vitrail.errors import RunError, SaveError
 from vitrail.files import disk_problem, partial_path, replacing_folder, sha256, write_json
-from vitrail.training.state.random import state_text
+from vitrail.processes.group import Processes
+from vitrail.training.state.random import process_seed, random_state, state_text
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Checkpoints"]
@@ -36,23 +37,29 @@ VALUES = "state.json"
 class Checkpoints:
     """The checkpoints of one run. Only the newest `retain` checkpoints are kept."""
 
-    def __init__(self, folder: Path, *, retain: int = 2) -> None:
+    def __init__(self, folder: Path, *, retain: int = 2, processes: Processes = Processes()) -> None:
         self.folder = folder
         self.retain = retain
+        self.processes = processes
 
     def save(self, state: TrainState) -> Path:
         """Write the state as a new checkpoint, and return its folder. Older checkpoints are deleted, so that `retain`
         are left.
 
+        All processes call this method, and the first one writes. The tensors are the same with any number of processes.
         If the new checkpoint cannot be written, raises `SaveError` and leaves the other checkpoints intact.
         """
+        random = self.processes.gather(random_state())
+        return self.processes.on_first(lambda: self._write(state, random))
+
+    def _write(self, state: TrainState, random: list[dict[str, Any]]) -> Path:
         path = self.folder / f"step-{state.step}"
         for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
         tensors = state.tensors()
         with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path, _bytes_of(tensors)):
             save(tensors, checkpoint_id=partial, no_dist=True)
-            write_json(partial / VALUES, state.values())
+            write_json(partial / VALUES, state.values() | ({"random_of_others": random[1:]} if random[1:] else {}))
             files = sorted(file for file in partial.iterdir() if file.is_file())
             manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
             write_json(partial / MANIFEST, manifest)
@@ -75,23 +82,36 @@ class Checkpoints:
         """Load the newest complete checkpoint into `state`. Return a sentence about each newer checkpoint that is
         damaged.
 
-        Raises `RunError` if there is no complete checkpoint.
+        All processes call this method and read the checkpoint. Raises `RunError` if there is no complete checkpoint.
         """
-        damaged = []
+        path, damaged = self.processes.on_first(self._newest_complete)
+        values, tensors = json.loads((path / VALUES).read_text(encoding="utf-8")), state.tensors()
+        with _plain_errors(path):
+            if "random" not in values:
+                values["random"] = _random_state_among_tensors(path)
+            load(tensors, checkpoint_id=path, no_dist=True)
+        state.restore_tensors(tensors)
+        state.restore_values(values | {"random": self._own_random_state(values)})
+        return damaged
+
+    def _newest_complete(self) -> tuple[Path, list[str]]:
+        """Return the newest complete checkpoint, and a sentence about each newer one. Raises `RunError`."""
+        damaged = list[str]()
         for step in self.steps():
             path = self.folder / f"step-{step}"
-            if problem := _damage(path):
-                damaged.append(f"checkpoint {path} is damaged ({problem}); going back to the one before it")
-                continue
-            values, tensors = json.loads((path / VALUES).read_text(encoding="utf-8")), state.tensors()
-            with _plain_errors(path):
-                if "random" not in values:
-                    values["random"] = _random_state_among_tensors(path)
-                load(tensors, checkpoint_id=path, no_dist=True)
-            state.restore_tensors(tensors)
-            state.restore_values(values)
-            return damaged
+            if (problem := _damage(path)) is None:
+                return path, damaged
+            damaged.append(f"checkpoint {path} is damaged ({problem}); going back to the one before it")
         raise RunError("\n".join([*damaged, f"{self.folder} has no complete checkpoint to resume from"]))
+
+    def _own_random_state(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the random state of this process. A process that the saved run did not have begins with a seed that
+        follows from the step and its rank."""
+        saved = [values["random"], *values.get("random_of_others", [])]
+        if self.processes.rank < len(saved):
+            return dict(saved[self.processes.rank])
+        torch.manual_seed(process_seed(values["step"], self.processes.rank))
+        return random_state()
 
 
 def _damage(path: Path) -> str | None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["random_state", "restore_random_state", "state_text"]
+__all__ = ["process_seed", "random_state", "restore_random_state", "state_text"]
+
+
+def process_seed(seed: int, rank: int) -> int:
+    """Return the seed of one of several processes, whose dropout and stochastic depth must differ. The first process
+    keeps the seed."""
+    text = f"process {rank} of {seed}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 if rank else seed
 
 
 def random_state() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
 from vitrail.tasks.task import Objective
+from vitrail.training.gradients import GradientSum
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import random_state, restore_random_state
 
@@ -50,6 +51,8 @@ class TrainState:
     skipped: set[str] = field(default_factory=set)
     """Keys of the training samples that could not be decoded."""
     average: Average | None = None
+    gradients: GradientSum | None = None
+    """The sum of gradients over several processes, or None if this process is alone."""
 
     @property
     def measured(self) -> str:

@@ -1,0 +1,52 @@
+"""Tests of the place of a process, which torchrun and SLURM describe in environment variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitrail.errors import ConfigError
+from vitrail.processes.launch import Launch, first_host, launch
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu02",
+    "MASTER_PORT": "4711", "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+SLURM = {
+    "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "1234567",
+}  # fmt: skip
+
+
+def test_a_process_alone_is_the_only_one() -> None:
+    assert launch({}) == Launch(rank=0, world=1, local_rank=0, local_world=1)
+
+
+def test_torchrun_says_everything() -> None:
+    assert launch(TORCHRUN) == Launch(5, 8, 1, 4, ("gpu02", 4711), 2)
+    assert launch(SLURM | TORCHRUN) == launch(TORCHRUN)
+
+
+def test_slurm_says_everything_but_a_port() -> None:
+    assert launch(SLURM) == Launch(9, 16, 1, 8, ("gpu03", 20000 + 1234567 % 20000), 0)
+    assert launch(SLURM | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "99"}).address == ("10.0.0.7", 99)
+
+
+def test_a_batch_script_of_slurm_is_one_process() -> None:
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
+    assert launch(script).world == 1
+    assert launch(script | {"SLURM_STEP_NUM_TASKS": "1"}).world == 1
+
+
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("gpu1", "gpu1"), ("gpu[03-05,9],login1", "gpu03"), ("a[7,9]-x,b", "a7-x"), ("n1,n2", "n1"),
+    ("r[2]c[01-04]", "r2c01"),
+])  # fmt: skip
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_an_incomplete_environment_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"of torchrun or SLURM is incomplete \('SLURM_LOCALID'\); start the command"):
+        launch({name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"})
+    with pytest.raises(ConfigError, match=r"incomplete .*invalid literal.*'two'"):
+        launch(TORCHRUN | {"WORLD_SIZE": "two"})

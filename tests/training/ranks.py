@@ -1,0 +1,116 @@
+"""What processes of one run do in tests. Processes import this module, so it does not import pytest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.sources.folder import FolderSource
+from vitrail.errors import Stopped
+from vitrail.evaluation.head import Accuracy
+from vitrail.evaluation.outputs import Outputs
+from vitrail.processes.group import join_processes
+from vitrail.processes.launch import launch
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.monitor import Monitor
+from vitrail.training.run import resume, train
+from vitrail.weights.load import load
+
+
+def config_of(data: Path, run: Path, **fields: Any) -> TrainConfig:
+    """Return a run of 12 steps, of which 10 are an epoch. With SGD, rounding errors do not grow."""
+    defaults = {
+        "data": str(data), "run": str(run), "variant": "ViT-Pico/7", "image_size": (28, 28), "steps": 12,
+        "batch_size": 20, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "precision": "float32",
+        "device": "cpu", "threads": 1, "evaluations": 3, "checkpoints": 3, "optimizer": "sgd", "learning_rate": 0.05,
+        "process_timeout": "300s",
+    }  # fmt: skip
+    return RECIPES["demo"]().override(**{**defaults, **fields})
+
+
+def trained(config: TrainConfig) -> dict[str, float]:
+    """Train, and return the metrics."""
+    return train(config).metrics
+
+
+def trained_and_stopped(config: TrainConfig, rank: int, step: int) -> str:
+    """Train, and send one process a signal after a step. Return the message of the stop."""
+    at_step(rank, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        train(config)
+    except Stopped as stop:
+        return str(stop)
+    raise AssertionError("the run did not stop")
+
+
+def resumed(folder: Path) -> dict[str, float]:
+    """Resume a run, and return the metrics."""
+    return resume(folder).metrics
+
+
+def killed(config: TrainConfig, rank: int, step: int) -> None:
+    """Train, and kill one process after a step."""
+    at_step(rank, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    train(config)
+
+
+def hanging(config: TrainConfig, rank: int, step: int, seconds: float) -> None:
+    """Train, and let one process hang after a step."""
+    at_step(rank, step, lambda: time.sleep(seconds))
+    train(config)
+
+
+def at_step(rank: int, step: int, act: Any) -> None:
+    """Act in one process before it has told the others that it has done a step."""
+    after_step = Monitor.after_step
+
+    def acting(self: Monitor, batch: Any, metrics: dict[str, Tensor]) -> None:
+        if launch().rank == rank and self.state.step == step:
+            act()
+        after_step(self, batch, metrics)
+
+    Monitor.after_step = acting  # type: ignore[method-assign]
+
+
+class Breaking(nn.Module):
+    """A network of the user's own, whose outputs become NaN in one process."""
+
+    def __init__(self, rank: int, calls: int) -> None:
+        super().__init__()
+        self.rank, self.calls, self.called = rank, calls, 0
+        self.layer = nn.Linear(28 * 28, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.called += self.training
+        outputs: Tensor = self.layer(images.flatten(1))
+        return outputs * float("nan") if launch().rank == self.rank and self.called > self.calls else outputs
+
+
+def diverging(config: TrainConfig, rank: int, steps: int) -> None:
+    """Train a network that breaks in one process after some steps. The other processes begin with other weights."""
+    torch.manual_seed(launch().rank)
+    train(
+        config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None), network=Breaking(rank, steps)
+    )
+
+
+def on_other_machines(config: TrainConfig, folders: list[Path]) -> None:
+    """Train in another current folder in every process."""
+    os.chdir(folders[launch().rank])
+    train(config)
+
+
+def evaluated(model: Path, data: Path) -> tuple[dict[str, float], list[str]]:
+    """Return the metrics of a model, and the keys of the images that were skipped."""
+    source, skipped = FolderSource(data), list[str]()
+    outputs = Outputs(
+        load(str(model)), batch_size=4, processes=join_processes(), on_skip=lambda item: skipped.append(item.key)
+    )
+    return Accuracy()(outputs, source, source), skipped

@@ -1,0 +1,235 @@
+"""Tests of training on several processes: the same curve, the same files, and an end for all if one of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.several import in_processes
+from tests.training import ranks
+from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import train
+from vitrail.training.state.checkpoint import Checkpoints
+
+
+def curve(run: Path) -> list[list[float]]:
+    """Return loss, accuracy and gradient norm of every step."""
+    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "step"]
+    assert [event["step"] for event in events] == list(range(1, 13))
+    return [[event[name] for name in ("loss", "accuracy", "gradient_norm")] for event in events]
+
+
+def difference(run: Path, other: Path) -> float:
+    """Return the largest difference of two curves."""
+    return max(
+        abs(a - b) for one, two in zip(curve(run), curve(other), strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
+MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
+
+
+def test_two_processes_train_as_one_does(three_splits: Path, tmp_path: Path) -> None:
+    alone = train(ranks.config_of(three_splits, tmp_path / "one", **MIXED))
+    found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **MIXED))
+    assert [one.error for one in found] == [None, None] and found[0].result == found[1].result
+    assert found[0].result == pytest.approx(alone.metrics, abs=1e-6)
+    assert difference(tmp_path / "one", tmp_path / "two") < 2e-6
+    one, two = (read_journal(tmp_path / name / "journal.jsonl") for name in ("one", "two"))
+    assert [event["event"] for event in one] == [event["event"] for event in two]
+    names = [
+        {path.relative_to(tmp_path / name).as_posix() for path in (tmp_path / name).rglob("*")}
+        for name in ("one", "two")
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("fields", "bound"), [
+    ({}, 2e-6),
+    ({"mixup": 0.4, "mixup_per": "batch", "class_weights": "balanced", "loss": "sigmoid"}, 1e-5),
+    ({"early_image_size": ("21:0.5",), "early_batch_size": ("8:0.5",), "crop_area": (0.3, 1.0)}, 2e-6),
+    ({"optimizer": "muon", "learning_rate": 1e-3}, 1e-4),
+    ({"optimizer": "adamw", "learning_rate": 1e-4, "accumulation": 3}, 1e-5),
+], ids=str)  # fmt: skip
+def test_any_number_of_processes_trains_as_one_does(
+    three_splits: Path, tmp_path: Path, world: int, fields: dict[str, Any], bound: float
+) -> None:
+    train(ranks.config_of(three_splits, tmp_path / "one", **fields))
+    found = in_processes(world, ranks.trained, ranks.config_of(three_splits, tmp_path / "more", **fields))
+    assert [one.error for one in found] == [None] * world
+    assert difference(tmp_path / "one", tmp_path / "more") < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 5])
+def test_an_evaluation_is_exact(world: int, colour_folder: Path, tmp_path: Path, initial: Callable[..., Path]) -> None:
+    (colour_folder / "red" / "broken.png").write_bytes(b"no image")
+    model = initial(classes=("blue", "green", "red"), channels=3)
+    alone = ranks.evaluated(model, colour_folder)
+    assert alone[1] == ["red/broken.png"] and 0 < alone[0]["images"] < 5 * 4 * world
+    assert [one.result for one in in_processes(world, ranks.evaluated, model, colour_folder)] == [alone] * world
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resumes(
+    three_splits: Path, tmp_path: Path
+) -> None:
+    train(ranks.config_of(three_splits, tmp_path / "straight", **MIXED))
+    for number, (before, after) in enumerate(((2, 4), (4, 1), (1, 2))):
+        run = tmp_path / f"run-{number}"
+        stopped = in_processes(
+            before, ranks.trained_and_stopped, ranks.config_of(three_splits, run, **MIXED), before - 1, 5
+        )
+        step = 6 if before > 1 else 5  # the others learn of a signal with the next step
+        message = f"stopped at step {step} of 12; the state is saved in {run}/checkpoints/step-{step}"
+        assert [one.result for one in stopped] == [message] * before, [one.error for one in stopped]
+        assert [one.error for one in in_processes(after, ranks.resumed, run)] == [None] * after
+        assert difference(tmp_path / "straight", run) < 2e-6
+        assert [event["event"] for event in read_journal(run / "journal.jsonl")].count("resumed") == 1
+
+
+@pytest.mark.slow
+def test_resuming_the_same_number_of_processes_changes_no_bit(three_splits: Path, tmp_path: Path) -> None:
+    fields = {"dropout": 0.2, "stochastic_depth": 0.3, "optimizer": "adamw", "mixup": 0.3}
+    in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "straight", **fields))
+    in_processes(2, ranks.trained_and_stopped, ranks.config_of(three_splits, tmp_path / "run", **fields), 1, 5)
+    in_processes(2, ranks.resumed, tmp_path / "run")
+    assert curve(tmp_path / "straight") == curve(tmp_path / "run")
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "run")]
+    assert models[0] == models[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_process_ends_the_others_with_its_name(three_splits: Path, tmp_path: Path, rank: int) -> None:
+    config = ranks.config_of(three_splits, tmp_path / "run", batch_size=21)
+    began = time.monotonic()
+    found = in_processes(3, ranks.killed, config, rank, 6)
+    assert time.monotonic() - began < 45, "the processes waited for their time-out"
+    assert found[rank].code == -signal.SIGKILL
+    for one in (one for other, one in enumerate(found) if other != rank):
+        assert isinstance(one.error, ProcessError)
+        assert f"process {rank} of 3 ended, or its machine cannot be reached" in str(one.error)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
+    assert in_processes(1, ranks.resumed, tmp_path / "run")[0].error is None
+
+
+@pytest.mark.slow
+def test_a_hanging_process_ends_the_others_within_the_time_out(three_splits: Path, tmp_path: Path) -> None:
+    config = ranks.config_of(three_splits, tmp_path / "run", process_timeout="4s")
+    found = in_processes(2, ranks.hanging, config, 1, 6, 12.0)
+    assert isinstance(found[0].error, ProcessError)
+    assert str(found[0].error).startswith("process 1 of 2 does not answer, while the others waited for a sum; resume")
+    assert isinstance(found[1].error, ProcessError)
+
+
+@pytest.mark.slow
+def test_a_value_that_is_not_finite_in_one_process_stops_all(three_splits: Path, tmp_path: Path) -> None:
+    found = in_processes(2, ranks.diverging, ranks.config_of(three_splits, tmp_path / "run"), 1, 6)
+    for one in found:
+        assert isinstance(one.error, NonFiniteLoss) and "loss is nan at step 7" in str(one.error)
+    assert [one.is_reported for one in found] == [False, True]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
+
+
+@pytest.mark.slow
+def test_a_mistake_is_reported_once_and_leaves_no_files(three_splits: Path, tmp_path: Path) -> None:
+    found = in_processes(3, ranks.trained, ranks.config_of(three_splits, tmp_path / "run"))
+    assert all(isinstance(one.error, ConfigError) for one in found)
+    assert str(found[0].error) == "batch_size=20 is not a multiple of the number of processes (3); choose a multiple"
+    assert [one.is_reported for one in found] == [False, True, True]
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "run"))
+    assert all(isinstance(one.error, RunError) and "exists" in str(one.error) for one in found)
+    assert [one.is_reported for one in found] == [False, True]
+
+
+@pytest.mark.slow
+def test_processes_must_have_the_same_data(three_splits: Path, tmp_path: Path) -> None:
+    config = ranks.config_of(Path("data"), tmp_path / "run")
+    machines = [tmp_path / name for name in ("one", "two")]
+    for change, machine in enumerate(machines):
+        (machine / "data").mkdir(parents=True)
+        for file in three_splits.iterdir():
+            content = bytearray(file.read_bytes())
+            content[-1] = (content[-1] + change) % 10
+            (machine / "data" / file.name).write_bytes(content)
+    found = in_processes(2, ranks.on_other_machines, config, machines)
+    assert all("is not the same for all processes: process 1 finds other" in str(one.error) for one in found)
+
+
+@pytest.fixture
+def torchrun(three_splits: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts `torchrun -m vitrail train` with two processes."""
+
+    def start(*words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        fields = (
+            "--data", str(three_splits), "--variant", "ViT-Pico/7", "--image-size", "28", "28", "--width", "16",
+            "--depth", "2", "--heads", "2", "--mlp-width", "32", "--precision", "float32", "--device", "cpu",
+            "--threads", "1", "--batch-size", "20", "--evaluations", "2", "--checkpoints", "6",
+        )  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", *options,
+             "-m", "vitrail", "--", "train", "demo", *fields, *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    return start
+
+
+def workers(run: Path, launcher: subprocess.Popen[str], step: int) -> list[int]:
+    """Return the worker processes of torchrun when the run has a checkpoint of a step."""
+    end = time.monotonic() + 300
+    while not Checkpoints(run / "checkpoints").steps()[-1:] >= [step]:
+        assert launcher.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(child) for child in children if b"vitrail" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_that_prints_once(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = torchrun("--run", str(tmp_path / "run"), "--steps", "12")
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert out.count("shared by 2 processes") == out.count("The model is in") == 1
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] == "finished"
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_a_killed_process(
+    torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = torchrun("--run", str(run), "--steps", "600", options=("--max-restarts", "1"))
+    os.kill(workers(run, process, 100)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    events = [json.loads(line)["event"] for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert events.count("started") == events.count("resumed") == 1 and events[-1] == "finished"
+
+
+@pytest.mark.slow
+def test_a_stop_of_torchrun_saves_the_state(torchrun: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = torchrun("--run", str(run), "--steps", "5000")
+    workers(run, process, 833)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=400)
+    events = read_journal(run / "journal.jsonl")
+    assert events[-1]["event"] == "stopped", err
+    assert Checkpoints(run / "checkpoints").steps()[0] == events[-1]["step"] < 5000
+    assert err.count("vitrail: stopped at step") == 1

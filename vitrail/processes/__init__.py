@@ -1,0 +1,1 @@
+"""Several processes that train one network: their start, what they exchange, and their failures."""

@@ -1,0 +1,266 @@
+"""The processes that train one network together, and everything that they agree on.
+
+torchrun and SLURM start the same command several times, and describe the processes in environment variables. No other
+module reads these variables or asks torch.distributed: whatever needs to know about other processes asks `Processes`.
+A process that was started alone is the trivial case, in which every method returns at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, Stopped, VitrailError
+from vitrail.processes.launch import Launch, launch
+from vitrail.processes.life import SignsOfLife
+
+__all__ = ["Later", "Processes", "join_processes"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class Later:
+    """The result of a computation that runs while this process does something else."""
+
+    tensor: Tensor
+    wait: Callable[[], None]
+    """A function that returns when `tensor` holds the result."""
+
+
+class Processes:
+    """The processes that train one network together, seen from one of them. By default this process is alone.
+
+    All processes must call the methods that exchange something in the same order. Such a method raises `ProcessError`
+    if another process has ended, or does not answer within the time that `join_processes` was given.
+    """
+
+    def __init__(self, place: Launch = Launch(), store: Any = None) -> None:
+        self.place = place
+        self.rank = place.rank
+        self.world = place.world
+        self._store = store
+        self._life = None if store is None else SignsOfLife(store.clone(), place.rank)
+        self._flag: Later | None = None
+
+    @property
+    def are_several(self) -> bool:
+        """True if other processes train the same network."""
+        return self.world > 1
+
+    @property
+    def is_first(self) -> bool:
+        """True if this process prints and writes files. Exactly one of the processes does."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """Name of this process in messages."""
+        return f"process {self.rank} of {self.world}"
+
+    def device_name(self, name: str) -> str:
+        """Return the name of this process's device, if `name` is the one that the user chose for all processes."""
+        if self.are_several and name in ("auto", "cuda") and torch.cuda.is_available():
+            return f"cuda:{self.place.local_rank}"
+        return name
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by its sum over all processes, and return it."""
+        later = self.sum_later(tensor)
+        later.wait()
+        return later.tensor
+
+    def sum_later(self, tensor: Tensor) -> Later:
+        """Begin to replace a tensor by its sum over all processes."""
+        if not self.are_several:
+            return Later(tensor, lambda: None)
+        with self._exchange("a sum"):
+            work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+
+        def wait() -> None:
+            with self._exchange("a sum", begins=False):
+                work.wait()
+
+        return Later(tensor, wait)
+
+    def any_earlier(self, value: bool) -> bool:
+        """Return True if any process passed True in the call before this one. A process that is alone gets its own
+        value at once.
+
+        All processes get the same answer. The values are exchanged while the processes compute, so nothing waits.
+        """
+        if not self.are_several:
+            return value
+        earlier, self._flag = self._flag, self.sum_later(torch.tensor(int(value)))
+        if earlier is None:
+            return False
+        earlier.wait()
+        return bool(earlier.tensor)
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes in their order. Values are pickled."""
+        if not self.are_several:
+            return [value]
+        found: list[Any] = [None] * self.world
+        with self._exchange("an exchange of values"):
+            dist.all_gather_object(found, value, group=None)
+        return found
+
+    def from_first(self, value: T) -> T:
+        """Return the value of the first process. Values are pickled."""
+        if not self.are_several:
+            return value
+        found = [value]
+        with self._exchange("a value of the first process"):
+            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        return found[0]
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call a function on the first process only, and return its result on all processes. If the function raises an
+        error, the error is raised on all processes."""
+        if not self.are_several:
+            return function()
+        result: Any = None
+        error: BaseException | None = None
+        if self.is_first:
+            try:
+                result = function()
+            except Exception as caught:
+                error = caught
+        result, kind, message = self.from_first((result, type(error), "" if error is None else str(error)))
+        if error is not None:
+            raise error
+        if kind is not type(None):
+            told = kind(message) if issubclass(kind, VitrailError) else ProcessError(f"{kind.__name__}: {message}")
+            told.is_reported = True
+            raise told
+        return result
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors by those of the first process."""
+        if self.are_several:
+            for tensor in tensors:
+                with self._exchange("a tensor of the first process"):
+                    dist.broadcast(tensor.detach(), src=0)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Tell the other processes about an error in the `with` block, so that their messages can name it.
+
+        If the first process reports the same error, `is_reported` of this one is set, and only the first process prints
+        it. All processes stop and diverge together.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.are_several:
+                raise
+            if not isinstance(error, VitrailError):
+                self._report(f"{type(error).__name__}: {error}")
+                raise
+            is_told = self._report(str(error)) or isinstance(error, Stopped | NonFiniteLoss)
+            error.is_reported = error.is_reported or (is_told and not self.is_first)
+            if not self.is_first and not error.is_reported:
+                error.args = (f"{self.name}: {error}", *error.args[1:])
+            raise
+
+    def leave(self) -> None:
+        """End the signs of life, and leave the group of processes."""
+        if self._life is not None:
+            self._life.stop()
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+    def _report(self, message: str) -> bool:
+        """Tell the other processes about an error. Return True if the first process has told of the same error."""
+        with suppress(Exception):
+            self._store.set(f"error/{self.rank}", message)
+            # The first process waits for the others, because their messages can be in a store that ends with it.
+            awaited = [f"error/{rank}" for rank in (range(1, self.world) if self.is_first else (0,))]
+            for _ in range(50):
+                if self._store.check(awaited):
+                    break
+                time.sleep(0.1)
+            return not self.is_first and self._store.check(awaited) and self._store.get("error/0").decode() == message
+        return False
+
+    @contextmanager
+    def _exchange(self, what: str, *, begins: bool = True) -> Iterator[None]:
+        """Raise the errors of torch.distributed inside the `with` block as `ProcessError`."""
+        assert self._life is not None
+        if begins:
+            self._life.count += 1
+        try:
+            yield
+        except RuntimeError as error:
+            raise ProcessError(self._cause(what, error)) from error
+
+    def _cause(self, what: str, error: RuntimeError) -> str:
+        """Return a message about an exchange that failed: the error of another process, else the processes that have
+        ended or do not answer."""
+        assert self._life is not None
+        ranks = [rank for rank in range(self.world) if rank != self.rank]
+        try:
+            gone, behind = self._life.missing(ranks)
+            told = [rank for rank in ranks if self._store.check([f"error/{rank}"])]
+            if told:
+                message = self._store.get(f"error/{told[0]}").decode()
+                return message if told[0] == 0 else f"process {told[0]} of {self.world} failed: {message}"
+        except RuntimeError:
+            gone, behind = [0], []  # the store is in the first process, or in its torchrun
+        for those, verb in ((gone, "ended, or its machine cannot be reached"), (behind, "does not answer")):
+            if those:
+                names = " and ".join(map(str, those))
+                return (
+                    f"process {names} of {self.world} {verb}, while the others waited for {what}; resume the run "
+                    "from its last checkpoint, or start it with torchrun --max-restarts"
+                )
+        return f"{what} of {self.world} processes failed: {str(error).splitlines()[0]}"
+
+
+_JOINED: list[Processes] = []
+
+
+def join_processes(timeout: float = 600.0) -> Processes:
+    """Join the processes that the same command started, and return them. Further calls return the same object.
+
+    `timeout` is the time in seconds after which an exchange fails if a process does not take part. Raises `ConfigError`
+    if the processes do not come together within this time.
+    """
+    if _JOINED:
+        return _JOINED[0]
+    place = launch()
+    if place.world == 1:
+        return Processes()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.address[0], str(place.address[1])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank)
+    limit = timedelta(seconds=timeout)
+    try:
+        store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=limit))
+        store.set_timeout(limit)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        joined = Processes(place, PrefixStore("vitrail", store))
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
+    except (RuntimeError, OSError) as error:
+        host, port = place.address
+        raise ConfigError(
+            f"MASTER_ADDR={host} MASTER_PORT={port}: the {place.world} processes did not come together within "
+            f"{timeout:.0f} s ({str(error).splitlines()[0]}); check the address, and that all of them were started"
+        ) from None
+    _JOINED.append(joined)
+    atexit.register(joined.leave)
+    return joined
