@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vitrail import __version__
-from vitrail.cli import VERBS, main
+from vitrail.cli import MODULES, VERBS, main
 from vitrail.errors import DataError
 
 
@@ -53,7 +53,7 @@ def test_the_help_of_each_verb_fits_on_a_screen_and_a_half(
 def test_all_help_shows_every_option_once(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*verb.split(), "--help-all"]) == 0
     shown = capsys.readouterr().out
-    command = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}").COMMAND
+    command = importlib.import_module(f"vitrail.cli.{MODULES.get(verb, verb)}").COMMAND
     heads = [line.split()[0].rstrip(",") for line in shown.splitlines() if re.match(r"  (?!vitrail )\S", line)]
     assert sorted(heads) == sorted(one.label for one in command.known.values() if one.name not in command.hidden)
     for python in ("Raise", "ConfigError", "``"):

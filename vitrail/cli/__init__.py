@@ -14,7 +14,7 @@ from vitrail import __version__
 from vitrail.errors import ConfigError, Interrupted, UserError, VitrailError
 from vitrail.errors import nearest as nearest_names  # a verb is called nearest, and its module is in this package
 
-__all__ = ["VERBS", "main"]
+__all__ = ["MODULES", "VERBS", "main"]
 
 VERBS = {
     "train": "train a network on the bundled images or on yours",
@@ -37,6 +37,17 @@ VERBS = {
     "bench data": "measure how fast images are read",
     "bench accuracy": "measure the time and operations to reach an accuracy",
 }
+
+MODULES = {
+    "data check": "data.check",
+    "data pack": "data.pack",
+    "runs": "runs.table",
+    "runs compare": "runs.compare",
+    "bench": "bench.speed",
+    "bench data": "bench.reading",
+    "bench accuracy": "bench.accuracy",
+}
+"""Modules of verbs, below this package. Other verbs have a module of their own name."""
 
 USAGE = """\
 Train, fine-tune, evaluate and use Vision Transformers.
@@ -84,7 +95,7 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
     from vitrail.cli.options.help import help_page
     from vitrail.processes.launch import launch
 
-    module = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '_')}")
+    module = importlib.import_module(f"vitrail.cli.{MODULES.get(verb, verb)}")
     command = module.COMMAND
     given: dict[str, Any] = {}
     try:

@@ -228,8 +228,8 @@ def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> N
 
 def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     """Measure one or several models on one data set, and return the exit code."""
-    from vitrail.cli.evaluate_common import common_images
-    from vitrail.cli.evaluate_plan import plan_of
+    from vitrail.cli.evaluating.common import common_images
+    from vitrail.cli.evaluating.plan import plan_of
 
     bundles = {name: _load(options, name) for name in options.models}
     with _Bar(console) as bar:

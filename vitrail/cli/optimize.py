@@ -135,7 +135,7 @@ def _opened(bundle: Bundle, options: Optimize) -> tuple[Bundle, Images, tuple[st
     """Return the model with a head, the images by which models are compared, and notes for the user."""
     from vitrail.acceleration.moves import linear_head
     from vitrail.acceleration.search import Images
-    from vitrail.cli.evaluate_data import open_for_features, open_for_head
+    from vitrail.cli.evaluating.data import open_for_features, open_for_head
     from vitrail.data.source import target_kind
 
     if bundle.output == "numbers":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vitrail.cli.evaluate_common import CommonImages
-from vitrail.cli.evaluate_data import open_for_features, open_for_head
+from vitrail.cli.evaluating.common import CommonImages
+from vitrail.cli.evaluating.data import open_for_features, open_for_head
 from vitrail.data.colour import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError

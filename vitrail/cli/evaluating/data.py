@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vitrail.cli.evaluate_common import USUAL_SHARE, CommonImages, cut_of, is_data_of
+from vitrail.cli.evaluating.common import USUAL_SHARE, CommonImages, cut_of, is_data_of
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData, open_whole
 from vitrail.data.splits import Splits

@@ -1,0 +1,1 @@
+"""The verbs that measure speed: `bench`, `bench data` and `bench accuracy`."""
