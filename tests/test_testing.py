@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.networks import with_slow
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.data.splits import Splits

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Batch, Readers, TrainingBatches
+from vitrail.data.batch import Batch
+from vitrail.data.pipeline import Readers, TrainingBatches
 from vitrail.data.pixels.decode import decode
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, target_kind

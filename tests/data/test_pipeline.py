@@ -19,7 +19,8 @@ from PIL import Image
 
 from vitrail.data import pipeline
 from vitrail.data.augmentation.crop import torchvision_crop
-from vitrail.data.pipeline import Batch, Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
+from vitrail.data.batch import Batch
+from vitrail.data.pipeline import Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Mixture, Source
 from vitrail.data.sources.folder import FolderSource

@@ -14,7 +14,8 @@ from PIL import Image
 from sklearn import metrics as reference
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Readers, Skipped, evaluation_batches
+from vitrail.data.batch import Skipped
+from vitrail.data.pipeline import Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.data.sources.folder import FolderSource

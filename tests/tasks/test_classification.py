@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.source import Mixture, Sample, Target
 from vitrail.errors import ConfigError
 from vitrail.models.variants import create

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.source import Mixture, Sample, Target
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError

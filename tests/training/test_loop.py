@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.tasks.regression import RegressionObjective
 from vitrail.tasks.task import LossOutput, Objective
 from vitrail.training.config import TrainConfig

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.data.pipeline import Batch, evaluation_batches
+from vitrail.data.batch import Batch
+from vitrail.data.pipeline import evaluation_batches
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, Stopped

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import vitrail.training.run as run_module
 import vitrail.training.setup as making_module
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, DataError, RunError, Stopped

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.data.pipeline import Skipped
+from vitrail.data.batch import Skipped
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.errors import RunError, SaveError

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs

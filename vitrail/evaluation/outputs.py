@@ -7,7 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vitrail.data.pipeline import Batch, Ranks, Readers, Skipped
+from vitrail.data.batch import Batch, Skipped
+from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.source import Source
 from vitrail.evaluation.features.extract import FeatureSet, Layer, existing_layer, extract
 from vitrail.evaluation.predictions.predict import Predictions, Rows, each_batch, predict_all

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.source import Source, class_indices
 from vitrail.data.splits import Splits, check_classes
 from vitrail.errors import ConfigError

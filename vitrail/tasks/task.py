@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Mixture, Source, TargetKind
 from vitrail.data.splits import Splits

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.machine import autocast
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.phases import Phase, use_patch_dropout

@@ -19,7 +19,7 @@ from vitrail.data.augmentation import jitter, randaugment
 from vitrail.data.augmentation.augment import PRESETS, Augment
 from vitrail.data.augmentation.crop import tensorflow_crop, torchvision_crop
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vitrail.data.augmentation.draws import symmetric_beta
 from vitrail.data.augmentation.mixing import cut_boxes, mix, mixup_shares
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
 
 CLASSES = 5

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.pipeline import Skipped
+from vitrail.data.batch import Skipped
 from vitrail.errors import DataError, SaveError
 from vitrail.evaluation.features import files as feature_files
 from vitrail.evaluation.features.extract import FeatureSet

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.pipeline import Readers, Skipped
+from vitrail.data.batch import Skipped
+from vitrail.data.pipeline import Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Target
 from vitrail.errors import BundleError, ConfigError

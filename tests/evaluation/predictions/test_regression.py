@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vitrail.data.pipeline import Skipped
+from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
 from vitrail.evaluation.predictions.number_metrics import number_metrics
 from vitrail.evaluation.predictions.predict import Predictions

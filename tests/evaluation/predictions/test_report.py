@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn import metrics as reference
 
-from vitrail.data.pipeline import Skipped
+from vitrail.data.batch import Skipped
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.predictions.bootstrap import (
     Metric,

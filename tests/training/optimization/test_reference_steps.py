@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.augmentation.augment import Augment
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.vit import VisionTransformer
 from vitrail.tasks.classification import ClassificationObjective

@@ -24,7 +24,8 @@ from vitrail.data.augmentation.draws import Slot, keyed_uniform
 from vitrail.data.augmentation.mixing import MixupPer
 from vitrail.data.augmentation.operations import on_device
 from vitrail.data.augmentation.randaugment import RandAugmentRule
-from vitrail.data.pipeline import Batch, Crop
+from vitrail.data.batch import Batch
+from vitrail.data.pipeline import Crop
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import ConfigError

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitrail.data.augmentation.draws import symmetric_beta
 from vitrail.data.augmentation.operations import box_mask, on_device
-from vitrail.data.pipeline import Batch
+from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError
 
 __all__ = ["DRAWS", "MixupPer", "cut_boxes", "mix", "mixup_shares"]

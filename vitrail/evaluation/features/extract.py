@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Bool, Float32, Int64
 from torch import nn
 
-from vitrail.data.pipeline import Ranks, Readers, Skipped, evaluation_batches
+from vitrail.data.batch import Skipped
+from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.pipeline import Skipped
+from vitrail.data.batch import Skipped
 from vitrail.data.source import Target, TargetKind
 from vitrail.errors import DataError
 from vitrail.evaluation.features.cache import map_features

@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
 from vitrail.cores import following_cores
-from vitrail.data.pipeline import Batch, Ranks, Readers, Skipped, evaluation_batches
+from vitrail.data.batch import Batch, Skipped
+from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.errors import BundleError, ConfigError

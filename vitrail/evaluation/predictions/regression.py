@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64
 
-from vitrail.data.pipeline import Skipped
+from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
 from vitrail.evaluation.predictions.number_metrics import NumberMetrics, number_metrics
 from vitrail.evaluation.predictions.predict import Predictions

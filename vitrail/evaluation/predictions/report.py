@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from vitrail.data.pipeline import Skipped
+from vitrail.data.batch import Skipped
 from vitrail.errors import DataError
 from vitrail.evaluation.predictions.bootstrap import (
     Metric,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vitrail.cores import SharedCores
-from vitrail.data.pipeline import Batch, Readers, Skipped, default_threads
+from vitrail.data.batch import Batch, Skipped
+from vitrail.data.pipeline import Readers, default_threads
 from vitrail.errors import DataError, Stopped, plural
 from vitrail.machine import peak_memory
 from vitrail.training.monitoring.display import TRAINING, Display
