@@ -592,6 +592,14 @@ def test_every_missing_or_misshaped_tensor_is_an_error_of_ours(
                 assert flattened or of_no_grid or (not change and key in MODEL), (key, change)
 
 
+def test_sizes_that_exclude_each_other_are_an_error_of_the_file(
+    golden: Callable[..., Any], write_file: Write, tmp_path: Path
+) -> None:
+    path = write_file(golden("timm_vit").tensors, tmp_path / "x.safetensors")
+    with pytest.raises(BundleError, match=r"x\.safetensors: width=64 is not divisible by heads=5"):
+        load(path, device="cpu", heads=5, image_size=(32, 48))
+
+
 def test_an_unknown_layout_shows_some_names(write_file: Write, tmp_path: Path) -> None:
     path = write_file({f"layer{number}.w": torch.zeros(1) for number in range(5)}, tmp_path / "x.safetensors")
     message = (
