@@ -40,6 +40,31 @@ GOLDEN = {
 }  # fmt: skip
 
 
+def test_checkpointed_activations_change_no_bit(small: Small, randomised: Randomised) -> None:
+    network = randomised(small(dropout=0.1, stochastic_depth=0.3, depth=3)).train()
+    images = torch.randn(3, network.config.channels, *network.config.image_size)
+    found = []
+    for flag in (False, True):
+        network.checkpoints_activations = flag
+        network.zero_grad()
+        torch.manual_seed(0)
+        logits = network(images)
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(parameter.grad.clone() for parameter in network.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    kept = [0, 0]
+    for flag in (False, True):
+        network.checkpoints_activations = flag
+
+        def keep(tensor: Tensor, flag: bool = flag) -> Tensor:
+            kept[flag] += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            network(images)
+    assert kept[True] < kept[False] / 3
+
+
 def equations(
     network: VisionTransformer, images: Tensor, dropout: float = 0.0, seen: list[int] | None = None
 ) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -64,6 +65,12 @@ def killed(config: TrainConfig, rank: int, step: int) -> None:
 def hanging(config: TrainConfig, rank: int, step: int, seconds: float) -> None:
     """Train, and let one process hang after a step."""
     at_step(rank, step, lambda: time.sleep(seconds))
+    train(config)
+
+
+def on_a_full_disk(config: TrainConfig, step: int) -> None:
+    """Train, and let the first process write only small files after a step."""
+    at_step(0, step, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY)))
     train(config)
 
 

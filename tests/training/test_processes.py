@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 from tests.several import in_processes
 from tests.training import ranks
-from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError
+from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, SaveError
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.training.state.checkpoint import Checkpoints
@@ -70,6 +71,39 @@ def test_any_number_of_processes_trains_as_one_does(
     found = in_processes(world, ranks.trained, ranks.config_of(three_splits, tmp_path / "more", **fields))
     assert [one.error for one in found] == [None] * world
     assert difference(tmp_path / "one", tmp_path / "more") < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "fields", "bound"), [
+    (2, {"checkpoint_activations": True, **MIXED}, 2e-6),
+    (4, {"clip": 0.01, "dropout": 0.0}, 2e-6),
+    (4, {"optimizer": "adamw", "learning_rate": 1e-4, "accumulation": 3}, 1e-5),
+], ids=str)  # fmt: skip
+def test_sharded_weights_train_as_copies_do_and_resume_on_any_number(
+    three_splits: Path, tmp_path: Path, world: int, fields: dict[str, Any], bound: float
+) -> None:
+    train(ranks.config_of(three_splits, tmp_path / "one", **fields | {"checkpoint_activations": False}))
+    run = tmp_path / "sharded"
+    config = ranks.config_of(three_splits, run, shard="full", **fields)
+    assert [one.error for one in in_processes(world, ranks.trained_and_stopped, config, 1, 5)] == [None] * world
+    for after in (1, 2, 4):
+        shutil.copytree(run, tmp_path / f"on-{after}")
+        found = in_processes(after, ranks.resumed, tmp_path / f"on-{after}")
+        assert [one.error for one in found] == [None] * after and found[0].result == found[-1].result
+        assert difference(tmp_path / "one", tmp_path / f"on-{after}") < bound
+
+
+@pytest.mark.slow
+def test_weights_that_cannot_be_sharded_are_refused(three_splits: Path, tmp_path: Path) -> None:
+    messages = {
+        "hybrid": "shard='hybrid' divides weights among the processes of each machine, but 2 of 2 processes are on",
+        "full": "shard='full' works with PyTorch's AdamW and SGD, but not with optimizer='muon'",
+    }
+    for kind, message in messages.items():
+        fields = {"shard": kind, "optimizer": "muon" if kind == "full" else "sgd"}
+        found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "run", **fields))
+        assert all(isinstance(one.error, ConfigError) and message in str(one.error) for one in found)
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -142,6 +176,30 @@ def test_a_value_that_is_not_finite_in_one_process_stops_all(three_splits: Path,
         assert isinstance(one.error, NonFiniteLoss) and "loss is nan at step 7" in str(one.error)
     assert [one.is_reported for one in found] == [False, True]
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_the_first_process_ends_all(three_splits: Path, tmp_path: Path) -> None:
+    found = in_processes(2, ranks.on_a_full_disk, ranks.config_of(three_splits, tmp_path / "run", keep="last"), 6)
+    for one in found:
+        assert isinstance(one.error, SaveError) and "checkpoints/step-8" in str(one.error)
+    assert [one.is_reported for one in found] == [False, True]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
+
+
+@pytest.mark.slow
+def test_processes_go_back_together_from_a_damaged_checkpoint(three_splits: Path, tmp_path: Path) -> None:
+    train(ranks.config_of(three_splits, tmp_path / "straight"))
+    run = tmp_path / "run"
+    in_processes(2, ranks.trained_and_stopped, ranks.config_of(three_splits, run), 0, 5)
+    damaged = next((run / "checkpoints" / "step-6").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert [one.error for one in in_processes(2, ranks.resumed, run)] == [None, None]
+    events = read_journal(run / "journal.jsonl")
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [4]
+    assert difference(tmp_path / "straight", run) < 2e-6
 
 
 @pytest.mark.slow

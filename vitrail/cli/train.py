@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,8 @@ from vitrail.training.folder import check_request
 from vitrail.training.monitoring.display import ConsoleDisplay
 from vitrail.training.record import read_record
 from vitrail.training.run import RunResult, resume, train
-from vitrail.training.setup import check_columns
+from vitrail.training.scale import scale_plans, scale_table
+from vitrail.training.setup import OwnObjects, check_columns, prepare
 from vitrail.transfer.budget import seconds_of
 from vitrail.weights.bundle import Bundle, Prediction
 from vitrail.weights.load import load
@@ -57,6 +58,9 @@ class Train:
     """Folder of a run to continue, or to extend with --epochs or --steps."""
     like: Path | None = None
     """Folder of a run whose settings and data are used again in a new run. Options that you type replace them."""
+    plan: tuple[int, ...] = ()
+    """Print what a step needs on these numbers of GPUs: memory, communication and bounds of the speed, by formulas for
+    the H100. Nothing is trained."""
 
 
 RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
@@ -198,6 +202,9 @@ def main(call: Call) -> int:
             timeout = seconds_in(call.options.get("process_timeout", RunConfig.process_timeout))
             with join_processes(timeout or RunConfig().process_seconds).reporting():
                 config, data, initial = _requested(call, display)
+            if numbers := call.options.get("plan"):
+                _print_plan(console, config, data, initial, numbers)
+                return 0
             if (paper := PAPER_RECIPES.get(call.options.get("recipe", ""))) is not None:
                 display.say(f"published result: {paper.result} {paper.measured} ({paper.source})")
             result = train(config, data=data, initial=initial, display=display, started=call.started)
@@ -225,7 +232,7 @@ def _requested(call: Call, display: ConsoleDisplay) -> tuple[TrainConfig, Opened
 
 def _from_data(given: Mapping[str, Any], display: ConsoleDisplay, started: float) -> tuple[TrainConfig, OpenedData]:
     """Return settings that follow from the data, and the open data. The budget counts from `started`."""
-    explicit = {name: value for name, value in given.items() if name != "budget"}
+    explicit = {name: value for name, value in given.items() if name not in ("budget", "plan")}
     seconds = seconds_of(given.get("budget"), DEFAULT_SECONDS)
     base = TrainConfig().override(**explicit, **({} if "task" in given else {"task": task_of(given, "classification")}))
     check_effects(given, recipe_for(given).override(**{**explicit, "task": base.task.name}))
@@ -252,7 +259,7 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     if {"like", "recipe"} <= given.keys():
         raise ConfigError(f"--like: the settings are those of {given['like']}; leave the recipe {given['recipe']} out")
     recipe, initial = recipe_for(given), None
-    settings = {name: value for name, value in given.items() if name not in ("recipe", "like")}
+    settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan")}
     settings["task"] = task_of(given, recipe.task.name)
     if (init := given.get("init")) is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig())
@@ -262,6 +269,31 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     config = recipe.override(**settings)
     check_effects(given, config)
     return config, initial
+
+
+def _print_plan(
+    console: Console, config: TrainConfig, data: OpenedData | None, initial: Bundle | None, numbers: Sequence[int]
+) -> None:
+    """Print the plan of a run on each number of GPUs. Raise the errors of `prepare` and `scale_plans`."""
+    setup = prepare(config, model=initial, objects=OwnObjects(data))
+    assert setup.network is not None, "the command line names networks"
+    network = setup.network.with_head(len(config.task.output_names(setup.splits)))
+    plans = list(scale_plans(setup.config, network, numbers))
+    gpu = plans[0].gpu
+    console.print(
+        f"{config.start.init or config.model.name}, {network.parameters():,} parameters, {config.run.batch_size:,} "
+        f"images per step, on {gpu.name} GPUs with {gpu.memory / 1e9:.0f} GB, {gpu.per_machine} per machine. By "
+        "formulas; nothing is measured.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    header, *rows = zip(*scale_table(plans), strict=True)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _report(console: Console, result: RunResult) -> None:

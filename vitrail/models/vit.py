@@ -17,6 +17,7 @@ from typing import overload
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import AttentionLayer, AttentionPositions
@@ -50,6 +51,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.patch_dropout = config.patch_dropout  # a run can change it from phase to phase
+        self.checkpoints_activations = False
+        """True to keep only the inputs of blocks for the backward pass, which then computes the blocks again."""
         self.root = HybridRoot(config.root, config.channels) if config.root else None
         channels = config.root.out_channels if config.root else config.channels
         self.patches = PatchEmbedding(config.patch_size, channels, config.width, bias=config.patch_bias)
@@ -175,7 +178,11 @@ class VisionTransformer(nn.Module):
         for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
             if layer:
                 z = self.positions(z, grid, layer, kept)  # adds positions if they act at every layer
-            before, z = z, block(z, inside, read if layer == self.config.depth - 1 else None)
+            before, arguments = z, (z, inside, read if layer == self.config.depth - 1 else None)
+            if self.checkpoints_activations and self.training:
+                z = checkpoint(block, *arguments, use_reentrant=False)
+            else:
+                z = block(*arguments)
             if visit is not None:
                 visit(layer, before, inside, z)
         return self.norm(z) if self.config.final_norm == "tokens" else z  # equation 4

@@ -25,6 +25,7 @@ from vitrail.settings import above_zero, at_least, bare_names, named, one_of, ra
 from vitrail.tasks import TASKS, Classification, Task
 from vitrail.training.early import EarlyConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
+from vitrail.training.sharding import Shard
 from vitrail.training.start import StartConfig
 
 __all__ = ["RESOLVED", "RunConfig", "TrainConfig"]
@@ -90,6 +91,12 @@ class RunConfig:
     """Number of times that the training state is saved during the run."""
     max_time: str | None = None
     """Stop after this time, such as 50m or 2h, with the state saved and exit code 75. --resume goes on."""
+    shard: Shard = "none"
+    """Divide weights, gradients and moments among several processes, by FSDP2. full: among all. hybrid: among those of
+    each machine. none: every process has copies. A single process has whole weights."""
+    checkpoint_activations: bool = False
+    """Keep only the input of each transformer block for the backward pass, and compute the block again. This saves most
+    of the memory of activations, for a third more computing."""
     process_timeout: str = "10m"
     """Time after which a run of several processes ends with an error if one of them does not answer."""
     keep: Keep = "best"
@@ -108,7 +115,10 @@ class RunConfig:
                 seed=0, patience=1, probe_every=1, compute_threads=1,
             ),
             *above_zero(self, "epochs"),
-            *one_of(self, precision=TrainingPrecision, float32_products=Float32Products, compile=Compile, keep=Keep),
+            *one_of(
+                self, precision=TrainingPrecision, float32_products=Float32Products, compile=Compile, keep=Keep,
+                shard=Shard,
+            ),
         ]  # fmt: skip
         if isinstance(self.threads, int) and self.threads < 0:
             problems.append(f"threads={self.threads} is less than 0")

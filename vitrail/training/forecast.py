@@ -9,7 +9,13 @@ import torch
 
 from vitrail.data.pipeline import queue_bytes
 from vitrail.machine import check_memory, total_memory
-from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes, training_bytes
+from vitrail.models.cost.footprint import (
+    FootprintPrecision,
+    activation_bytes,
+    checkpointed_bytes,
+    prediction_bytes,
+    training_bytes,
+)
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.training.config import TrainConfig
@@ -81,6 +87,8 @@ def _step_bytes(config: TrainConfig, network: AnyConfig) -> int:
     whole = training_bytes(network, rows, size, precision)
     if config.optimizer.average:
         whole += 4 * network.parameters()
+    if run.checkpoint_activations:
+        whole -= rows * (activation_bytes(network, size, precision) - checkpointed_bytes(network, size, precision))
     if start.lora_rank is not None:
         return whole - 8 * network.parameters()
     if start.train_blocks is not None and start.train_blocks < network.num_blocks:

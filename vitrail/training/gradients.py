@@ -38,6 +38,10 @@ class GradientSum:
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss whose gradients are added."""
+        return loss
+
     def begin(self) -> None:
         """Announce the last backward pass of a step. Gradients are final when this pass has computed them."""
         self._is_last = True

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.data.batch import Batch
 from vitrail.machine import autocast
+from vitrail.processes.parts import local, whole
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.phases import Phase, use_patch_dropout
 from vitrail.training.plan import Plan
@@ -62,9 +63,12 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
         if total is not None:
             weight = counts[number] / total
             values = {name: value * weight for name, value in values.items()}
-        if state.gradients is not None and number == len(parts) - 1:
-            state.gradients.begin()
-        values["loss"].backward()
+        loss = values["loss"]
+        if state.gradients is not None:
+            loss = state.gradients.scaled(loss)
+            if number == len(parts) - 1:
+                state.gradients.begin()
+        loss.backward()
         for name, value in values.items():
             metrics[name] = metrics[name] + value.detach() if number else value.detach()
     if state.gradients is not None:
@@ -85,7 +89,7 @@ def _clip(module: nn.Module, largest: float) -> Tensor:
     As in optax, no small number is added to the norm, and gradients below the limit do not change.
     """
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    norm = whole(nn.utils.get_total_norm(gradients, foreach=True))
     if largest:
-        torch._foreach_mul_(gradients, (largest / norm).clamp(max=1))
+        torch._foreach_mul_([local(gradient) for gradient in gradients], (largest / norm).clamp(max=1))
     return norm

@@ -78,6 +78,8 @@ def check_settings(config: TrainConfig) -> None:
         ("layer_decay", config.optimizer.layer_decay, config.optimizer.layer_decay < 1),
         ("precision", config.run.precision, config.run.precision == "float8"),
         ("compile", config.run.compile, config.run.compile in ("on", "graphs")),
+        ("shard", config.run.shard, config.run.shard != "none"),
+        ("checkpoint_activations", True, config.run.checkpoint_activations),
         ("probe", config.run.probe, bool(config.run.probe)),
     ):
         if used:

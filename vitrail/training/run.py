@@ -384,7 +384,7 @@ class _Run:
         return Examiner(
             config.task,
             state,
-            lambda: make_bundle(setup, state.objective),
+            lambda: make_bundle(setup, state.whole_objective()),
             setup.splits,
             self.journal,
             self.display,
@@ -413,7 +413,7 @@ class _Run:
         setup, folder, journal = self.setup, self.folder, self.journal
         if state.average is not None:
             state.average.swap()  # no swap back, because no step follows
-        bundle = make_bundle(setup, state.objective)
+        bundle = make_bundle(setup, state.whole_objective())
         if setup.config.start.lora_rank is not None:
             bundle = without_adapters(bundle)
         bundle.provenance["step"] = state.step
@@ -446,7 +446,7 @@ class _Run:
             processes=self.processes,
         )
         predictions: dict[str, Predictions] = {}
-        evaluator = task.evaluator(state.objective)
+        evaluator = task.evaluator(state.copy or state.objective)
         for split, source in (("validation", splits.validation), ("test", splits.test)):
             if source is not None:
                 result = evaluator(outputs, splits.train, source)

@@ -5,6 +5,7 @@ All of this happens before any file is written, so a run whose settings cannot w
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from vitrail.data.pipeline import (
     Ranks,
@@ -33,7 +35,9 @@ from vitrail.models.config import ModelConfig
 from vitrail.models.linear.float8 import check_float8, use_float8
 from vitrail.models.linear.float32 import resolve_float32_products
 from vitrail.models.variants import AnyConfig, build
+from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
+from vitrail.settings import raise_problems
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
 from vitrail.training.gradients import GradientSum
@@ -47,6 +51,7 @@ from vitrail.training.own import check_network, check_settings, named_splits
 from vitrail.training.phases import Phase, phases_of
 from vitrail.training.plan import Plan
 from vitrail.training.record import FORMAT
+from vitrail.training.sharding import ShardedGradients, shard, shard_problems
 from vitrail.training.start import Origin, fitted, network_from
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import process_seed
@@ -146,6 +151,11 @@ def prepare(
         if config.run.precision == "float8":
             check_float8(network_config)
         check_choice(config.start, network_config)
+        if config.run.checkpoint_activations and not isinstance(network_config, ViTConfig):
+            raise ConfigError(
+                "checkpoint_activations=True computes blocks of a transformer again, but a ResNet has none; leave it "
+                "out"
+            )
     if objects.data is None:
         check_columns(config)
         splits = config.data.open(unlabelled="none" in config.task.targets)
@@ -161,6 +171,7 @@ def prepare(
     steps = config.total_steps(len(splits.train))
     _schedule(config, splits, steps)  # checks that its parts fit into the run
     phases = phases_of(config, network_config, steps)
+    raise_problems(shard_problems(config.run.shard, config.optimizer, processes))
     check_divisible((phase.batch_size for phase in phases), processes.world)
     found = fingerprint(splits.train, splits.validation, splits.test)
     _check_equal(processes, found, config)
@@ -232,6 +243,8 @@ def make_network(
     else:
         network = build(_network_config(config, None, setup.origin, num_classes=len(names)))
     choose_weights(network, config.start)
+    if config.run.checkpoint_activations:
+        network.checkpoints_activations = True
     check_names(network, config.optimizer)
     network.to(setup.device)
     if config.run.precision == "float8":
@@ -246,6 +259,10 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
     objective = config.task.objective(network, setup.splits).to(setup.device)
     setup.processes.copy_from_first((*objective.parameters(), *objective.buffers()))
+    copied = None
+    if config.run.shard != "none" and setup.processes.are_several:
+        copied = copy.deepcopy(objective).requires_grad_(False)
+        shard(objective, config.run.shard, setup.device, setup.processes)
     if setup.processes.rank:
         torch.manual_seed(process_seed(config.run.seed, setup.processes.rank))
     first, *later = _stages(setup)
@@ -263,8 +280,13 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
     made = make_optimizer(objective, optimizer, config.run.precision)
-    gradients = GradientSum(objective, setup.processes) if setup.processes.are_several else None
-    return TrainState(objective, made, batches, average=average, gradients=gradients)
+    if copied is not None and isinstance(made, SGD):  # PyTorch's fused SGD does not take sharded weights
+        for group in made.param_groups:
+            group |= {"fused": False, "foreach": True}
+    gradients: GradientSum | ShardedGradients | None = None
+    if setup.processes.are_several:
+        gradients = GradientSum(objective, setup.processes) if copied is None else ShardedGradients(setup.processes)
+    return TrainState(objective, made, batches, average=average, gradients=gradients, copy=copied)
 
 
 def make_plan(setup: Setup) -> Plan:

@@ -78,7 +78,7 @@ class Examiner:
         self.splits = splits
         self.journal = journal
         self.display = display
-        self.evaluator = task.evaluator(state.objective)
+        self.evaluator = task.evaluator(state.copy or state.objective)
         self.selection = task.selection(splits)
         self.readers = readers
         self.batch_size = batch_size

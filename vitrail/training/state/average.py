@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from vitrail.processes.parts import local
+
 __all__ = ["Average", "AverageStart"]
 
 AverageStart = Literal["debiased", "initial", "capped"]
@@ -30,7 +32,8 @@ class Average:
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.decay = decay
         self.start = start
-        self.weights: list[Tensor] = list(named.values())
+        self.weights: list[Tensor] = [local(parameter.detach()) for parameter in named.values()]
+        """This process's parts of the weights, which share memory with the module."""
         self.mean = {name: parameter.detach().clone() for name, parameter in named.items()}
         """The mean of each parameter, by the parameter's name."""
 
@@ -45,13 +48,13 @@ class Average:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the mean with the weights after this step."""
-        torch._foreach_lerp_(list(self.mean.values()), self.weights, 1 - self.kept(step))
+        torch._foreach_lerp_(self._means(), self.weights, 1 - self.kept(step))
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the weights and their mean in place."""
-        mean = list(self.mean.values())
-        trained = [weight.detach().clone() for weight in self.weights]
+        mean = self._means()
+        trained = [weight.clone() for weight in self.weights]
         torch._foreach_copy_(self.weights, mean)
         torch._foreach_copy_(mean, trained)
 
@@ -59,4 +62,7 @@ class Average:
     def restore(self, mean: dict[str, Tensor]) -> None:
         """Copy the mean of another average into this one."""
         for name, tensor in self.mean.items():
-            tensor.copy_(mean[name])
+            local(tensor).copy_(local(mean[name]))
+
+    def _means(self) -> list[Tensor]:
+        return [local(tensor) for tensor in self.mean.values()]

@@ -50,13 +50,13 @@ class Checkpoints:
         If the new checkpoint cannot be written, raises `SaveError` and leaves the other checkpoints intact.
         """
         random = self.processes.gather(random_state())
-        return self.processes.on_first(lambda: self._write(state, random))
+        tensors = state.whole_tensors()
+        return self.processes.on_first(lambda: self._write(state, tensors, random))
 
-    def _write(self, state: TrainState, random: list[dict[str, Any]]) -> Path:
+    def _write(self, state: TrainState, tensors: dict[str, Any], random: list[dict[str, Any]]) -> Path:
         path = self.folder / f"step-{state.step}"
         for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
-        tensors = state.tensors()
         with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path, _bytes_of(tensors)):
             save(tensors, checkpoint_id=partial, no_dist=True)
             write_json(partial / VALUES, state.values() | ({"random_of_others": random[1:]} if random[1:] else {}))

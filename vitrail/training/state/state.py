@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
+from vitrail.processes.parts import whole
 from vitrail.tasks.task import Objective
 from vitrail.training.gradients import GradientSum
+from vitrail.training.sharding import ShardedGradients, gathered_state, whole_weights
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import random_state, restore_random_state
 
@@ -51,8 +53,10 @@ class TrainState:
     skipped: set[str] = field(default_factory=set)
     """Keys of the training samples that could not be decoded."""
     average: Average | None = None
-    gradients: GradientSum | None = None
+    gradients: GradientSum | ShardedGradients | None = None
     """The sum of gradients over several processes, or None if this process is alone."""
+    copy: Objective | None = None
+    """If weights are sharded, a copy of the objective with whole weights, which is evaluated and saved."""
 
     @property
     def measured(self) -> str:
@@ -70,6 +74,25 @@ class TrainState:
             yield
         finally:
             self.average.swap()
+
+    def whole_objective(self) -> Objective:
+        """Return the objective with its current weights, and with whole weights if they are sharded. All processes call
+        this method together."""
+        if self.copy is None:
+            return self.objective
+        self.copy.load_state_dict(whole_weights(self.objective))
+        return self.copy
+
+    def whole_tensors(self) -> dict[str, Any]:
+        """Return what `tensors` returns, with whole tensors if weights are sharded. All processes call this method
+        together, and only the first one gets whole tensors."""
+        if self.copy is None:
+            return self.tensors()
+        weights, optimizer = gathered_state(self.objective, self.optimizer)
+        found: dict[str, Any] = {"weights": weights, "optimizer": optimizer}
+        if self.average is not None:
+            found["average"] = {name: whole(tensor).cpu() for name, tensor in self.average.mean.items()}
+        return found
 
     def tensors(self) -> dict[str, Any]:
         """Return the weights and their mean, and the optimiser's state, as torch.distributed.checkpoint takes them."""

@@ -1,0 +1,66 @@
+"""Tests of the forecast of a step on many GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitrail.errors import ConfigError
+from vitrail.models.variants import variant_config
+from vitrail.recipes import RECIPES
+from vitrail.training.config import TrainConfig
+from vitrail.training.scale import H100, scale_plans, scale_table
+
+NETWORK = variant_config("ViT-H/14", image_size=224, num_classes=21843)
+WEIGHTS = 4 * NETWORK.parameters()
+
+
+def config(**fields: object) -> TrainConfig:
+    return RECIPES["folder"]().override(variant="ViT-H/14", image_size=(224, 224), batch_size=4096, **fields)
+
+
+def test_copies_keep_everything_and_add_gradients_by_two_rings() -> None:
+    one, eight, many = scale_plans(config(accumulation=4), NETWORK, (1, 8, 64))
+    assert [plan.state_bytes for plan in (one, eight, many)] == [4 * WEIGHTS] * 3
+    assert [plan.images for plan in (one, eight, many)] == [1024, 128, 16]
+    assert (one.sent_within, one.sent_between) == (0, 0) and one.fractions == (1, 1)
+    assert eight.sent_within == pytest.approx(2 * 7 / 8 * WEIGHTS) and eight.sent_between == 0
+    assert many.sent_between == pytest.approx(2 * 63 / 64 * WEIGHTS / 8)
+    assert one.flops == pytest.approx(64 * many.flops) and one.flops == 4096 * NETWORK.training_flops()
+    assert one.activation_bytes == 64 * many.activation_bytes
+    assert one.checkpoint_bytes == 3 * WEIGHTS
+
+
+def test_sharded_weights_are_divided_and_gathered_for_every_part() -> None:
+    _, full = scale_plans(config(shard="full", accumulation=2), NETWORK, (1, 64))
+    assert full.state_bytes == -(-4 * WEIGHTS // 64)
+    assert full.sent_within == pytest.approx(6 * 63 / 64 * WEIGHTS)
+    (hybrid,) = scale_plans(config(shard="hybrid", average=0.99), NETWORK, (64,))
+    assert hybrid.state_bytes == -(-5 * WEIGHTS // 8)
+    assert hybrid.sent_within == pytest.approx(3 * 7 / 8 * WEIGHTS)
+    assert hybrid.sent_between == pytest.approx(2 * 7 / 8 * WEIGHTS / 8)
+    assert hybrid.sending_seconds == max(hybrid.sent_within / H100.within, hybrid.sent_between / H100.between)
+
+
+def test_checkpointed_activations_take_less_memory_and_a_third_more_computing() -> None:
+    (usual,), (saved,) = (
+        tuple(scale_plans(config(checkpoint_activations=flag), NETWORK, (64,))) for flag in (False, True)
+    )
+    assert saved.activation_bytes < usual.activation_bytes / 5
+    assert saved.flops == pytest.approx(4 / 3 * usual.flops, rel=0.01)
+
+
+def test_numbers_that_cannot_be_are_named() -> None:
+    for number, message in (
+        (0, "plan=0 is not"),
+        (12, "plan=12 is not .* machines of 8"),
+        (3, "batch_size=4096 is not"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            list(scale_plans(config(), NETWORK, (number,)))
+
+
+def test_the_table_has_a_text_for_everything() -> None:
+    table = scale_table(list(scale_plans(config(shard="hybrid"), NETWORK, (1, 8, 64))))
+    assert {len(row) for row in table} == {len(table[0])}
+    assert [row[1] for row in table[1:]] == ["copies", "sharded", "sharded by machine"]
+    assert table[1][3] == f"{4 * WEIGHTS / 1e9:,.1f} GB"

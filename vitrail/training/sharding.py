@@ -1,0 +1,89 @@
+"""Sharded training by PyTorch's FSDP2: each process keeps a part of every weight, of its gradient and of its moments.
+
+The whole weights of a block exist only while the block computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from vitrail.models.network import HasLayers
+from vitrail.processes.group import Processes
+from vitrail.training.optimization.optimizer import OptimizerConfig
+
+__all__ = ["Shard", "ShardedGradients", "gathered_state", "shard", "shard_problems", "whole_weights"]
+
+Shard = Literal["none", "full", "hybrid"]
+
+
+def shard_problems(kind: Shard, optimizer: OptimizerConfig, processes: Processes) -> Iterator[str]:
+    """Yield messages about settings that do not work with sharded weights. A process alone has whole weights."""
+    if kind == "none" or not processes.are_several:
+        return
+    world, here = processes.world, processes.place.local_world
+    if kind == "hybrid" and (here in (1, world) or world % here):
+        yield (
+            f"shard='hybrid' divides weights among the processes of each machine, but {here} of {world} processes are "
+            "on this one; choose full"
+        )
+    is_fused = optimizer.momentum_format == "float32" and (
+        (optimizer.kind == "sgd" and (optimizer.decay_rule == "coupled" or not optimizer.weight_decay))
+        or (optimizer.kind == "adamw" and optimizer.decay_rule in ("decoupled", "coupled"))
+    )
+    if not is_fused:
+        yield (
+            f"shard={kind!r} works with PyTorch's AdamW and SGD, but not with optimizer={optimizer.kind!r}, "
+            f"weight_decay_rule={optimizer.weight_decay_rule!r} and momentum_format={optimizer.momentum_format!r}; "
+            "change one of these"
+        )
+
+
+def shard(objective: nn.Module, kind: Shard, device: torch.device, processes: Processes) -> None:
+    """Divide the weights of an objective among all processes (`full`), or among those of each machine (`hybrid`).
+
+    Each block of the network is gathered by itself, and everything else together.
+    """
+    world, here = processes.world, processes.place.local_world
+    if kind == "hybrid":
+        mesh = init_device_mesh(device.type, (world // here, here), mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = init_device_mesh(device.type, (world,))
+    network = next(part for part in objective.modules() if isinstance(part, HasLayers))
+    for part in (*network.layers().blocks, objective):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+
+class ShardedGradients:
+    """The gradients of sharded weights, which FSDP2 averages over the processes during the backward pass."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss whose averaged gradients are the sums of the gradients of all processes."""
+        return loss * self.processes.world
+
+    def begin(self) -> None:
+        """Announce the last backward pass of a step. FSDP2 adds the gradients in every backward pass."""
+
+    def finish(self) -> None:
+        """Wait for the sums. FSDP2 has waited for them at the end of the backward pass."""
+
+
+def whole_weights(objective: nn.Module) -> dict[str, Any]:
+    """Return the whole weights of an objective on every process, on its device."""
+    return get_model_state_dict(objective, options=StateDictOptions(full_state_dict=True))
+
+
+def gathered_state(objective: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the whole weights and the whole state of the optimizer on the CPU of the first process. The other
+    processes get empty dictionaries."""
+    return get_state_dict(objective, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
