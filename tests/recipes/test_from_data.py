@@ -88,10 +88,21 @@ def test_digits_become_grey_small_and_unmirrored() -> None:
 
 def test_the_chosen_network_learns_by_muon_unless_told() -> None:
     optimizer = planned(digits).config.optimizer
-    assert (optimizer.kind, optimizer.learning_rate) == ("muon", from_data.MUON_RATE)
+    assert (optimizer.kind, optimizer.learning_rate) == ("muon", 5e-3)
     for own in ({"learning_rate": 3e-4}, {"optimizer": "adamw"}, {"variant": "ViT-Pico/8"}):
         found = planned(digits, **own)
         assert found.config.optimizer.kind == "adamw" and not any("Muon" in reason for reason in found.reasons)
+
+
+def test_fields_of_a_transformer_choose_one() -> None:
+    found = planned(digits, epochs=1.0, depth=2, heads=4, width=32)
+    config = found.config
+    assert config.model.variant == "Conv+ViT-Pico/8" and config.optimizer.learning_rate == 2e-3
+    assert config.model.overrides["depth"] == 2
+    assert any("which has the fields that you set" in reason for reason in found.reasons)
+    assert planned(digits, epochs=1.0, width=32, norm_eps=1e-4).config.model.variant == "BiT-Pico"
+    with pytest.raises(ConfigError, match="unknown field 'depth' of BiT-Pico"):
+        planned(digits, epochs=1.0, depth=2, unit="basic")
 
 
 def test_boxes_hide_parts_of_images_that_are_seen_often() -> None:

@@ -21,7 +21,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, Stopped, UndecodableImage
 from vitrail.machine import pick_device
-from vitrail.models.config import ModelConfig
+from vitrail.models.config import ModelConfig, override_fields
 from vitrail.recipes.folder import folder
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
@@ -41,8 +41,9 @@ MIN_EPOCHS = 8
 MANY_IMAGES = 20_000
 """Number of training images from which batches are larger and boxes hide parts of fewer images."""
 
-VARIANT, MUON_RATE = "BiT-Pico", 5e-3
-"""The chosen network, and the learning rate of Muon for it. docs/recipes.md has the measurements."""
+MUON_RATES = {"BiT-Pico": 5e-3, "Conv+ViT-Pico/8": 2e-3}
+"""Networks to choose from, and the learning rate of Muon for each. The first one that has all fields that the user set
+is chosen. docs/recipes.md has the measurements."""
 
 MANY_EPOCHS = 15
 """Number of epochs from which grey boxes hide parts of the images. In fewer epochs, a network does not learn the images
@@ -117,13 +118,16 @@ def plan_for_data(
     batch = 128 if facts.images >= MANY_IMAGES else max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))
     choices.add(batch_size=batch)
     if "variant" not in explicit:
-        why = "learns more from few images and in little time than a Vision Transformer"
-        choices.add(f"network {VARIANT}, a small ResNet, which {why}", variant=VARIANT)
+        variant = _variant(explicit)
+        what = "a small ResNet, which learns more from few images and in little time than a Vision Transformer"
+        if variant.startswith("Conv"):
+            what = "a small Vision Transformer with two convolutions, which has the fields that you set"
+        choices.add(f"network {variant}, {what}", variant=variant)
         if not {"optimizer", "learning_rate"} & explicit.keys():
             choices.add(
                 "Muon for the weight matrices, which learns more in the same time than AdamW",
                 optimizer="muon",
-                learning_rate=MUON_RATE,
+                learning_rate=MUON_RATES[variant],
             )
     base = replace(config, model=ModelConfig(), images=base.images, augment=base.augment, optimizer=base.optimizer)
     base = base.override(keep="last" if splits.validation is None else "best")
@@ -183,6 +187,14 @@ def _pilot(config: TrainConfig, splits: Splits, steps: int) -> float:
             return train(short, data=OpenedData("", alone)).summary["images_per_second"]
         except Stopped:  # this run cannot be resumed
             raise KeyboardInterrupt from None
+
+
+def _variant(explicit: Explicit) -> str:
+    """Return the network to choose: the first one whose config has all fields of networks that the user set, or the
+    first one of all if no config has them."""
+    first, *_ = MUON_RATES
+    set_fields = explicit.keys() & override_fields().keys()
+    return next((name for name in MUON_RATES if set_fields <= override_fields(name).keys()), first)
 
 
 def _rounded(values: np.ndarray) -> tuple[float, ...]:
