@@ -224,6 +224,8 @@ def check_task(task: Any, splits: Splits) -> None:
     )
     objective = task.objective(network, splits)
     assert isinstance(objective, Objective), f"objective() must return an Objective, not {type(objective).__name__}"
+    task.check_network(network.config)
+    objective.begin(preprocess, seed=0)
     batches = TrainingBatches(
         splits.train, preprocess, batch_size=4, seed=0, readers=Readers(threads=0), views=task.views
     )

@@ -12,6 +12,7 @@ from PIL import Image
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
+from vitrail.tasks import MaskedPatches
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.record import read_record
 from vitrail.training.run import RunResult
@@ -45,6 +46,68 @@ def test_a_folder_of_colours_is_learned_shown_and_used(
     assert main(["predict", "runs/colours/model", "runs/colours/examples", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(row["label"] in Path(row["image"]).name for row in rows)
+
+
+def test_a_network_is_pre_trained_without_labels_and_used(
+    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    words = [
+        "--data",
+        str(colour_folder),
+        "--image-size",
+        "16",
+        "24",
+        "--batch-size",
+        "12",
+        "--patch-target",
+        "colours",
+    ]
+    fractions = ["--corrupt-fraction", "0.4", "--mask-fraction", "0.7", "--swap-fraction", "0.2"]
+    assert run("--task", "masked-patches", *words, *fractions, *TINY) == 0
+    shown = capsys.readouterr().out
+    assert "validation patch loss" in shown and "images, without a head: 3 steps" in shown
+    assert "vitrail finetune runs/colours/model --data DIR" in shown and "A few held-out images" not in shown
+    assert read_record(tmp_path / "runs/colours").config.task == MaskedPatches(
+        patch_target="colours", corrupt_fraction=0.4, mask_fraction=0.7, swap_fraction=0.2
+    )
+    by = ["--by", "knn,linear,fewshot", "--shots", "1"]
+    assert main(["evaluate", "runs/colours/model", "--data", str(colour_folder), *by]) == 0
+    assert main(["embed", "runs/colours/model", "--data", str(colour_folder), "--out", "features"]) == 0
+
+
+def test_help_shows_the_settings_of_the_typed_task_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    usual = capsys.readouterr().out
+    assert run("--task", "masked-patches", "--help") == 0
+    masked = capsys.readouterr().out
+    assert "--loss" in usual and "--patch-target" not in usual
+    assert "--loss" not in masked and "--patch-target" in masked
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--label-smoothing", "0.1"], "--label-smoothing is a setting of the task classification"),
+        (["--patch-target", "tokens"], "--patch-target: 'tokens' is not one of mean-colour, colours, pixels"),
+        (["--corrupt-fraction", "1"], "--corrupt-fraction: 1.0 is not between 0 and 1"),
+        (["--variant", "Conv+ViT-Pico/8", "--image-size", "32", "32"], "the tokens of a hybrid do"),
+        (["--mixup", "0.2"], "--mixup: 0.2 mixes the labels of images"),
+    ],
+)
+def test_mistakes_of_masked_patches_are_told(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--task", "masked-patches", *words) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_recipe_of_a_task_is_for_the_bundled_images() -> None:
+    assert recipe_for({"task": "masked-patches"}) == RECIPES["masked-patches"]()
+    assert recipe_for({"task": "masked-patches", "data": "fashion-mnist"}) == RECIPES["masked-patches"]()
+    assert recipe_for({"task": "masked-patches", "data": "photos"}) == RECIPES["folder"]()
 
 
 def test_a_model_decides_what_images_are_like_unless_told(

@@ -66,6 +66,9 @@ class Train:
 RECIPES_OF_DATA = {"bundled": "demo", "fashion-mnist": "fashion-mnist"}
 """Recipes for data sets with a name."""
 
+RECIPES_OF_TASK = {"masked-patches": "masked-patches"}
+"""Recipes for the tasks whose settings are not chosen from the data, for images of data sets with a name."""
+
 CHOSEN = (
     "variant", "image_size", "channels", "mean", "std", "scaled_decode", "epochs", "batch_size", "loss", "flip",
     "shift", "erase", "optimizer", "learning_rate", "evaluations", "threads",
@@ -76,11 +79,13 @@ CHOSEN = (
 def is_chosen(given: Mapping[str, Any]) -> bool:
     """Return True if the settings are chosen from the data, because the user named data and nothing to start from."""
     is_plain = "data" in given and not {"recipe", "init", "resume", "like"} & given.keys()
+    is_plain = is_plain and given.get("task") not in RECIPES_OF_TASK
     return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 
 def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of the run that --like names, else the named recipe, else the recipe for the data.
+    """Return the settings of the run that --like names, else the named recipe, else the recipe for the data and the
+    task.
 
     Raise `ConfigError` if the name is unknown, and the errors of `settings_like`.
     """
@@ -88,6 +93,8 @@ def recipe_for(given: Mapping[str, Any]) -> TrainConfig:
         return settings_like(Path(run))
     data = given.get("data")
     for_data = "demo" if data is None else RECIPES_OF_DATA.get(data, "folder")
+    if for_data != "folder":
+        for_data = RECIPES_OF_TASK.get(given.get("task", ""), for_data)
     name = given.get("recipe") or for_data
     if name not in RECIPES:
         raise ConfigError(f"recipe {name!r} does not exist; {_instead_of(name, 'data' in given)}")
@@ -166,7 +173,7 @@ COMMAND = Command(
     essential={
         "Data": ("data", "validation_share", "image_size"),
         "Network": ("variant", "init"),
-        "Task": ("task", "loss"),
+        "Task": ("task", "loss", "patch_target"),
         "Optimisation": ("epochs", "batch_size", "learning_rate"),
         "Run": ("name", "resume", "device"),
     },
@@ -261,6 +268,8 @@ def _config(given: Mapping[str, Any]) -> tuple[TrainConfig, Bundle | None]:
     recipe, initial = recipe_for(given), None
     settings = {name: value for name, value in given.items() if name not in ("recipe", "like", "plan")}
     settings["task"] = task_of(given, recipe.task.name)
+    if "epochs" in given:
+        settings.setdefault("steps", None)  # a recipe may count steps
     if (init := given.get("init")) is not None:
         recipe = replace(recipe, start=replace(recipe.start, init=init), model=ModelConfig())
         check_request(recipe.override(**settings))
@@ -298,23 +307,8 @@ def _print_plan(
 
 def _report(console: Console, result: RunResult) -> None:
     summary = result.summary
-    table = Table(title="A few held-out images", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("image", "true", "predicted"):
-        table.add_column(column)
-    if result.bundle.output != "numbers":
-        table.add_column("probability", justify="right")
-        table.add_column("")
-    for example in result.examples:
-        guess = example.prediction
-        if not isinstance(guess, Prediction):
-            numbers = (f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
-            table.add_row(escape(example.path.name), escape(example.label), escape(", ".join(numbers)))
-            continue
-        mark = "[green]right[/]" if example.right else "[red]wrong[/]"
-        table.add_row(
-            escape(example.path.name), escape(example.label), escape(guess.label), f"{guess.probability:.1%}", mark
-        )
-    console.print(table)
+    if result.bundle.classes:
+        console.print(_examples(result))
     if result.texts("validation") and (texts := ", ".join(result.texts("train"))):
         console.print(f"training [bold]{texts}[/] (last training steps, with augmentation)", highlight=False)
     for split, meaning in (("validation", "held out of training"), ("test", "held out of everything")):
@@ -333,7 +327,35 @@ def _report(console: Console, result: RunResult) -> None:
         f"{summary['peak_memory_bytes'] / 2**30:.2f} GiB; {summary['seconds']:,.0f} s in all",
         highlight=False,
     )
-    console.print(f"The model is in {result.folder / 'model'}. Try it:", highlight=False, soft_wrap=True)
-    console.print(
-        f"  vitrail predict {result.folder / 'model'} {result.folder / 'examples'}", highlight=False, soft_wrap=True
-    )
+    model = result.folder / "model"
+    if result.bundle.classes:
+        console.print(f"The model is in {model}. Try it:", highlight=False, soft_wrap=True)
+        console.print(f"  vitrail predict {model} {result.folder / 'examples'}", highlight=False, soft_wrap=True)
+    else:
+        console.print(
+            f"The model, a network without a head, is in {model}. Adapt it to images with labels:",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(f"  vitrail finetune {model} --data DIR", highlight=False, soft_wrap=True)
+
+
+def _examples(result: RunResult) -> Table:
+    """Return a table of a few held-out images with their labels and predictions."""
+    table = Table(title="A few held-out images", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("image", "true", "predicted"):
+        table.add_column(column)
+    if result.bundle.output != "numbers":
+        table.add_column("probability", justify="right")
+        table.add_column("")
+    for example in result.examples:
+        guess = example.prediction
+        if not isinstance(guess, Prediction):
+            numbers = (f"{name} {value:.4g}" for name, value in zip(guess.names, guess.values, strict=True))
+            table.add_row(escape(example.path.name), escape(example.label), escape(", ".join(numbers)))
+            continue
+        mark = "[green]right[/]" if example.right else "[red]wrong[/]"
+        table.add_row(
+            escape(example.path.name), escape(example.label), escape(guess.label), f"{guess.probability:.1%}", mark
+        )
+    return table

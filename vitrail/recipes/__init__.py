@@ -10,6 +10,7 @@ from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.demo import demo
 from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
+from vitrail.recipes.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
 from vitrail.recipes.paper import PaperRecipe
 from vitrail.recipes.vit import VIT_RECIPES
 from vitrail.training.config import TrainConfig
@@ -17,7 +18,8 @@ from vitrail.training.config import TrainConfig
 __all__ = ["PAPER_RECIPES", "RECIPES"]
 
 PAPER_RECIPES: dict[str, PaperRecipe] = {
-    recipe.name: recipe for recipe in (*VIT_RECIPES, *AUGREG_RECIPES, *PLAIN_RECIPES, *BIT_RECIPES)
+    recipe.name: recipe
+    for recipe in (*VIT_RECIPES, *MASKED_PATCHES_RECIPES, *AUGREG_RECIPES, *PLAIN_RECIPES, *BIT_RECIPES)
 }
 """Training runs of papers, by name."""
 
@@ -26,6 +28,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "fashion-mnist": fashion_mnist,
     "cifar10": cifar10,
     "folder": folder,
+    "masked-patches": masked_patches,
     **PAPER_RECIPES,
 }
-"""All recipes by name: four of our own, and those of papers."""
+"""All recipes by name: five of our own, and those of papers."""

@@ -4,10 +4,11 @@ run."""
 from __future__ import annotations
 
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
 
-__all__ = ["TASKS", "Classification", "Regression", "Task"]
+__all__ = ["TASKS", "Classification", "MaskedPatches", "Regression", "Task"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Regression)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Regression, MaskedPatches)}
 """Every task by its name."""

@@ -13,14 +13,28 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.files import check_new_folder, replacing_folder
+from vitrail.files import check_new_folder, partial_path, replacing_folder, saving
 from vitrail.models.linear.lora import merged
-from vitrail.models.variants import ARCHITECTURES
+from vitrail.models.variants import ARCHITECTURES, AnyConfig
 from vitrail.weights.bundle import Bundle, ImageLike, load_bundle, write_bundle
 
-__all__ = ["OwnModel", "has_known_architecture", "load_weights", "without_adapters", "write_weights"]
+__all__ = [
+    "BESIDE",
+    "OwnModel",
+    "beside",
+    "has_known_architecture",
+    "load_beside",
+    "load_weights",
+    "own_config",
+    "without_adapters",
+    "write_beside",
+    "write_weights",
+]
 
 WEIGHTS = "model.safetensors"
+
+BESIDE = "beside.safetensors"
+"""Name of the file in a run's folder with the weights that the objective trained beside the best network."""
 
 
 @dataclass
@@ -55,6 +69,11 @@ def has_known_architecture(network: nn.Module) -> bool:
     return getattr(getattr(network, "config", None), "architecture", None) in ARCHITECTURES
 
 
+def own_config(network: nn.Module | None) -> AnyConfig | None:
+    """Return the config of a network that the user made, or None if its class is not one of this package."""
+    return network.config if network is not None and has_known_architecture(network) else None  # type: ignore[return-value]
+
+
 def without_adapters(bundle: Bundle) -> Bundle:
     """Return the model with its adapters merged into the weights. A network of the user's own class has no adapters."""
     return bundle if isinstance(bundle, OwnModel) else replace(bundle, network=merged(bundle.network))
@@ -71,6 +90,35 @@ def write_weights(bundle: Bundle, path: Path) -> None:
             save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:  # safetensors reports a full disk with this exception
             raise OSError(None, str(error)) from error
+
+
+def write_beside(objective: nn.Module, path: Path) -> None:
+    """Write the weights that an objective trains beside its network, such as a decoder, over an earlier file.
+
+    They belong to the weights that `write_weights` saves, and the model can only be measured with them. An objective
+    that trains nothing beside its network leaves no file. Raise `SaveError`.
+    """
+    tensors = beside(objective)
+    if not tensors:
+        return
+    with saving("the weights beside the network", path):
+        partial = partial_path(path)
+        try:
+            save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, partial)
+        except SafetensorError as error:
+            raise OSError(None, str(error)) from error
+        partial.replace(path)
+
+
+def load_beside(objective: nn.Module, path: Path) -> None:
+    """Load the weights that `write_beside` wrote. If there is no file, the weights stay as they are."""
+    if path.exists():
+        objective.load_state_dict(load_file(path), strict=False)
+
+
+def beside(objective: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of an objective that do not belong to its network."""
+    return {name: tensor for name, tensor in objective.state_dict().items() if not name.startswith("network.")}
 
 
 def load_weights(bundle: Bundle, path: Path) -> None:

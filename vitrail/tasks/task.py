@@ -20,6 +20,7 @@ from vitrail.data.source import Mixture, Source, TargetKind
 from vitrail.data.splits import Splits
 from vitrail.errors import nearest
 from vitrail.evaluation.evaluators import Evaluator
+from vitrail.models.variants import AnyConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.weights.bundle import Bundle, OutputKind
@@ -47,6 +48,13 @@ class Objective(nn.Module, ABC):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network: Any = network
+
+    def begin(self, preprocess: Preprocess, seed: int) -> None:
+        """Receive the preprocessing of the run's images and the seed of the run, before the first step.
+
+        An objective that needs pixel levels or keyed random numbers overrides this method. The mean and the standard
+        deviation of the preprocessing are the same in all phases of a run, but the image size can change.
+        """
 
     @abstractmethod
     def forward(self, batch: Batch) -> LossOutput:
@@ -132,6 +140,14 @@ class Task(ABC):
     @abstractmethod
     def check_data(self, splits: Splits) -> None:
         """Raise `DataError` or `ConfigError` if the task cannot be learned from this data."""
+
+    def check_network(self, network: AnyConfig | None) -> None:  # noqa: B027
+        """Raise `ConfigError` if the task cannot train this network.
+
+        `network` is the config of the network, or None for a network of the user's own class. If phases of a run differ
+        in image size or patch dropout, the method is called with the settings of each phase. By default every network
+        is accepted.
+        """
 
     @abstractmethod
     def objective(self, network: nn.Module, splits: Splits) -> Objective:

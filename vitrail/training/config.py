@@ -244,7 +244,13 @@ class TrainConfig:
                 f"numbers={self.data.numbers} are targets of a regression, but the task is {self.task.name}; "
                 "choose task='regression'"
             )
-        if self.augment.cutmix and "numbers" in self.task.targets:
+        for name, alpha in (("mixup", self.augment.settings.mixup), ("cutmix", self.augment.cutmix)):
+            if alpha and "none" in self.task.targets:
+                yield (
+                    f"{name}={alpha} mixes the labels of images, which the task {self.task.name} does not learn; leave "
+                    f"{name} out"
+                )
+        if self.augment.cutmix and self.task.targets == ("numbers",):
             yield (
                 f"cutmix={self.augment.cutmix} cannot be used for regression, because no rule says how a pasted "
                 "part of another image changes a number; choose mixup, which blends images and numbers alike"

@@ -90,7 +90,8 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
-    """Raise `ConfigError` with the broken rule if the run's task cannot train this network.
+    """Raise `ConfigError` with the broken rule if the run's task cannot train this network. With 0 `outputs`, the task
+    does not use the outputs of the network.
 
     The network is called once, in evaluation mode, with two images of zeros.
     """
@@ -108,7 +109,13 @@ def check_network(network: nn.Module, images: Preprocess, outputs: int) -> None:
         raise _broken(network, f"{rule} {type(error).__name__}: {error}") from error
     finally:
         network.train(was_training)
-    if not isinstance(made, Tensor) or tuple(made.shape) != (2, outputs) or not made.is_floating_point():
+    if (
+        not isinstance(made, Tensor)
+        or made.shape[:1] != (2,)
+        or made.ndim != 2
+        or outputs not in (0, made.shape[1])
+        or not made.is_floating_point()
+    ):
         found = f"a tensor of {tuple(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
         raise _broken(
             network, f"a network must return floats of (b, {outputs}), one for each output, but it returned {found}"

@@ -34,8 +34,12 @@ class Phase:
 
     def step_flops(self, network: AnyConfig) -> int:
         """Return the FLOPs of one step with one view of each image."""
+        return self.batch_size * self.network(network).training_flops()
+
+    def network(self, network: AnyConfig) -> AnyConfig:
+        """Return the config of the run's network with the image size and the patch dropout of this phase."""
         fields: dict[str, Any] = {"patch_dropout": self.patch_dropout} if hasattr(network, "patch_dropout") else {}
-        return self.batch_size * replace(network, image_size=self.image_size, **fields).training_flops()
+        return replace(network, image_size=self.image_size, **fields)
 
 
 def phases_of(config: TrainConfig, network: AnyConfig | None, steps: int) -> tuple[Phase, ...]:

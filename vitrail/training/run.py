@@ -28,7 +28,7 @@ from vitrail.machine import keep_freed_memory
 from vitrail.models.linear.float32 import float32_products
 from vitrail.processes.group import Processes, join_processes
 from vitrail.tasks import Task
-from vitrail.tasks.own_model import load_weights, without_adapters, write_weights
+from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.training.config import TrainConfig
 from vitrail.training.extension import Length, check_extension, record_extension
 from vitrail.training.folder import new_folder
@@ -419,7 +419,9 @@ class _Run:
         bundle.provenance["step"] = state.step
         if setup.config.run.keep == "best" and state.best.step >= 0:
             self.processes.on_first(lambda: load_weights(bundle, folder / "model"))
+            self.processes.on_first(lambda: load_beside(state.copy or state.objective, folder / BESIDE))
             self.processes.copy_from_first(bundle.network.state_dict().values())
+            self.processes.copy_from_first(beside(state.copy or state.objective).values())
             bundle.provenance["step"] = state.best.step
         predictions = self._measure(bundle, state)
         self.processes.on_first(lambda: write_weights(bundle, folder / "model"))
@@ -482,7 +484,8 @@ def _summary(setup: Setup, network: nn.Module) -> str:
     count = sum(one.numel() for one in parameters)
     trained = sum(one.numel() for one in parameters if one.requires_grad)
     name = config.start.init or config.model.name if setup.objects.network is None else type(network).__name__
-    outputs = plural(len(config.task.output_names(setup.splits)), config.task.output_noun)
+    names = config.task.output_names(setup.splits)
+    outputs = plural(len(names), config.task.output_noun) if names else "without a head"
     return (
         f"{name} with {count:,} parameters{f', {trained:,} of them trained,' if trained < count else ''} on "
         f"{len(setup.splits.train):,} images, {outputs}: {setup.steps:,} steps of {config.run.batch_size} in "

@@ -38,6 +38,7 @@ from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
+from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
 from vitrail.training.gradients import GradientSum
@@ -175,6 +176,9 @@ def prepare(
     check_divisible((phase.batch_size for phase in phases), processes.world)
     found = fingerprint(splits.train, splits.validation, splits.test)
     _check_equal(processes, found, config)
+    for phase in phases:
+        known = own_config(objects.network) if network_config is None else phase.network(network_config)
+        config.task.check_network(known)
     return Setup(
         config=config,
         device=device,
@@ -183,7 +187,7 @@ def prepare(
         fingerprint=found,
         steps=steps,
         origin=origin,
-        probes=_probes(config, steps),
+        probes=_probes(config, splits, steps),
         objects=objects,
         network=network_config,
         phases=phases,
@@ -259,6 +263,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
     objective = config.task.objective(network, setup.splits).to(setup.device)
     setup.processes.copy_from_first((*objective.parameters(), *objective.buffers()))
+    objective.begin(config.images, config.run.seed)
     copied = None
     if config.run.shard != "none" and setup.processes.are_several:
         copied = copy.deepcopy(objective).requires_grad_(False)
@@ -393,11 +398,15 @@ def _stages(setup: Setup) -> list[Stage]:
     ]
 
 
-def _probes(config: TrainConfig, steps: int) -> tuple[Probe, ...]:
-    """Return the probes that the config asks for."""
+def _probes(config: TrainConfig, splits: Splits, steps: int) -> tuple[Probe, ...]:
+    """Return the probes that the config asks for. Raise `ConfigError` if no image has a label to measure them by."""
     run = config.run
     if not run.probe:
         return ()
+    if splits.target_kind == "none":
+        raise ConfigError(
+            f"probe={run.probe!r} is measured by labels, but the images of {splits.title} have none; leave --probe out"
+        )
     every = run.probe_every or math.ceil(steps / max(run.evaluations, 1))
     evaluators = evaluators_of(
         run.probe, {"fewshot": {"allow_fewer": True}}

@@ -168,7 +168,13 @@ def network_from(
     same = bundle.classes == names and (bundle.output == "numbers") == (task.output == "numbers")
     numbered = task.output != "numbers" and names == tuple(map(str, range(len(names))))
     kept = same and not numbered and not start.new_head
-    if kept:
+    if not names:
+        headed = adapted(resized, num_classes=0, drop_head_hidden=True)
+        note = (
+            f"the head of model {start.init!r} is left out, because the task {task.name} trains a network without one"
+        )
+        kept = False
+    elif kept:
         headed, note = resized, f"the head of model {start.init!r} is kept, because its outputs are the same"
     else:
         headed = adapted(adapted(resized, num_classes=0, drop_head_hidden=True), classes=names)

@@ -93,6 +93,11 @@ def plan(
     check_choices(protocol, explicit, rates=rates, row=row, budget=budget)
     usual = Regression.name if data.whole.target_kind == "numbers" else config.task.name
     config = config.override(**{"task": usual, **explicit})
+    if "none" in config.task.targets:
+        raise ConfigError(
+            f"task={config.task.name!r} learns without labels, but fine-tuning learns labels; to go on with "
+            "pre-training, use: vitrail train --init MODEL --task " + config.task.name
+        )
     check_choice(config.start, bundle.network.config)
     device = pick_device(config.run.device)
     network, preprocess, memory = bundle.network.config, bundle.preprocess, available_memory(device)

@@ -30,6 +30,7 @@ TINY = ("--data", "fractals:3:24", "--evaluations", "3", "--targets", "0.05", "0
     [
         ("", "RECIPE... is missing"),
         ("demi", "recipe 'demi' does not exist; nearest: demo"),
+        ("masked-patches", "recipe 'masked-patches' trains the task masked-patches, which has no accuracy; choose"),
         ("demo demo", "RECIPE...: demo is given twice"),
         ("demo --targets 0.8 1.2", "--targets: 1.2 is not between 0 and 1; give a fraction, such as 0.85 for 85 %"),
         ("demo --targets 0", "--targets: 0.0 is not between 0 and 1"),

@@ -99,8 +99,10 @@ def test_no_two_uses_share_a_draw() -> None:
     numbers = [first + draw for first, draws in used.items() for draw in range(draws)]
     assert len(set(numbers)) == len(numbers) and max(numbers) < Slot.RANDAUGMENT
     assert Slot.RANDAUGMENT + 1000 * randaugment.DRAWS < Slot.TENSORFLOW_CROP
-    assert Slot.TENSORFLOW_CROP + 4 * 100 < Slot.WINDOW == max(Slot)
-    assert {*used, Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP, Slot.WINDOW} == set(Slot)
+    assert Slot.TENSORFLOW_CROP + 4 * 100 < Slot.WINDOW
+    assert Slot.WINDOW + 2 < Slot.PATCH_ORDER and Slot.PATCH_ORDER + 10**6 < Slot.PATCH_SOURCE == max(Slot)
+    large = {Slot.RANDAUGMENT, Slot.TENSORFLOW_CROP, Slot.WINDOW, Slot.PATCH_ORDER, Slot.PATCH_SOURCE}
+    assert {*used, *large} == set(Slot)
 
 
 def moment(alpha: float, power: int) -> float:

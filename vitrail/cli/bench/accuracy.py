@@ -139,6 +139,8 @@ def _check(options: BenchAccuracy) -> None:
     for name in options.recipes:
         if name not in RECIPES:
             raise ConfigError(f"recipe {name!r} does not exist; {nearest(name, RECIPES)}")
+        if (task := RECIPES[name]().task.name) != "classification":
+            raise ConfigError(f"recipe {name!r} trains the task {task}, which has no accuracy; choose another recipe")
     for name in ("recipes", "seeds", "targets"):
         values: Sequence[Any] = getattr(options, name)
         if not values:

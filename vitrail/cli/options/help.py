@@ -47,10 +47,16 @@ def _groups(command: Command, given: Mapping[str, Any], *, everything: bool) -> 
     """Yield headings with their options: first the essential options, then all others by section."""
     if command.positionals:
         yield "Arguments", command.positionals
-    known = command.options_for(given)
+    known, of_task = command.options_for(given), command.depends(given)
+    if of_task and not everything:  # the settings of other tasks have no effect
+        known = {
+            name: option
+            for name, option in known.items()
+            if option.section != "task" or name in of_task or name == "task"
+        }
     essential = {name for names in command.essential.values() for name in names}
     for heading, names in command.essential.items():
-        yield heading, [known[name] for name in names]
+        yield heading, [known[name] for name in names if name in known]
     if not everything:
         return
     rest: dict[str, list[Option]] = {}

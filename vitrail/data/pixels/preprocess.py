@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float, Float32, Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -181,6 +181,12 @@ class Preprocess:
         mean = _constant(tuple(255 * value for value in self.mean), images.device)
         scale = _constant(tuple(1 / (255 * value) for value in self.std), images.device)
         return images.to(torch.float32, copy=True).sub_(mean).mul_(scale)
+
+    def levels(self, images: Float[Tensor, "b c h w"]) -> Int64[Tensor, "b c h w"]:
+        """Return the levels 0 to 255 of images that `normalise` returned, rounded to whole levels."""
+        mean = _constant(tuple(255 * value for value in self.mean), images.device)
+        scale = _constant(tuple(255 * value for value in self.std), images.device)
+        return (images.float() * scale + mean).round().clamp(0, 255).long()
 
     def _fit(self, opened: Opened, box: Box | None) -> np.ndarray:
         """Return the scaled and cropped image, or a box of it, with shape h w or h w c."""

@@ -18,7 +18,7 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.processes.group import Processes
 from vitrail.tasks import Task
-from vitrail.tasks.own_model import without_adapters, write_weights
+from vitrail.tasks.own_model import BESIDE, without_adapters, write_beside, write_weights
 from vitrail.training.monitoring.display import TRAINING, Display
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import check_finite
@@ -149,4 +149,5 @@ class Examiner:
         if self.best_in is not None:
             model.metrics = {f"validation_{name}": value for name, value in self.task.summary(result).items()}
             model.provenance["step"] = self.state.best.step
+            write_beside(self.state.copy or self.state.objective, self.best_in.parent / BESIDE)
             write_weights(without_adapters(model), self.best_in)

@@ -1,0 +1,321 @@
+"""Tests of masked patch prediction: counts, corrupted embeddings, losses, gradients, unfit settings and networks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.models.network import Features
+from vitrail.models.variants import create, variant_config
+from vitrail.models.vit import VisionTransformer
+from vitrail.tasks.classification import Classification
+from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective, draw_corruption
+from vitrail.tasks.own_model import load_beside, write_beside
+from vitrail.testing import check_task
+from vitrail.training.config import TrainConfig
+
+TARGETS = ("mean-colour", "colours", "pixels")
+
+
+def batch_of(images: Tensor, *, first: int = 0, epoch: int = 0) -> Batch:
+    count = len(images)
+    return Batch(
+        images=images,
+        labels=torch.full((count,), -1),
+        valid=torch.ones(count, dtype=torch.bool),
+        samples=torch.arange(first, first + count),
+        epochs=torch.full((count,), epoch),
+        target_kind="none",
+    )
+
+
+def make_objective(task: MaskedPatches, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Any:
+    torch.manual_seed(0)
+    network = create(
+        "ViT-Pico/7", image_size=size, width=16, depth=2, heads=2, mlp_width=32, num_classes=0, channels=channels
+    )
+    objective = MaskedPatchesObjective(network, task)
+    objective.begin(Preprocess(image_size=size, channels=channels), seed=3)
+    return objective
+
+
+def images_of(count: int, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    levels = torch.randint(0, 256, (count, channels, *size), generator=generator, dtype=torch.uint8)
+    return Preprocess(image_size=size, channels=channels).normalise(levels)
+
+
+@pytest.mark.parametrize(
+    ("patches", "fractions", "masked", "swapped", "kept"),
+    [
+        (196, {}, 78, 10, 10), (16, {}, 6, 1, 1), (196, {"corrupt_fraction": 0.15}, 23, 3, 3),
+        (20, {"mask_fraction": 1.0, "swap_fraction": 0.0}, 10, 0, 0), (12, {"mask_fraction": 0.0}, 0, 1, 5),
+        (15, {"corrupt_fraction": 0.6, "mask_fraction": 0.5, "swap_fraction": 0.5}, 4, 4, 1),
+        (2, {}, 1, 0, 0), (50, {"mask_fraction": 0.0, "swap_fraction": 1.0}, 0, 25, 0),
+    ],
+)  # fmt: skip
+def test_every_image_has_exactly_the_counts_of_the_fractions(
+    patches: int, fractions: dict[str, float], masked: int, swapped: int, kept: int
+) -> None:
+    found = draw_corruption(MaskedPatches(**fractions), batch_of(torch.zeros(40, 1, 1, 1)), patches, seed=0)
+    assert (found.masked.shape, found.swapped.shape, found.kept.shape) == ((40, masked), (40, swapped), (40, kept))
+    assert found.sources.shape == found.swapped.shape and (found.sources != found.swapped).all()
+    assert found.sources.numel() == 0 or 0 <= found.sources.min() <= found.sources.max() < patches
+    for row in found.patches.tolist():
+        assert len(set(row)) == masked + swapped + kept and set(row) <= set(range(patches))
+
+
+def test_all_patches_are_corrupted_and_copied_equally_often() -> None:
+    task = MaskedPatches(mask_fraction=0.4, swap_fraction=0.4)
+    found = draw_corruption(task, batch_of(torch.zeros(4000, 1, 1, 1)), 10, seed=0)
+    for places in found[:4]:
+        counts = places.flatten().bincount(minlength=10) / places.numel()
+        assert (counts - 0.1).abs().max() < 0.02
+
+
+def test_the_corruption_depends_on_seed_epoch_and_sample_alone() -> None:
+    task, images = MaskedPatches(), torch.zeros(6, 1, 1, 1)
+    whole = draw_corruption(task, batch_of(images), 49, seed=5)
+    part = draw_corruption(task, batch_of(images[:2], first=3), 49, seed=5)
+    assert all(torch.equal(one[3:5], other) for one, other in zip(whole, part, strict=True))
+    for other in (
+        draw_corruption(task, batch_of(images, epoch=1), 49, seed=5),
+        draw_corruption(task, batch_of(images), 49, seed=6),
+        draw_corruption(task, replace(batch_of(images), views=torch.ones(6, dtype=torch.int64)), 49, seed=5),
+    ):
+        assert not torch.equal(whole.patches, other.patches)
+    assert len({tuple(row) for row in whole.patches.tolist()}) == 6
+
+
+def test_embeddings_are_replaced_as_the_groups_say() -> None:
+    task = MaskedPatches(mask_fraction=0.4, swap_fraction=0.4)
+    found = draw_corruption(task, batch_of(torch.zeros(3, 1, 1, 1)), 12, seed=0)
+    embeddings, token = torch.randn(3, 12, 5), torch.randn(5)
+    replaced = found.replacing(token)(embeddings)
+    for image in range(3):
+        expected = embeddings[image].clone()
+        expected[found.masked[image]] = token
+        for place, source in zip(found.swapped[image].tolist(), found.sources[image].tolist(), strict=True):
+            expected[place] = embeddings[image, source]
+        assert torch.equal(replaced[image], expected)
+        assert torch.equal(replaced[image, found.kept[image]], embeddings[image, found.kept[image]])
+
+
+class Tokens(nn.Module):
+    """A network whose encoded patches are trained weights, whatever its images are."""
+
+    def __init__(self, count: int, **fields: Any) -> None:
+        super().__init__()
+        self.config = variant_config("ViT-Pico/7", num_classes=0, **fields)
+        self.tokens = nn.Parameter(torch.randn(count, self.config.tokens - 1, self.config.width))
+
+    def encode(self, images: Tensor, *, replace: Any) -> Features:
+        return Features(None, self.tokens[:, :0], self.tokens, self.config.grid)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_only_corrupted_patches_of_decoded_images_have_gradients(target: Any) -> None:
+    task, network = MaskedPatches(patch_target=target), Tokens(3, image_size=(21, 28))
+    objective = MaskedPatchesObjective(network, task)
+    objective.begin(Preprocess(image_size=(21, 28)), seed=3)
+    batch = replace(batch_of(images_of(3)), valid=torch.tensor([True, False, True]))
+    output = objective(batch)
+    output.loss.backward()
+    moved = network.tokens.grad.abs().sum(dim=2) > 0
+    corrupted = draw_corruption(task, batch, 12, seed=3).patches
+    assert [set(row.nonzero()[:, 0].tolist()) for row in moved] == [
+        set(corrupted[0].tolist()), set(), set(corrupted[2].tolist()),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_loss_is_the_formula(target: Any, channels: int) -> None:
+    objective = make_objective(MaskedPatches(patch_target=target), channels=channels)
+    images = images_of(2, channels=channels)
+    output, batch = objective(batch_of(images)), batch_of(images)
+    corruption = draw_corruption(objective.task, batch, 12, seed=3)
+    encoded = objective.network.encode(images, replace=corruption.replacing(objective.mask_embedding)).patches
+    losses, right = [], []
+    for image in range(2):
+        for patch in corruption.patches[image].tolist():
+            row, column = divmod(patch, 4)
+            pixels = images[image, :, 7 * row : 7 * row + 7, 7 * column : 7 * column + 7]
+            predicted = objective.decoder(encoded[image, patch])
+            if target == "pixels":
+                losses.append((predicted - pixels.flatten()).square().mean())
+                continue
+            side = 1 if target == "mean-colour" else 4
+            levels = F.adaptive_avg_pool2d((pixels.double() * 0.5 + 0.5) * 255, side).flatten(1)
+            bins = ((levels + 1e-4) / 32).floor().long()
+            classes = (bins * torch.tensor([8**power for power in reversed(range(channels))])[:, None]).sum(dim=0)
+            logits = predicted.view(side**2, 8**channels)
+            losses.append(F.cross_entropy(logits, classes))
+            right.append((logits.argmax(dim=1) == classes).float().mean())
+    assert output.loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+    if target == "pixels":
+        assert not output.metrics
+    else:
+        assert output.metrics["colour_accuracy"].item() == pytest.approx(torch.stack(right).mean().item())
+
+
+def test_the_pixels_of_masked_patches_are_hidden_from_the_network() -> None:
+    objective = make_objective(MaskedPatches(mask_fraction=1.0, swap_fraction=0.0)).eval()
+    images = images_of(2)
+    corruption = draw_corruption(objective.task, batch_of(images), 12, seed=3)
+    hidden = torch.zeros(2, 12, dtype=torch.bool).scatter(1, corruption.masked, True)
+    pixels = hidden.view(2, 1, 3, 4).repeat_interleave(7, 2).repeat_interleave(7, 3)
+    replace_tokens = corruption.replacing(objective.mask_embedding)
+    tokens = objective.network.encode(images, replace=replace_tokens).patches
+    changed = objective.network.encode(torch.where(pixels, -images, images), replace=replace_tokens).patches
+    assert torch.equal(tokens, changed)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradients_of_parts_add_up_to_those_of_the_batch(target: Any) -> None:
+    objective = make_objective(MaskedPatches(patch_target=target))
+    batch = replace(batch_of(images_of(5)), valid=torch.tensor([True, True, False, True, True]))
+    objective(batch).loss.backward()
+    expected = [parameter.grad.clone() for parameter in objective.parameters()]
+    objective.zero_grad()
+    for part in batch.chunks(2):
+        (objective(part).loss * objective.counted(part).sum() / 4).backward()
+    for parameter, gradient in zip(objective.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_batch_is_overfitted(target: Any) -> None:
+    objective = make_objective(MaskedPatches(patch_target=target), size=(14, 21), channels=1)
+    batch = batch_of(images_of(4, size=(14, 21), channels=1))
+    optimizer = torch.optim.Adam(objective.parameters(), lr=1e-2)
+    first = objective(batch).loss.item()
+    for _ in range(300):
+        optimizer.zero_grad()
+        output = objective(batch)
+        output.loss.backward()
+        optimizer.step()
+    assert output.loss.item() < 0.02 * first
+
+
+def test_weights_beside_the_network_are_written_and_loaded(tmp_path: Path) -> None:
+    objective = make_objective(MaskedPatches())
+    before = {name: tensor.clone() for name, tensor in objective.state_dict().items()}
+    write_beside(objective, tmp_path / "beside.safetensors")
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter.add_(1)
+    load_beside(objective, tmp_path / "beside.safetensors")
+    for name, tensor in objective.state_dict().items():
+        assert torch.equal(tensor, before[name] + name.startswith("network."))
+    load_beside(objective, tmp_path / "nothing")
+    write_beside(Classification().objective(objective.network, Splits(Pictures(2), None, None)), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+class Pictures:
+    """A source of random images without targets."""
+
+    classes: tuple[str, ...] = ()
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randint(0, 256, (21, 28, 3), generator=generator, dtype=torch.uint8).numpy()
+        return Sample(self.key(index), image, None)
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_fulfils_the_contract_of_a_task(target: Any) -> None:
+    check_task(MaskedPatches(patch_target=target), Splits(Pictures(9), Pictures(5), None))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"corrupt_fraction": 0.0}, "corrupt_fraction=0.0 is not between 0 and 1, so no patch would be predicted or"),
+        ({"corrupt_fraction": 1.0}, "corrupt_fraction=1.0 is not between 0 and 1"),
+        ({"corrupt_fraction": math.nan}, "corrupt_fraction=nan is not between"),
+        ({"mask_fraction": 1.2}, r"mask_fraction=1.2 is not in \[0, 1\]"),
+        ({"swap_fraction": -0.1}, r"swap_fraction=-0.1 is not in \[0, 1\]"),
+        ({"mask_fraction": 0.8, "swap_fraction": 0.3}, "mask_fraction=0.8 and swap_fraction=0.3 add up to more than 1"),
+        ({"patch_target": "pixels", "select": "colour_accuracy"}, "needs colours, but patch_target='pixels' predicts"),
+    ],
+)
+def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MaskedPatches(**fields)
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "fraction", "message"),
+    [
+        (
+            "BiT-R50x1",
+            {},
+            0.5,
+            "replaces the embeddings of patches, which a ResNet does not have",
+        ),
+        (
+            "Conv+ViT-Pico/8",
+            {},
+            0.5,
+            "the tokens of a hybrid do, so that the neighbours of a corrupted patch",
+        ),
+        ("R50+ViT-B/16", {}, 0.5, "needs patches that do not overlap"),
+        ("ViT-Pico/8", {"positions": "none"}, 0.5, "needs positions, .* positions='none'; choose positions='learned'"),
+        ("ViT-Pico/8", {"patch_dropout": 0.25}, 0.5, "patch_dropout=0.25 removes patches that task='masked-patches'"),
+        ("ViT-Pico/8", {"pool": "map"}, 0.5, "pool='map' has weights that task='masked-patches' does not train"),
+        ("ViT-Pico/8", {"head_hidden": 9}, 0.5, "head_hidden=9 is a layer that task='masked-patches' does not train"),
+        ("ViT-Pico/16", {}, 0.1, r"corrupt_fraction=0.1 of 4 patches \(2 x 2\) leaves no corrupted patch; choose"),
+        ("ViT-Pico/16", {}, 0.9, r"corrupt_fraction=0.9 of 4 patches \(2 x 2\) leaves no visible patch; choose"),
+    ],
+)
+def test_unfit_networks_are_refused(variant: str, fields: dict[str, Any], fraction: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MaskedPatches(corrupt_fraction=fraction).check_network(variant_config(variant, image_size=32, **fields))
+
+
+def test_a_network_of_the_users_own_class_is_refused() -> None:
+    with pytest.raises(ConfigError, match="which a network of your own class does not have; choose a Vision"):
+        MaskedPatches().check_network(None)
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_mixed_images_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0.5 mixes the labels of images, which the task masked-patches does"):
+        TrainConfig().override(task="masked-patches", **{name: 0.5})
+
+
+def test_positions_of_all_kinds_and_registers_can_be_trained() -> None:
+    for fields in ({"positions": "rotary-2d"}, {"registers": 2, "pool": "gap", "final_norm": "pooled"}):
+        network = VisionTransformer(
+            variant_config("ViT-Pico/7", image_size=(14, 21), width=16, depth=1, heads=2, num_classes=0, **fields)
+        )
+        objective = MaskedPatches().objective(network, Splits(Pictures(3), None, None))
+        objective.begin(Preprocess(image_size=(14, 21)), seed=0)
+        assert objective(batch_of(images_of(2, size=(14, 21)))).loss.isfinite()

@@ -1,0 +1,104 @@
+"""Tests of whole runs of masked patch prediction: resume, the best weights, probes, and the use of the saved model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vitrail.errors import ConfigError, Stopped
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import resume, train
+from vitrail.training.setup import prepare
+from vitrail.weights.load import load
+
+Events = list[dict[str, Any]]
+
+
+def evaluations(run: Path) -> Events:
+    """Return the evaluations of a run without the time of day."""
+    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "evaluation"]
+    return [{name: value for name, value in event.items() if name != "time"} for event in events]
+
+
+@pytest.fixture
+def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Return a function that makes configs of short runs on grey images, with all kinds of randomness switched on."""
+
+    def make(name: str, **fields: Any) -> TrainConfig:
+        chosen = {"task": "masked-patches", "steps": 8, "evaluations": 4, "checkpoints": 2, "corrupt_fraction": 0.6}
+        return small(tmp_path / name, **{**chosen, **fields})
+
+    return make
+
+
+def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
+    masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
+) -> None:
+    straight = train(masked("straight", probe="knn", accumulation=2))
+    with pytest.raises(Stopped):
+        train(masked("stopped", probe="knn", accumulation=2), display=stop_at(3))
+    stopped = resume(tmp_path / "stopped")
+    for name in ("model/model.safetensors", "beside.safetensors"):
+        one, other = load_file(straight.folder / name), load_file(stopped.folder / name)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert set(one) == {"mask_embedding", "decoder.weight", "decoder.bias"}
+    *during, validation, _ = evaluations(straight.folder)
+    assert during == [event for event in evaluations(stopped.folder) if not event.get("kept")]
+    best = min(during, key=lambda event: event["patch_loss"])
+    assert validation["patch_loss"] == best["patch_loss"] == straight.metrics["validation_patch_loss"]
+    assert validation["colour_accuracy"] == best["colour_accuracy"]
+    probes = [event for event in read_journal(straight.folder / "journal.jsonl") if event["event"] == "probe"]
+    assert len(probes) == 4 and all(0 <= event["knn_1"] <= 1 for event in probes)
+
+
+def test_the_saved_model_has_features_and_starts_other_runs(
+    masked: Callable[..., TrainConfig], small: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    result = train(masked("pre-training", patch_target="pixels", steps=2, evaluations=1, checkpoints=1))
+    assert set(result.metrics) == {"validation_patch_loss", "test_patch_loss"} and result.examples == ()
+    bundle = load(result.folder)
+    assert bundle.classes == () and bundle.network.head is None
+    short: dict[str, Any] = {
+        "init": str(result.folder), "variant": None, "width": None, "depth": None, "heads": None, "mlp_width": None,
+        "position_std": None, "steps": 2, "evaluations": 1, "checkpoints": 1,
+    }  # fmt: skip
+    tuned = train(small(tmp_path / "tuned", **short))
+    assert len(tuned.bundle.classes) == 10
+    again = train(masked("again", **{**short, "init": str(tuned.folder)}))
+    assert again.bundle.classes == () and again.bundle.network.head is None
+
+
+def test_labels_are_not_needed_but_probes_measure_by_them(
+    masked: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path
+) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for path in colour_folder.glob("*/*.png"):
+        (flat / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
+    fields: dict[str, Any] = {"data": str(flat), "channels": 3, "mean": (0.5,), "std": (0.5,), "validation_share": 0.3}
+    train(masked("unlabelled", steps=2, evaluations=1, checkpoints=1, **fields))
+    with pytest.raises(ConfigError, match=r"probe='knn' is measured by labels, but the images of .* have none; leave"):
+        train(masked("probed", probe="knn", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"positions": "none"}, "needs positions"),
+        ({"early_patch_dropout": ("0.5:0.5",)}, "patch_dropout=0.5 removes patches"),
+        ({"corrupt_fraction": 0.03}, r"corrupt_fraction=0.03 of 16 patches \(4 x 4\) leaves no corrupted patch"),
+    ],
+)
+def test_a_run_that_cannot_work_leaves_no_folder(
+    masked: Callable[..., TrainConfig], fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(masked("none", **fields))
+    assert not (tmp_path / "none").exists()

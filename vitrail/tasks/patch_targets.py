@@ -1,0 +1,64 @@
+"""Targets of masked patch prediction: the pixels of patches, and their colours as classes.
+
+The levels 0 to 255 of a channel are divided into 8 equal bins, which are 3 bits. The paper does not state its bins. A
+colour of three channels is one of 512 classes: 64 times the bin of red, plus 8 times the bin of green, plus the bin of
+blue. A grey image has one channel, so its levels are 8 classes. Grey images that are read as three equal channels use
+the 8 of the 512 classes that are grey.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+__all__ = ["BINS", "CELLS", "PatchTarget", "colour_classes", "colours", "cut_patches"]
+
+PatchTarget = Literal["mean-colour", "colours", "pixels"]
+
+CELLS: dict[PatchTarget, int] = {"mean-colour": 1, "colours": 4}
+"""Rows and columns of cells of a patch whose mean colours are predicted."""
+
+BINS = 8
+"""Bins of the levels of a channel."""
+
+
+def colours(channels: int) -> int:
+    """Return the number of classes of a colour: 512 with three channels, 8 with one."""
+    return BINS**channels
+
+
+def cut_patches(images: Shaped[Tensor, "b c h w"], patch_size: tuple[int, int]) -> Shaped[Tensor, "b n c ph pw"]:
+    """Return the patches of images in row-major order of the grid. Rows and columns of pixels that fill no patch are
+    ignored, as `PatchEmbedding` does."""
+    (b, c, h, w), (ph, pw) = images.shape, patch_size
+    rows, columns = h // ph, w // pw
+    patches = images[:, :, : rows * ph, : columns * pw].reshape(b, c, rows, ph, columns, pw)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(b, rows * columns, c, ph, pw)
+
+
+def colour_classes(patches: Int64[Tensor, "b n c ph pw"], cells: int) -> Int64[Tensor, "b n cells2"]:
+    """Return the class of the mean colour of each of `cells` x `cells` cells of each patch, in row-major order.
+
+    If the number of cells does not divide a side of the patch, neighbouring cells share pixels, as in adaptive average
+    pooling. Means are computed in whole numbers, so a mean on the border of two bins belongs to the upper bin on every
+    device.
+    """
+    height, width = patches.shape[3:]
+    found = []
+    for top, bottom in _windows(height, cells):
+        for left, right in _windows(width, cells):
+            sums = patches[:, :, :, top:bottom, left:right].sum(dim=(3, 4))
+            bins = sums * BINS // (256 * (bottom - top) * (right - left))
+            classes = torch.zeros_like(bins[:, :, 0])
+            for channel in bins.unbind(dim=2):
+                classes = classes * BINS + channel
+            found.append(classes)
+    return torch.stack(found, dim=2)
+
+
+def _windows(size: int, cells: int) -> list[tuple[int, int]]:
+    """Return the first pixel of each cell along a side, and the pixel after the last one."""
+    return [(number * size // cells, -(-(number + 1) * size // cells)) for number in range(cells)]
