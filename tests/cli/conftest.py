@@ -9,7 +9,8 @@ import pytest
 from tests.conftest import make_idx_folder
 from vitrail.data.sources import fashion_mnist
 from vitrail.recipes import RECIPES
-from vitrail.training.run import RunResult, train
+from vitrail.training.execution import RunResult
+from vitrail.training.run import train
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vitrail.cli import main
-from vitrail.training.run import RunResult
+from vitrail.training.execution import RunResult
 
 
 def test_an_exported_run_predicts_and_is_measured_like_the_run(

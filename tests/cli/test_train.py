@@ -13,9 +13,9 @@ from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
 from vitrail.tasks import MaskedPatches
+from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.journal import read_journal
-from vitrail.training.record import read_record
-from vitrail.training.run import RunResult
+from vitrail.training.records.record import read_record
 
 TINY = [
     "--steps", "3", "--width", "16", "--depth", "1", "--heads", "2", "--mlp-width", "16", "--device", "cpu",

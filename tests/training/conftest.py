@@ -27,7 +27,7 @@ from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.plan import Plan
-from vitrail.training.record import read_record
+from vitrail.training.records.record import read_record
 from vitrail.training.run import train
 from vitrail.training.setup import make_network, make_state
 from vitrail.training.setup import prepare as prepare_run

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-import vitrail.training.run as run_module
+import vitrail.training.execution as run_module
 import vitrail.training.state.checkpoint as checkpoint_module
 from vitrail.errors import DestinationError, NonFiniteLoss, SaveError
 from vitrail.training.config import TrainConfig

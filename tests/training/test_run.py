@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import vitrail.training.run as run_module
+import vitrail.training.execution as run_module
 import vitrail.training.setup as making_module
 from vitrail.data.batch import Batch
 from vitrail.data.sources import OpenedData, open_data
@@ -25,10 +25,11 @@ from vitrail.errors import ConfigError, DataError, RunError, Stopped
 from vitrail.models.compiled import compile_blocks
 from vitrail.tasks import Task
 from vitrail.training.config import RESOLVED, TrainConfig
+from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.plan import Plan
-from vitrail.training.run import RunResult, resume, train
+from vitrail.training.run import resume, train
 from vitrail.training.state.state import TrainState
 from vitrail.weights.load import load
 

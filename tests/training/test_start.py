@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import vitrail.training.run as run_module
+import vitrail.training.execution as run_module
 from tests.conftest import make_idx_folder
 from vitrail.errors import BundleError, ConfigError, RunError, Stopped
 from vitrail.models.positions import resize_grid

@@ -21,7 +21,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.monitor import Monitor
-from vitrail.training.record import Record, read_record
+from vitrail.training.records.record import Record, read_record
 from vitrail.transfer.finetune_suite import Method, finetune_suite, is_suite_run
 from vitrail.transfer.suite import Suite, SuiteResult, open_task, read_suite
 from vitrail.weights.bundle import Bundle

@@ -14,8 +14,8 @@ import pytest
 from vitrail.cli import main
 from vitrail.errors import ConfigError, RunError
 from vitrail.training.config import TrainConfig
-from vitrail.training.lock import locked
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.records.lock import locked
 from vitrail.training.run import train
 from vitrail.transfer.choices import Candidate, Plan, Search
 from vitrail.transfer.finetune import FinetuneResult, finetune, plan

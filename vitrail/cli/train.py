@@ -33,10 +33,11 @@ from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
 from vitrail.settings import seconds_in
 from vitrail.training.config import RunConfig, TrainConfig
-from vitrail.training.folder import check_request
+from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.display import ConsoleDisplay
-from vitrail.training.record import read_record
-from vitrail.training.run import RunResult, resume, train
+from vitrail.training.records.folder import check_request
+from vitrail.training.records.record import read_record
+from vitrail.training.run import resume, train
 from vitrail.training.scale import scale_plans, scale_table
 from vitrail.training.setup import OwnObjects, check_columns, prepare
 from vitrail.transfer.budget import seconds_of

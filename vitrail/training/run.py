@@ -2,98 +2,45 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from vitrail.cores import compute_threads
-from vitrail.data.batch import Skipped
-from vitrail.data.check import quick_check
-from vitrail.data.colour import colour_note, images_of
 from vitrail.data.source import Source
 from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
-from vitrail.errors import ConfigError, NonFiniteLoss, RunError, SaveError, plural
-from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.errors import ConfigError, RunError, SaveError
 from vitrail.files import recover_folder, saving, write_json
-from vitrail.machine import keep_freed_memory
 from vitrail.models.linear.float32 import float32_products
 from vitrail.processes.group import Processes, join_processes
-from vitrail.tasks import Task
-from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
 from vitrail.training.config import TrainConfig
-from vitrail.training.extension import Length, check_extension, record_extension
-from vitrail.training.folder import new_folder
-from vitrail.training.forecast import check_run_memory, evaluation_batch
-from vitrail.training.lock import locked
-from vitrail.training.loop import fit
+from vitrail.training.execution import Execution, RunResult
+from vitrail.training.forecast import check_run_memory
 from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.examiner import Examiner, Probe, check_probes
-from vitrail.training.monitoring.examples import Example, write_examples
-from vitrail.training.monitoring.journal import Journal, read_journal
-from vitrail.training.monitoring.meter import check_finite
-from vitrail.training.monitoring.monitor import Intervals, Monitor, Sinks
-from vitrail.training.monitoring.stop import StopRequest
-from vitrail.training.phases import cost_text
-from vitrail.training.record import Record, read_record, replace_config
+from vitrail.training.monitoring.examiner import Probe, check_probes
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.records.extension import Length, check_extension
+from vitrail.training.records.folder import new_folder
+from vitrail.training.records.lock import locked
+from vitrail.training.records.record import Record, read_record
 from vitrail.training.setup import (
     OwnObjects,
     Setup,
-    make_bundle,
     make_network,
-    make_plan,
-    make_state,
     prepare,
     record_of,
 )
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state.checkpoint import Checkpoints
-from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle, load_bundle
 
-__all__ = ["RunResult", "finished", "resume", "train"]
-
-
-MAX_KEPT = 2**24
-"""Maximum number of outputs of a split that a run returns (64 MB)."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A finished run."""
-
-    folder: Path
-    bundle: Bundle
-    """The model, which is saved in `folder / "model"`. If the network is of the user's own class, only the weights are
-    saved."""
-    metrics: dict[str, float]
-    """Metrics of the model on the held-out splits: `validation_accuracy`, and `test_accuracy` if there is a test split.
-    Other tasks have other metrics, such as `test_r2`."""
-    summary: dict[str, float]
-    """Optimiser steps, seconds, images per second, fraction of the time spent waiting for data, and peak memory in
-    bytes."""
-    examples: tuple[Example, ...]
-    """A few held-out images, saved as files, with the model's predictions."""
-    task: Task
-    """The task that the model was trained for."""
-    predictions: Mapping[str, Predictions] = field(default_factory=dict)
-    """Outputs of the model by the name of the held-out split. A split with more than `MAX_KEPT` outputs is missing."""
-
-    def texts(self, split: str) -> list[str]:
-        """Return the metrics of a split as texts with their names, such as "accuracy 89.30%".
-
-        Those of "train" are means over the last training steps, with augmentation."""
-        start, found = f"{split}_", self.summary | self.metrics
-        values = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
-        return self.task.texts(values)
+__all__ = ["finished", "resume", "train"]
 
 
 def train(
@@ -163,7 +110,7 @@ def _train(
         folder = processes.on_first(lambda: new_folder(setup.config))
         with _locked(folder, processes):
             processes.on_first(lambda: _write_record(setup, folder))
-            return _Run(setup, folder, display or Display(), started, memory).go(trained, notes, probes)
+            return Execution(setup, folder, display or Display(), started, memory).go(trained, notes, probes)
 
 
 def resume(
@@ -216,7 +163,7 @@ def resume(
         with _same_arithmetic(setup.config):
             torch.manual_seed(record.config.run.seed)
             trained, setup, notes = make_network(setup, model)
-            run = _Run(setup, folder, display or Display(), started, _memory_of_resumed(setup))
+            run = Execution(setup, folder, display or Display(), started, _memory_of_resumed(setup))
             before = record.config.total_steps(record.images)
             return run.go(trained, notes, probes, resuming=True, extends=None if length is None else before)
 
@@ -296,209 +243,3 @@ def _memory_of_resumed(setup: Setup) -> str:
 
 def _arguments(names: Sequence[str]) -> str:
     return " and ".join(f"{name}=..." for name in names)
-
-
-class _Run:
-    """One run, from a network or the newest checkpoint to the finished model."""
-
-    def __init__(self, setup: Setup, folder: Path, display: Display, started: float, memory: str) -> None:
-        self.setup = setup
-        self.folder = folder
-        self.processes = setup.processes
-        self.journal = Journal(folder / "journal.jsonl", is_kept=setup.processes.is_first)
-        self.checkpoints = Checkpoints(folder / "checkpoints", processes=setup.processes)
-        self.display = display if setup.processes.is_first else Display()
-        self.started = started
-        self.memory = memory
-        """A sentence about the memory that the run needs."""
-
-    def go(
-        self,
-        network: nn.Module,
-        notes: tuple[str, ...],
-        probes: Sequence[Probe],
-        *,
-        resuming: bool = False,
-        extends: int | None = None,
-    ) -> RunResult:
-        """Train the network, and save the model. `extends` is the former number of steps of a run that is extended."""
-        setup, journal, display = self.setup, self.journal, self.display
-        keep_freed_memory()
-        state, plan = make_state(setup, network), make_plan(setup)
-        for note in self._restore(state) if resuming else ():
-            display.note(note)
-        self._announce(network, notes)
-        if state.step:
-            display.say(f"continuing after step {state.step:,} of {setup.steps:,}")
-        extension = {} if extends is None else {"extends": extends}
-        journal.write("resumed" if resuming else "started", step=state.step, steps=setup.steps, **extension)
-        if extends is not None:
-            state.best.waited = 0  # otherwise a run that --patience ended would end again at once
-            longer = {"step": state.step, "before": extends, "steps": setup.steps}
-            self.processes.on_first(lambda: record_extension(self.folder, setup.config, **longer))
-        limit = setup.config.run.max_seconds
-        with StopRequest(None if limit is None else self.started + limit) as stop:
-            examiner = self._examiner(state, probes)
-            sinks = Sinks(journal, self.checkpoints, display)
-            monitor = Monitor(
-                state,
-                plan,
-                sinks,
-                _intervals(setup),
-                examiner,
-                stop=stop,
-                started=self.started,
-                on_readers=lambda threads: replace_config(self.folder, setup.config.override(threads=threads)),
-            )
-            display.begin(state.step, setup.steps, setup.config.task)
-            try:
-                if self._may_keep_start and state.step == 0:
-                    monitor.before_first_step()
-                fit(state, plan, monitor)
-            except NonFiniteLoss as error:
-                journal.write("failed", step=state.step, reason=str(error))
-                if not self._may_keep_start or state.best.step < 0:
-                    raise NonFiniteLoss(_advice(error, self.checkpoints)) from None
-                display.note(
-                    f"{error}: the run diverged, so the best weights before, of step {state.best.step:,}, stay"
-                )
-            finally:
-                display.end()
-                state.batches.close()
-        return self._finish(state, monitor.summary(setup.device))
-
-    @property
-    def _may_keep_start(self) -> bool:
-        """True if the initial weights can be the best: the run starts from a linear model of features."""
-        config = self.setup.config
-        return config.start.linear_head and config.run.keep == "best"
-
-    def _restore(self, state: TrainState) -> list[str]:
-        """Load the newest checkpoint, and return notes for the user. Without a checkpoint, the run starts again."""
-        if self.processes.on_first(self.checkpoints.steps):
-            return self.checkpoints.restore(state)
-        return ["the run ended before its first checkpoint, so it starts from the beginning"]
-
-    def _examiner(self, state: TrainState, probes: Sequence[Probe]) -> Examiner:
-        setup, config = self.setup, self.setup.config
-        return Examiner(
-            config.task,
-            state,
-            lambda: make_bundle(setup, state.whole_objective()),
-            setup.splits,
-            self.journal,
-            self.display,
-            readers=setup.readers,
-            batch_size=evaluation_batch(config, setup.network),
-            processes=self.processes,
-            best_in=self.folder / "model" if config.run.keep == "best" else None,
-            probes=(*setup.probes, *probes),
-        )
-
-    def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
-        setup = self.setup
-        for note in (*notes, *setup.splits.notes):
-            self.display.note(note)
-        if note := colour_note(images_of(setup.splits.train), setup.config.images.channels):
-            self.display.note(f"{note}; to learn from colours, choose channels=3")
-        for line in quick_check(setup.splits):
-            self.display.say(line)
-        self.display.say(self.memory)
-        self.display.say(f"{_summary(setup, network)}, into {self.folder}")
-        if len(setup.phases) > 1 and setup.network is not None:
-            self.display.say(cost_text(setup.phases, setup.network, setup.config.task.views))
-
-    def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
-        """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""
-        setup, folder, journal = self.setup, self.folder, self.journal
-        if state.average is not None:
-            state.average.swap()  # no swap back, because no step follows
-        bundle = make_bundle(setup, state.whole_objective())
-        if setup.config.start.lora_rank is not None:
-            bundle = without_adapters(bundle)
-        bundle.provenance["step"] = state.step
-        if setup.config.run.keep == "best" and state.best.step >= 0:
-            self.processes.on_first(lambda: load_weights(bundle, folder / "model"))
-            self.processes.on_first(lambda: load_beside(state.copy or state.objective, folder / BESIDE))
-            self.processes.copy_from_first(bundle.network.state_dict().values())
-            self.processes.copy_from_first(beside(state.copy or state.objective).values())
-            bundle.provenance["step"] = state.best.step
-        predictions = self._measure(bundle, state)
-        self.processes.on_first(lambda: write_weights(bundle, folder / "model"))
-        held_out = setup.splits.held_out
-        source = held_out[1] if held_out else setup.splits.train
-        examples = self.processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
-        journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
-        return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
-
-    def _measure(self, bundle: Bundle, state: TrainState) -> dict[str, Predictions]:
-        """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""
-        task, splits = self.setup.config.task, self.setup.splits
-
-        def skip(item: Skipped) -> None:
-            self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
-
-        batch_size = evaluation_batch(self.setup.config, self.setup.network)
-        outputs = Outputs(
-            bundle,
-            batch_size=batch_size,
-            readers=self.setup.readers,
-            keep=MAX_KEPT,
-            on_skip=skip,
-            processes=self.processes,
-        )
-        predictions: dict[str, Predictions] = {}
-        evaluator = task.evaluator(state.copy or state.objective)
-        for split, source in (("validation", splits.validation), ("test", splits.test)):
-            if source is not None:
-                result = evaluator(outputs, splits.train, source)
-                check_finite(result, task.loss_metric, state.step)
-                values = {"split": split, "weights": state.measured, "kept": True, **result}
-                self.journal.write("evaluation", step=bundle.provenance["step"], **values)
-                bundle.metrics |= {f"{split}_{name}": value for name, value in task.summary(result).items()}
-                if (kept := outputs.kept(source)) is not None:
-                    predictions[split] = kept
-        return predictions
-
-
-COMPILED = {"off": "", "on": ", compiled", "graphs": ", compiled into CUDA graphs"}
-
-
-def _intervals(setup: Setup) -> Intervals:
-    config, validation = setup.config.run, setup.splits.validation
-
-    def every(count: int) -> int:
-        return math.ceil(setup.steps / count)
-
-    return Intervals(
-        journal=min(50, every(100)),
-        evaluate=every(config.evaluations) if validation is not None and config.evaluations else None,
-        checkpoint=every(config.checkpoints),
-    )
-
-
-def _summary(setup: Setup, network: nn.Module) -> str:
-    """Return a sentence about the network, the data, the length of the run and the device."""
-    config = setup.config
-    parameters = list(network.parameters())
-    count = sum(one.numel() for one in parameters)
-    trained = sum(one.numel() for one in parameters if one.requires_grad)
-    name = config.start.init or config.model.name if setup.objects.network is None else type(network).__name__
-    names = config.task.output_names(setup.splits)
-    outputs = plural(len(names), config.task.output_noun) if names else "without a head"
-    return (
-        f"{name} with {count:,} parameters{f', {trained:,} of them trained,' if trained < count else ''} on "
-        f"{len(setup.splits.train):,} images, {outputs}: {setup.steps:,} steps of {config.run.batch_size} in "
-        f"{config.run.precision} on {setup.device}{COMPILED[setup.compile]}"
-        f"{f', shared by {setup.processes.world} processes' if setup.processes.are_several else ''}"
-    )
-
-
-def _advice(error: NonFiniteLoss, checkpoints: Checkpoints) -> str:
-    """Return the message of a run that diverged."""
-    kept = "there is no checkpoint yet"
-    if steps := checkpoints.steps():
-        kept = f"the last good checkpoint is {checkpoints.folder}/step-{steps[0]}"
-    return (
-        f"{error}: the run diverged, and {kept}. Try a lower --learning-rate, a longer --warmup, or --precision float32"
-    )

@@ -51,7 +51,7 @@ from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.own import check_network, check_settings, named_splits
 from vitrail.training.phases import Phase, phases_of
 from vitrail.training.plan import Plan
-from vitrail.training.record import FORMAT
+from vitrail.training.records.record import FORMAT
 from vitrail.training.sharding import ShardedGradients, shard, shard_problems
 from vitrail.training.start import Origin, fitted, network_from
 from vitrail.training.state.average import Average

@@ -18,11 +18,12 @@ from vitrail.errors import ConfigError, RunError
 from vitrail.models.variants import AnyConfig
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import RESOLVED, TrainConfig
+from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.record import read_record
-from vitrail.training.run import RunResult, resume, train
+from vitrail.training.records.record import read_record
+from vitrail.training.run import resume, train
 from vitrail.transfer.choices import (
     FEW,
     MANY,

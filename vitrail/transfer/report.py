@@ -23,7 +23,7 @@ from vitrail.plain import to_plain
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
-from vitrail.training.record import read_record
+from vitrail.training.records.record import read_record
 from vitrail.transfer import charts, number_sections, sections
 from vitrail.transfer.charts import MarkedPoint, Point, Series
 from vitrail.transfer.number_sections import errors_section, number_rows, residuals_section, scatter_section

@@ -15,7 +15,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.readers import ReaderTrials
-from vitrail.training.record import read_record
+from vitrail.training.records.record import read_record
 from vitrail.training.run import resume, train
 
 Small = Callable[..., TrainConfig]

@@ -18,7 +18,7 @@ from vitrail.errors import Stopped
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.monitoring.stop import StopRequest, interrupted_by_signals
-from vitrail.training.record import read_record
+from vitrail.training.records.record import read_record
 from vitrail.training.run import resume, train
 
 Command = Callable[..., "subprocess.Popen[str]"]

@@ -22,7 +22,7 @@ from vitrail.errors import ConfigError, DataError, RunError, nearest
 from vitrail.files import saving, write_json
 from vitrail.machine import describe, has_bf16_matrix_units
 from vitrail.training.config import TrainConfig
-from vitrail.training.lock import locked
+from vitrail.training.records.lock import locked
 
 __all__ = ["PEERS", "AccuracyComparison", "check_environments", "peer_entries"]
 

@@ -22,7 +22,7 @@ from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.phases import first_steps, phases_of, run_flops
-from vitrail.training.record import read_record
+from vitrail.training.records.record import read_record
 from vitrail.training.run import train
 
 __all__ = ["measure_recipe", "optimizer_flops", "seconds_per_step"]

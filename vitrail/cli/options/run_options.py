@@ -15,7 +15,7 @@ from vitrail.models.vit import ViTConfig
 from vitrail.settings import bare_names
 from vitrail.tasks import TASKS, Regression, Task
 from vitrail.training.config import TrainConfig
-from vitrail.training.extension import Length
+from vitrail.training.records.extension import Length
 
 __all__ = [
     "check_effects",

@@ -18,7 +18,7 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
 from vitrail.cli.runs.table import rows_of
 from vitrail.errors import ConfigError, RunError
-from vitrail.training.summary import RunSummary, settings_of, summarise
+from vitrail.training.records.summary import RunSummary, settings_of, summarise
 
 __all__ = ["main"]
 

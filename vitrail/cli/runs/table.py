@@ -18,7 +18,7 @@ from rich.table import Table
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
 from vitrail.errors import ConfigError
-from vitrail.training.summary import RunSummary, differing_settings, find_runs, summarise
+from vitrail.training.records.summary import RunSummary, differing_settings, find_runs, summarise
 from vitrail.transfer.protocol import is_trial
 
 __all__ = ["main", "rows_of", "setting_text", "summaries_in"]

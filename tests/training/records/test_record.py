@@ -13,10 +13,10 @@ import pytest
 from vitrail.errors import RunError
 from vitrail.tasks import Classification, Regression
 from vitrail.training.config import TrainConfig
-from vitrail.training.record import FORMAT, read_record
+from vitrail.training.records.record import FORMAT, read_record
 from vitrail.training.run import train
 
-V1 = Path(__file__).parents[1] / "formats" / "v1"
+V1 = Path(__file__).parents[2] / "formats" / "v1"
 
 
 def written(folder: Path, **fields: Any) -> Path:

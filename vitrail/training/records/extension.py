@@ -10,7 +10,7 @@ from typing import Any
 from vitrail.errors import ConfigError, RunError
 from vitrail.files import saving, write_json
 from vitrail.training.config import TrainConfig
-from vitrail.training.record import FORMAT, Record
+from vitrail.training.records.record import FORMAT, Record
 from vitrail.training.state.checkpoint import Checkpoints
 
 __all__ = ["Length", "check_extension", "record_extension"]

@@ -11,7 +11,7 @@ from vitrail.errors import RunError
 from vitrail.files import check_parent, saving
 from vitrail.machine import pick_device
 from vitrail.training.config import TrainConfig
-from vitrail.training.lock import LOCK, check_unlocked
+from vitrail.training.records.lock import LOCK, check_unlocked
 
 __all__ = ["check_place", "check_request", "new_folder", "place_of"]
 

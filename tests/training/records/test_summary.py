@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from vitrail.training.config import TrainConfig
-from vitrail.training.lock import locked
+from vitrail.training.records.lock import locked
+from vitrail.training.records.summary import differing_settings, find_runs, settings_of, summarise
 from vitrail.training.run import train
-from vitrail.training.summary import differing_settings, find_runs, settings_of, summarise
 
 Tiny = Callable[..., TrainConfig]
 
