@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,8 @@ def test_a_run_uses_fewer_threads_while_cores_are_taken(
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     display = Notes()
     train(small(tmp_path / "run", precision="bf16", steps=24), display=display)
-    assert used == [2, 1, 2, 1, 2, 2], "as many threads as before at the end"
+    # Evaluations and the run itself set the number that they found again.
+    assert [number for number, _ in groupby(used)] == [2, 1, 2, 1, 2], "as many threads as before at the end"
     changes = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "threads"]
     assert [event["threads"] for event in changes] == [1, 2, 1, 2] and {event["at_most"] for event in changes} == {2}
     assert display.notes == [
