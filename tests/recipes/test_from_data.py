@@ -131,7 +131,9 @@ def test_little_time_means_smaller_images_and_fewer_epochs(monkeypatch: pytest.M
     found = planned(photographs, seconds, images=900, flip=True)
     assert asked == [(96, 96), (64, 64)] and found.config.images.image_size == (64, 64)
     assert 8 <= found.config.run.epochs < 9
+    asked.clear()
     found = planned(photographs, 0.01, images=900, flip=True)
+    assert asked == [(96, 96), (32, 32)], "sizes that are far too slow are not measured"
     assert found.config.images.image_size == (32, 32) and 0 < found.config.run.epochs < 1
 
 

@@ -252,9 +252,14 @@ def _choose_length(
     sizes = [(size, size) for size in SIZES if size <= fitting[-1]]
     if "image_size" in explicit:
         sizes = [explicit["image_size"]]
-    size, length = sizes[0], None
+    size, measured_at, length = sizes[0], sizes[0], None
     if not {"epochs", "steps"} & explicit.keys():
         for size in sizes:
+            if length is not None and size != sizes[-1]:
+                expected = length.epochs * math.prod(measured_at) / math.prod(size)
+                if expected < 0.8 * MIN_EPOCHS:  # clearly too large, so it is not worth a measurement
+                    continue
+            measured_at = size
             trial = base.override(**{**choices.settings, **explicit, "image_size": size})
             length = _length(_with_fast_decoding(trial, splits.train, explicit), splits, seconds, end)
             if length.epochs >= MIN_EPOCHS:
