@@ -155,7 +155,8 @@ def faults_of_three_steps():
     return faults() - before
 print(faults_of_three_steps())
 assert keep_freed_memory()
-step()
+for _ in range(5):  # the heap grows to its size
+    step()
 print(faults_of_three_steps())
 """
     if platform.libc_ver()[0] != "glibc":
@@ -163,7 +164,7 @@ print(faults_of_three_steps())
         return
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     handed_back, kept = map(int, done.stdout.split())
-    assert 2 * kept < handed_back, "3 steps of 168 MB are 123,000 pages; the heap can still grow in the first of them"
+    assert 2 * kept < handed_back, "3 steps of 168 MB are 123,000 pages"
 
 
 def test_the_available_memory_is_part_of_the_total() -> None:
