@@ -252,6 +252,7 @@ def join_processes(timeout: float = 600.0) -> Processes:
     try:
         store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=limit))
         store.set_timeout(limit)
+        store = PrefixStore(f"start {place.restarts}", store)  # torchrun keeps the store when it starts processes again
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         joined = Processes(place, PrefixStore("vitrail", store))
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
