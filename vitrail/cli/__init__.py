@@ -41,8 +41,8 @@ VERBS = {
 MODULES = {
     "data check": "data.check",
     "data pack": "data.pack",
-    "runs": "runs.table",
-    "runs compare": "runs.compare",
+    "runs": "run_tables.listing",
+    "runs compare": "run_tables.compare",
     "bench": "bench.speed",
     "bench data": "bench.reading",
     "bench accuracy": "bench.accuracy",

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
-from vitrail.cli.runs.table import rows_of
+from vitrail.cli.run_tables.listing import rows_of
 from vitrail.errors import ConfigError, RunError
 from vitrail.training.records.summary import RunSummary, settings_of, summarise
 

@@ -1,0 +1,1 @@
+"""The verbs that show runs: `runs` and `runs compare`."""
