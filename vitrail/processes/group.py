@@ -190,7 +190,7 @@ class Processes:
             self._store.set(f"error/{self.rank}", message)
             # The first process waits for the others, because their messages can be in a store that ends with it.
             awaited = [f"error/{rank}" for rank in (range(1, self.world) if self.is_first else (0,))]
-            for _ in range(50):
+            for _ in range(100):
                 if self._store.check(awaited):
                     break
                 time.sleep(0.1)
