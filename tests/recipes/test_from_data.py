@@ -157,7 +157,7 @@ def test_a_budget_counts_from_the_start_of_the_command(monkeypatch: pytest.Monke
 
 
 def test_evaluations_take_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 s, evaluations of 2,000 images at 120 images/s may take 10 s: one, besides the final measurements."""
+    """The run lasts 100 s, of which evaluations may take 10 s. One evaluation takes 17 s, so there is only one."""
     monkeypatch.setattr(from_data, "training_speed", lambda *_: Speed(60.0, None))
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     explicit = {"device": "cpu"}

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.models.patches import PatchEmbedding
-from vitrail.tasks.patch_targets import colour_classes, colours, cut_patches
+from vitrail.models.patches import PatchEmbedding, cut_patches
+from vitrail.tasks.patch_targets import colour_classes, colours
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,11 @@ def test_patches_have_the_order_of_the_patch_embedding_and_leave_out_uneven_bord
     images = torch.randn(2, 3, 11, 16)
     embedding = PatchEmbedding((3, 5), 3, 45, bias=False)
     torch.nn.init.eye_(embedding.projection.weight)
-    torch.testing.assert_close(cut_patches(images, (3, 5)).flatten(2), embedding(images))
+    patches = cut_patches(images, (3, 5))
+    assert patches.shape == (2, 9, 3, 3, 5)
+    torch.testing.assert_close(patches.flatten(2), embedding(images))
+    expected = F.unfold(images, (3, 5), stride=(3, 5)).transpose(1, 2)  # windows that do not fit are left out
+    assert torch.equal(patches.flatten(2), expected)
 
 
 @pytest.mark.parametrize(("mean", "std"), [((0.5,), (0.5,)), ((0.1, 0.9, 0.286), (0.353, 0.01, 2.0))])

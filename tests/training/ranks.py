@@ -1,4 +1,4 @@
-"""What processes of one run do in tests. Processes import this module, so it does not import pytest."""
+"""Functions for the processes of a run in tests. The processes import this module, so it does not import pytest."""
 
 from __future__ import annotations
 

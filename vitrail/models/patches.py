@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 
 from vitrail.models.linear.dense import Linear
 
-__all__ = ["PatchEmbedding", "PrefixTokens", "Replace", "mask_tokens"]
+__all__ = ["PatchEmbedding", "PrefixTokens", "Replace", "cut_patches", "mask_tokens"]
 
 Replace = Callable[[Tensor], Tensor]
 """A function that receives patch embeddings (b, n, width), before positions are added, and returns their
@@ -35,16 +35,22 @@ class PatchEmbedding(nn.Module):
     ) -> Float[Tensor, "b n width"]:
         """Return one token per patch, in row-major order of the grid. With `kept`, return only the tokens at these
         indices. Rows and columns of pixels that fill no patch are ignored."""
-        b, c, h, w = images.shape
-        ph, pw = self.patch_size
-        if h % ph or w % pw:
-            images = images[:, :, : h - h % ph, : w - w % pw]
-        patches = images.reshape(b, c, h // ph, ph, w // pw, pw)
-        patches = patches.permute(0, 2, 4, 1, 3, 5)  # b grid_h grid_w c ph pw
-        patches = patches.reshape(b, (h // ph) * (w // pw), c * ph * pw)
+        patches = cut_patches(images, self.patch_size).flatten(2)
         if kept is not None:
-            patches = patches[torch.arange(b, device=kept.device)[:, None], kept]
+            patches = patches[torch.arange(images.shape[0], device=kept.device)[:, None], kept]
         return self.projection(patches)
+
+
+def cut_patches(images: Shaped[Tensor, "b c h w"], patch_size: tuple[int, int]) -> Shaped[Tensor, "b n c ph pw"]:
+    """Return the patches of images in row-major order of the grid. Rows and columns of pixels that fill no patch are
+    ignored."""
+    b, c, h, w = images.shape
+    ph, pw = patch_size
+    if h % ph or w % pw:
+        images = images[:, :, : h - h % ph, : w - w % pw]
+    patches = images.reshape(b, c, h // ph, ph, w // pw, pw)
+    patches = patches.permute(0, 2, 4, 1, 3, 5)  # b grid_h grid_w c ph pw
+    return patches.reshape(b, (h // ph) * (w // pw), c, ph, pw)
 
 
 class PrefixTokens(nn.Module):

@@ -220,9 +220,7 @@ class PreActivationUnit(nn.Module):
         self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
-        x = _input_of(self.norm1, x)
-        active = F.relu(self.norm1(x))
-        shortcut = x if self.shortcut is None else self.shortcut(active)
+        active, shortcut = _activated(self, x)
         y = self.conv1(active)
         y = self.conv2(F.relu(self.norm2(y)))
         return shortcut + self.conv3(F.relu(self.norm3(y)))
@@ -253,9 +251,7 @@ class BasicUnit(nn.Module):
         self.shortcut = StandardisedConv(before, after, 1, stride=stride, eps=weight_eps) if changes else None
 
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
-        x = _input_of(self.norm1, x)
-        active = F.relu(self.norm1(x))
-        shortcut = x if self.shortcut is None else self.shortcut(active)
+        active, shortcut = _activated(self, x)
         return shortcut + self.conv2(F.relu(self.norm2(self.conv1(active))))
 
 
@@ -266,14 +262,16 @@ UNITS: dict[ResNetUnit, type[PreActivationUnit] | type[BasicUnit]] = {
 """The residual unit of each kind."""
 
 
-def _input_of(norm: nn.GroupNorm, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    """Return the input of a unit's first norm in a memory layout for which the norm's backward pass works.
-
-    The first trained unit above frozen ones has an input that needs no gradient. If channels are last in memory, the
-    norm's backward pass on a CPU then ends the process: it writes that gradient nowhere (torch 2.13).
-    """
-    is_first_trained = torch.is_grad_enabled() and norm.weight.requires_grad and not x.requires_grad
-    return x.contiguous() if is_first_trained else x
+def _activated(
+    unit: PreActivationUnit | BasicUnit, x: Float[Tensor, "b c h w"]
+) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b d gh gw"]]:
+    """Return the input of a unit after its first norm and ReLU, and its shortcut."""
+    if torch.is_grad_enabled() and unit.norm1.weight.requires_grad and not x.requires_grad:
+        # The first trained unit above frozen ones. If channels are last in memory and the input needs no gradient,
+        # the norm's backward pass on a CPU ends the process: it writes that gradient nowhere (torch 2.13).
+        x = x.contiguous()
+    active = F.relu(unit.norm1(x))
+    return active, x if unit.shortcut is None else unit.shortcut(active)
 
 
 class PostActivationUnit(nn.Module):

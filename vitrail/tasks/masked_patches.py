@@ -28,12 +28,12 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.patches import Replace
+from vitrail.models.patches import Replace, cut_patches
 from vitrail.models.predictor import shared_copy
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import one_of, raise_problems
-from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colours, cut_patches
+from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colours
 from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, mean_of_counted
 from vitrail.weights.bundle import OutputKind
 

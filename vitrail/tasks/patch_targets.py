@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64
 from torch import Tensor
 
-__all__ = ["BINS", "CELLS", "PatchTarget", "colour_classes", "colours", "cut_patches"]
+__all__ = ["BINS", "CELLS", "PatchTarget", "colour_classes", "colours"]
 
 PatchTarget = Literal["mean-colour", "colours", "pixels"]
 
@@ -28,15 +28,6 @@ BINS = 8
 def colours(channels: int) -> int:
     """Return the number of classes of a colour: 512 with three channels, 8 with one."""
     return BINS**channels
-
-
-def cut_patches(images: Shaped[Tensor, "b c h w"], patch_size: tuple[int, int]) -> Shaped[Tensor, "b n c ph pw"]:
-    """Return the patches of images in row-major order of the grid. Rows and columns of pixels that fill no patch are
-    ignored, as `PatchEmbedding` does."""
-    (b, c, h, w), (ph, pw) = images.shape, patch_size
-    rows, columns = h // ph, w // pw
-    patches = images[:, :, : rows * ph, : columns * pw].reshape(b, c, rows, ph, columns, pw)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(b, rows * columns, c, ph, pw)
 
 
 def colour_classes(patches: Int64[Tensor, "b n c ph pw"], cells: int) -> Int64[Tensor, "b n cells2"]:

@@ -43,7 +43,7 @@ H100 = Gpu("H100 SXM", 80e9, 989e12, 8, 450e9, 50e9)
 
 @dataclass(frozen=True)
 class ScalePlan:
-    """What each process of a run needs in a step."""
+    """Memory, communication and FLOPs of one process in a training step."""
 
     processes: int
     shard: Shard

@@ -170,9 +170,7 @@ def network_from(
     kept = same and not numbered and not start.new_head
     if not names:
         headed = adapted(resized, num_classes=0, drop_head_hidden=True)
-        note = (
-            f"the head of model {start.init!r} is left out, because the task {task.name} trains a network without one"
-        )
+        note = f"the head of model {start.init!r} is removed: the task {task.name} trains a network without a head"
         kept = False
     elif kept:
         headed, note = resized, f"the head of model {start.init!r} is kept, because its outputs are the same"

@@ -128,7 +128,7 @@ def plan_by_rule(
     start = replace(base, images=preprocess, optimizer=OptimizerConfig(), augment=Augment())
     chosen = choices.plan(start)
     if _has_fixed_features(chosen.config) and not {"steps", "epochs", "linear_head"} & explicit.keys():
-        choices.add("one step: the linear model is fitted to features that no step would change", steps=1)
+        choices.add("one step: without random augmentation, the linear model is the best head already", steps=1)
         chosen = choices.plan(start)
     return (
         chosen if seconds is None else replace(chosen, search=_search(chosen.config, network, facts, explicit, seconds))

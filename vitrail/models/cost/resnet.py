@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision, bytes_each
 
@@ -43,7 +44,8 @@ GAPS = 0.45
 copies of maps and filters. Measured (glibc 2.36, 2026-11)."""
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True)
+class Unit:
     """One bottleneck, with its channels and the sizes of its feature map before and after the stride."""
 
     before: int
@@ -91,40 +93,29 @@ class Unit(NamedTuple):
         return 9 * self.middle**2
 
 
-class BasicUnit(NamedTuple):
-    """One unit of two 3 x 3 convolutions. The fields and properties mean the same as those of `Unit`."""
-
-    before: int
-    after: int
-    cells_in: int
-    cells_out: int
-    side: tuple[int, int]
-    stride: int
-
-    @property
-    def has_shortcut(self) -> bool:
-        return self.stride > 1 or self.before != self.after
+class BasicUnit(Unit):
+    """One unit of two 3 x 3 convolutions."""
 
     @property
     def macs(self) -> int:
-        return self.after * (9 * (self.before + self.after) + self.before * self.has_shortcut) * self.cells_out
+        return self._products * self.cells_out
 
     def parameters(self, *, bit: bool) -> int:
         assert bit, "the root of a hybrid has no basic units"
-        products = self.after * (9 * (self.before + self.after) + self.before * self.has_shortcut)
-        return products + 2 * (self.before + self.after)
+        return self._products + 2 * (self.before + self.after)
 
     @property
     def kept(self) -> int:
         return 2 * self.before * self.cells_in + 2 * self.after * self.cells_out
 
     @property
-    def held(self) -> int:
-        return self.kept + 2 * self.after * self.cells_out
-
-    @property
     def largest_filters(self) -> int:
         return 9 * self.after**2
+
+    @property
+    def _products(self) -> int:
+        """Number of weights of the convolutions."""
+        return self.after * (9 * (self.before + self.after) + self.before * self.has_shortcut)
 
 
 def cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
@@ -132,9 +123,9 @@ def cells(size: tuple[int, int], stride: int) -> tuple[int, int]:
     return math.ceil(size[0] / stride), math.ceil(size[1] / stride)
 
 
-def units(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> Iterator[Unit | BasicUnit]:
+def units(shape: ResNetConfig | RootConfig, size: tuple[int, int]) -> Iterator[Unit]:
     """Yield the units of a ResNet, or of a hybrid's root, in order."""
-    kind: Any = Unit if shape.unit == "bottleneck" else BasicUnit
+    kind = Unit if shape.unit == "bottleneck" else BasicUnit
     widths = [shape.width, *(shape.width * shape.expansion * 2**stage for stage in range(len(shape.depths)))]
     side = cells(size, shape.stem_stride)
     for stage, (depth, (before, after)) in enumerate(zip(shape.depths, pairwise(widths), strict=True)):
@@ -262,7 +253,6 @@ def _root_kept(root: RootConfig, channels: int, size: tuple[int, int]) -> int:
         kept += root.width * (padded if padded > math.prod(half) else 0)
         kept += root.width * math.prod(cells(size, 4)) * bool(root.depths)
     for unit in units(root, size):
-        assert isinstance(unit, Unit), "the root of a hybrid has bottlenecks"
         kept += 2 * unit.middle * unit.cells_in + unit.middle * (
             _padded(unit.side, 3, unit.stride) + 2 * unit.cells_out
         )

@@ -1,1 +1,1 @@
-"""What a run's folder holds beside its model and checkpoints: its record, its lock, its extensions and its summary."""
+"""The files in a run's folder, apart from its model and checkpoints: the record of its settings and the lock."""
