@@ -16,6 +16,8 @@ from vitrail.tasks import MaskedPatches
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.record import read_record
+from vitrail.weights.bundle import weights_sha256
+from vitrail.weights.load import load
 
 TINY = [
     "--steps", "3", "--width", "16", "--depth", "1", "--heads", "2", "--mlp-width", "16", "--device", "cpu",
@@ -75,6 +77,11 @@ def test_a_network_is_pre_trained_without_labels_and_used(
     by = ["--by", "knn,linear,fewshot", "--shots", "1"]
     assert main(["evaluate", "runs/colours/model", "--data", str(colour_folder), *by]) == 0
     assert main(["embed", "runs/colours/model", "--data", str(colour_folder), "--out", "features"]) == 0
+    short = ["--steps", "2", "--batch-size", "8", "--device", "cpu", "--threads", "1", "--no-flip"]
+    assert main(["finetune", "runs/colours/model", "--data", str(colour_folder), "--name", "tuned", *short]) == 0
+    before, after = (load(f"runs/{name}/model") for name in ("colours", "tuned"))
+    assert after.classes == ("blue", "green", "red") and after.preprocess.image_size == (16, 24)
+    assert after.provenance["init_sha256"] == weights_sha256(before.network)
 
 
 def test_help_shows_the_settings_of_the_typed_task_alone(capsys: pytest.CaptureFixture[str]) -> None:

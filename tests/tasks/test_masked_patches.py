@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.data.batch import Batch
+from tests.tasks.images import Pictures, batch_of, images_of
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.network import Features
@@ -29,18 +28,6 @@ from vitrail.training.config import TrainConfig
 TARGETS = ("mean-colour", "colours", "pixels")
 
 
-def batch_of(images: Tensor, *, first: int = 0, epoch: int = 0) -> Batch:
-    count = len(images)
-    return Batch(
-        images=images,
-        labels=torch.full((count,), -1),
-        valid=torch.ones(count, dtype=torch.bool),
-        samples=torch.arange(first, first + count),
-        epochs=torch.full((count,), epoch),
-        target_kind="none",
-    )
-
-
 def make_objective(task: MaskedPatches, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Any:
     torch.manual_seed(0)
     network = create(
@@ -49,12 +36,6 @@ def make_objective(task: MaskedPatches, *, size: tuple[int, int] = (21, 28), cha
     objective = MaskedPatchesObjective(network, task)
     objective.begin(Preprocess(image_size=size, channels=channels), seed=3)
     return objective
-
-
-def images_of(count: int, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    levels = torch.randint(0, 256, (count, channels, *size), generator=generator, dtype=torch.uint8)
-    return Preprocess(image_size=size, channels=channels).normalise(levels)
 
 
 @pytest.mark.parametrize(
@@ -224,29 +205,6 @@ def test_weights_beside_the_network_are_written_and_loaded(tmp_path: Path) -> No
     load_beside(objective, tmp_path / "nothing")
     write_beside(Classification().objective(objective.network, Splits(Pictures(2), None, None)), tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-class Pictures:
-    """A source of random images without targets."""
-
-    classes: tuple[str, ...] = ()
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Sample:
-        generator = torch.Generator().manual_seed(index)
-        image = torch.randint(0, 256, (21, 28, 3), generator=generator, dtype=torch.uint8).numpy()
-        return Sample(self.key(index), image, None)
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> None:
-        return None
 
 
 @pytest.mark.parametrize("target", TARGETS)

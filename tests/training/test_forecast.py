@@ -43,6 +43,26 @@ def test_the_need_is_the_sum_of_its_parts(setup: Callable[..., Setup]) -> None:
     assert run_bytes(made.config, None) == queue
 
 
+def test_the_outputs_of_a_decoder_are_counted(setup: Callable[..., Setup]) -> None:
+    small = {"batch_size": 60, "threads": 3, "task": "masked-patches", "average": 0.9}
+    needed = {}
+    for target, outputs in (("pixels", 49), ("colours", 16 * 8)):
+        made = setup(**small, patch_target=target)
+        network, images = made.network, made.config.images
+        assert network is not None
+        cost = made.config.task.step_cost(network, "float32")
+        assert cost.image_bytes == 12 * 8 * outputs or target == "colours"
+        assert cost.parameters == 16 + 17 * outputs and cost.flops == 6 * 8 * 16 * outputs
+        queue, read = queue_bytes(images, 60, Readers(3)), queue_bytes(images, 256, Readers(3))
+        evaluation = prediction_bytes(network, 256, (28, 28)) + 256 * cost.image_bytes + read
+        step = training_bytes(cost.network, 60, (28, 28), "float32") + 60 * cost.image_bytes + 20 * cost.parameters
+        step += 4 * network.parameters()
+        held = 16 * (network.parameters() + cost.parameters) + evaluation
+        needed[target] = run_bytes(made.config, network)
+        assert needed[target] == queue + max(step, held)
+    assert needed["pixels"] < needed["colours"]
+
+
 def test_larger_images_and_batches_need_more_and_frozen_weights_less(setup: Callable[..., Setup]) -> None:
     made = setup(batch_size=200)
     network = made.network

@@ -11,6 +11,7 @@ import torch
 
 from vitrail.errors import ConfigError, Stopped
 from vitrail.models.variants import create, variant_config
+from vitrail.tasks import Classification
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
@@ -42,9 +43,11 @@ def test_phases_follow_from_the_settings(small: Small, tmp_path: Path) -> None:
     flops = [6 * one.batch_size * variant_config(
         "ViT-Pico/7", image_size=one.image_size, patch_dropout=one.patch_dropout, num_classes=2, width=16, depth=2,
         heads=2, mlp_width=32, channels=1).training_flops() for one in found]  # fmt: skip
-    assert run_flops(found, network) == sum(flops) and run_flops(found, network, views=2) == 2 * sum(flops)
+    assert run_flops(found, network, config.task) == sum(flops)
+    two = type("Two", (Classification,), {"views": 2})()
+    assert run_flops(found, network, two) == 2 * sum(flops)
     assert [one.cost for one in found] == pytest.approx([each / flops[-1] for each in flops], rel=1e-12)
-    assert run_flops(first_steps(found, 14), network) == sum(flops[:2]) + flops[2] // 3
+    assert run_flops(first_steps(found, 14), network, config.task) == sum(flops[:2]) + flops[2] // 3
     assert first_steps(found, 24) == found
     assert found[0].cost < found[1].cost < found[2].cost < found[3].cost == 1
 

@@ -28,13 +28,14 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
+from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.patches import Replace, cut_patches
 from vitrail.models.predictor import shared_copy
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import one_of, raise_problems
 from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colours
-from vitrail.tasks.task import LossOutput, Objective, Task, TaskMetric, mean_of_counted
+from vitrail.tasks.task import LossOutput, Objective, StepCost, Task, TaskMetric, mean_of_counted
 from vitrail.weights.bundle import OutputKind
 
 __all__ = ["Corruption", "MaskedPatches", "MaskedPatchesObjective", "PatchErrors", "PatchLosses", "draw_corruption"]
@@ -148,6 +149,27 @@ class MaskedPatches(Task):
         """Return the number of corrupted patches of an image with this many patches."""
         return round(self.corrupt_fraction * patches)
 
+    def outputs_of(self, network: ViTConfig) -> int:
+        """Return the number of outputs of the decoder for one patch."""
+        if self.patch_target == "pixels":
+            return network.channels * math.prod(network.patch_size)
+        return CELLS[self.patch_target] ** 2 * colours(network.channels)
+
+    def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
+        """Return the cost of a step, in which the network computes all tokens and the decoder the corrupted ones.
+
+        At the peak, the outputs of the decoder exist three times, or the levels of all pixels twice as whole numbers.
+        """
+        assert isinstance(network, ViTConfig)
+        patches, outputs = self.corrupted_of(math.prod(network.grid)), self.outputs_of(network)
+        levels = 0 if self.patch_target == "pixels" else 16 * network.channels * math.prod(network.image_size)
+        return StepCost(
+            dataclasses.replace(network, pool="gap", class_token=network.has_class_token),
+            parameters=network.width + outputs * (network.width + 1),
+            image_bytes=max(12 * patches * outputs, levels),
+            flops=6 * patches * outputs * network.width,
+        )
+
     def output_names(self, splits: Splits) -> tuple[str, ...]:
         """Return no names, because the network has no head."""
         return ()
@@ -243,11 +265,7 @@ class MaskedPatchesObjective(Objective):
         config: ViTConfig = self.network.config
         self.mask_embedding = nn.Parameter(torch.empty(config.width))
         nn.init.normal_(self.mask_embedding, std=0.02)
-        if task.patch_target == "pixels":
-            outputs = config.channels * math.prod(config.patch_size)
-        else:
-            outputs = CELLS[task.patch_target] ** 2 * colours(config.channels)
-        self.decoder = nn.Linear(config.width, outputs)
+        self.decoder = nn.Linear(config.width, task.outputs_of(config))
         nn.init.normal_(self.decoder.weight, std=0.02)
         nn.init.zeros_(self.decoder.bias)
 

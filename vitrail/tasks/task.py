@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -20,12 +20,13 @@ from vitrail.data.source import Mixture, Source, TargetKind
 from vitrail.data.splits import Splits
 from vitrail.errors import nearest
 from vitrail.evaluation.evaluators import Evaluator
+from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.variants import AnyConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.weights.bundle import Bundle, OutputKind
 
-__all__ = ["LossOutput", "Objective", "Task", "TaskMetric", "drawn_samples", "mean_of_counted"]
+__all__ = ["LossOutput", "Objective", "StepCost", "Task", "TaskMetric", "drawn_samples", "mean_of_counted"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,25 @@ class Objective(nn.Module, ABC):
         changed head, which shares all other parameters with the network in training.
         """
         return self.network
+
+
+class StepCost(NamedTuple):
+    """The cost of a training step, for forecasts of its memory and its time."""
+
+    network: AnyConfig
+    """The network's config with the tokens that the step computes. If the task hides patches from the network, this
+    config has patch dropout."""
+    parameters: int = 0
+    """Number of weights that are trained beside the network, such as those of a decoder."""
+    image_bytes: int = 0
+    """Peak bytes per image and view that the step needs beside those of the network."""
+    flops: int = 0
+    """FLOPs per image and view that the step computes beside those of the network."""
+
+    @property
+    def all_flops(self) -> int:
+        """FLOPs per image and view."""
+        return self.network.training_flops() + self.flops
 
 
 @dataclass(frozen=True)
@@ -148,6 +168,11 @@ class Task(ABC):
         in image size or patch dropout, the method is called with the settings of each phase. By default every network
         is accepted.
         """
+
+    def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
+        """Return the cost of a training step with images of `network.image_size`. By default only the network costs
+        something."""
+        return StepCost(network)
 
     @abstractmethod
     def objective(self, network: nn.Module, splits: Splits) -> Objective:

@@ -184,7 +184,7 @@ class Execution:
         self.display.say(self.memory)
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
         if len(setup.phases) > 1 and setup.network is not None:
-            self.display.say(cost_text(setup.phases, setup.network, setup.config.task.views))
+            self.display.say(cost_text(setup.phases, setup.network, setup.config.task))
 
     def _finish(self, state: TrainState, summary: dict[str, float]) -> RunResult:
         """Load the weights that the config keeps, measure the model on the held-out splits, and write the model."""

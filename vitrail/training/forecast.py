@@ -18,6 +18,7 @@ from vitrail.models.cost.footprint import (
 )
 from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
+from vitrail.tasks.task import StepCost
 from vitrail.training.config import TrainConfig
 
 __all__ = ["check_run_memory", "evaluation_batch", "run_bytes"]
@@ -58,9 +59,11 @@ def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
     if network is None:
         return queue
     size = images.image_size
+    cost = _cost(config, network)
     evaluation = evaluation_batch(config, network)
     predicting = prediction_bytes(network, evaluation, size) + queue_bytes(images, evaluation, run.readers)
-    state = (12 + 4 * (config.optimizer.average > 0)) * network.parameters()
+    predicting += evaluation * cost.image_bytes
+    state = (12 + 4 * (config.optimizer.average > 0)) * (network.parameters() + cost.parameters)
     return queue + max(_step_bytes(config, network), state + predicting)
 
 
@@ -70,23 +73,34 @@ def evaluation_batch(config: TrainConfig, network: AnyConfig | None) -> int:
     batch = EVALUATION_BATCH
     if network is None:
         return batch
-    images, readers = config.images, config.run.readers
+    images, readers, each = config.images, config.run.readers, _cost(config, network).image_bytes
     while batch > 1:
         needed = prediction_bytes(network, batch, images.image_size) + queue_bytes(images, batch, readers)
+        needed += batch * each
         if needed <= MEMORY_FRACTION * total_memory():
             break
         batch //= 2
     return batch
 
 
+def _precision(config: TrainConfig) -> FootprintPrecision:
+    return "float32" if config.run.precision == "float32" else "bf16"
+
+
+def _cost(config: TrainConfig, network: AnyConfig) -> StepCost:
+    """Return what the task adds to the network."""
+    return config.task.step_cost(network.with_image_size(config.images.image_size), _precision(config))
+
+
 def _step_bytes(config: TrainConfig, network: AnyConfig) -> int:
     """Return the bytes of a training step. Frozen weights have no moments, and frozen blocks keep no activations."""
-    run, start, size = config.run, config.start, config.images.image_size
-    precision: FootprintPrecision = "float32" if run.precision == "float32" else "bf16"
+    run, start, size, precision = config.run, config.start, config.images.image_size, _precision(config)
     rows = config.task.views * math.ceil(run.batch_size / run.accumulation)
-    whole = training_bytes(network, rows, size, precision)
+    cost = _cost(config, network)
+    network = cost.network
+    whole = training_bytes(network, rows, size, precision) + rows * cost.image_bytes + 16 * cost.parameters
     if config.optimizer.average:
-        whole += 4 * network.parameters()
+        whole += 4 * (network.parameters() + cost.parameters)
     if run.checkpoint_activations:
         whole -= rows * (activation_bytes(network, size, precision) - checkpointed_bytes(network, size, precision))
     if start.lora_rank is not None:

@@ -13,6 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit import VisionTransformer
 from vitrail.settings import raise_problems
+from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
 from vitrail.training.early import KINDS
 
@@ -32,9 +33,9 @@ class Phase:
     cost: float = 1.0
     """FLOPs of a step as a fraction of those of a step in the last phase."""
 
-    def step_flops(self, network: AnyConfig) -> int:
-        """Return the FLOPs of one step with one view of each image."""
-        return self.batch_size * self.network(network).training_flops()
+    def step_flops(self, network: AnyConfig, task: Task) -> int:
+        """Return the FLOPs of one step."""
+        return self.batch_size * task.views * task.step_cost(self.network(network), "float32").all_flops
 
     def network(self, network: AnyConfig) -> AnyConfig:
         """Return the config of the run's network with the image size and the patch dropout of this phase."""
@@ -66,7 +67,8 @@ def phases_of(config: TrainConfig, network: AnyConfig | None, steps: int) -> tup
     last = found[-1]
     if network is None:
         return tuple(replace(phase, cost=phase.batch_size / last.batch_size) for phase in found)
-    return tuple(replace(phase, cost=phase.step_flops(network) / last.step_flops(network)) for phase in found)
+    flops = last.step_flops(network, config.task)
+    return tuple(replace(phase, cost=phase.step_flops(network, config.task) / flops) for phase in found)
 
 
 def first_steps(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
@@ -74,15 +76,15 @@ def first_steps(phases: Sequence[Phase], steps: int) -> tuple[Phase, ...]:
     return tuple(replace(phase, steps=min(phase.steps, steps - phase.first)) for phase in phases if phase.first < steps)
 
 
-def run_flops(phases: Sequence[Phase], network: AnyConfig, *, views: int = 1) -> int:
+def run_flops(phases: Sequence[Phase], network: AnyConfig, task: Task) -> int:
     """Return the FLOPs of all training steps of a run. Evaluations are not counted."""
-    return views * sum(phase.steps * phase.step_flops(network) for phase in phases)
+    return sum(phase.steps * phase.step_flops(network, task) for phase in phases)
 
 
-def cost_text(phases: Sequence[Phase], network: AnyConfig, views: int) -> str:
+def cost_text(phases: Sequence[Phase], network: AnyConfig, task: Task) -> str:
     """Return a sentence about the arithmetic of the training steps."""
-    flops, steps = run_flops(phases, network, views=views), sum(phase.steps for phase in phases)
-    whole = views * steps * phases[-1].step_flops(network)
+    flops, steps = run_flops(phases, network, task), sum(phase.steps for phase in phases)
+    whole = steps * phases[-1].step_flops(network, task)
     return (
         f"the steps in {len(phases)} phases compute {flops / 1e12:,.3g} TFLOP, {flops / whole:.0%} of as many steps of "
         "the last phase"

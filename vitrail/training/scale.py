@@ -114,7 +114,8 @@ def _problems(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> 
 
 
 def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> ScalePlan:
-    run, weights = config.run, 4 * network.parameters()
+    cost = config.task.step_cost(network.with_image_size(config.images.image_size), "bf16")
+    run, network, weights = config.run, cost.network, 4 * (network.parameters() + cost.parameters)
     footprint: Footprint = network.footprint(config.images.image_size, "bf16")
     here = min(world, gpu.per_machine)
     machines = world // here
@@ -122,7 +123,7 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
     shards = {"none": 1, "full": world, "hybrid": here}[shard]
     part = run.batch_size // world
     images = math.ceil(part / run.accumulation)
-    kept, flops = footprint.activations, network.training_flops()
+    kept, flops = footprint.activations, cost.all_flops
     if run.checkpoint_activations:
         kept = checkpointed_bytes(network, config.images.image_size, "bf16")
         flops += 2 * network.macs()  # every block is computed twice
@@ -137,7 +138,7 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
         images,
         state_bytes=math.ceil(copies * weights / shards),
         whole_bytes=weights // 2 + (0 if shard == "none" else gathered),  # autocast keeps copies in bf16
-        activation_bytes=images * (kept + footprint.passing),
+        activation_bytes=images * config.task.views * (kept + footprint.passing + cost.image_bytes),
         sent_within=within,
         sent_between=between,
         flops=float(part * config.task.views * flops),

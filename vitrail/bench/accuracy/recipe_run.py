@@ -52,12 +52,12 @@ def measure_recipe(folder: Path, cell: Cell) -> CellResult:
     result = train(config, display=recorder)
     network, record = result.bundle.network, read_record(folder / "run")
     phases = phases_of(record.config, network.config, record.config.total_steps(record.images))
-    update, views = optimizer_flops(network, record.config), record.config.task.views
+    update, task = optimizer_flops(network, record.config), record.config.task
     machine = describe(torch.device("cpu"))
     steps = int(result.summary["steps"])
 
     def flops(step: int) -> float:
-        return float(run_flops(first_steps(phases, step), network.config, views=views) + step * update)
+        return float(run_flops(first_steps(phases, step), network.config, task) + step * update)
 
     return CellResult(
         points=tuple(

@@ -1,0 +1,55 @@
+"""Images without labels, which the tests of several tasks share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
+
+__all__ = ["Pictures", "batch_of", "images_of"]
+
+
+class Pictures:
+    """A source of random images without targets."""
+
+    classes: tuple[str, ...] = ()
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randint(0, 256, (21, 28, 3), generator=generator, dtype=torch.uint8).numpy()
+        return Sample(self.key(index), image, None)
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> None:
+        return None
+
+
+def images_of(count: int, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Tensor:
+    """Return normalised random images."""
+    generator = torch.Generator().manual_seed(1)
+    levels = torch.randint(0, 256, (count, channels, *size), generator=generator, dtype=torch.uint8)
+    return Preprocess(image_size=size, channels=channels).normalise(levels)
+
+
+def batch_of(images: Tensor, *, first: int = 0, epoch: int = 0) -> Batch:
+    """Return a batch of decoded images without labels. Their samples are numbered from `first`."""
+    count = len(images)
+    return Batch(
+        images=images,
+        labels=torch.full((count,), -1),
+        valid=torch.ones(count, dtype=torch.bool),
+        samples=torch.arange(first, first + count),
+        epochs=torch.full((count,), epoch),
+        target_kind="none",
+    )

@@ -1,0 +1,76 @@
+"""Tests of the cost of a training step that tasks state, against the profiler and a counter of FLOPs."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Literal
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.tasks.images import Pictures, batch_of, images_of
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
+from vitrail.models.cost.footprint import tensor_bytes
+from vitrail.models.variants import AnyConfig, build, variant_config
+from vitrail.tasks import MaskedPatches, Task
+from vitrail.tasks.task import Objective
+
+Precision = Literal["float32", "bf16"]
+
+NETWORK = variant_config(
+    "ViT-Ti/8", image_size=(64, 48), width=96, heads=3, mlp_width=384, depth=2, num_classes=0, registers=1
+)
+TASKS: dict[str, Task] = {
+    "mean-colour": MaskedPatches(),
+    "colours": MaskedPatches(patch_target="colours", corrupt_fraction=0.4),
+    "pixels": MaskedPatches(patch_target="pixels"),
+}
+
+
+def make(task: Task, network: AnyConfig, count: int) -> tuple[Objective, Batch]:
+    """Return the objective of a task, and a batch of this many images."""
+    torch.manual_seed(0)
+    objective = task.objective(build(network), Splits(Pictures(3), None, None))
+    objective.begin(Preprocess(image_size=network.image_size), seed=0)
+    return objective, batch_of(images_of(count, size=network.image_size))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_flops_of_a_step(name: str) -> None:
+    objective, batch = make(TASKS[name], NETWORK, 3)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        objective(batch).loss.backward()
+    assert 3 * TASKS[name].step_cost(NETWORK, "float32").all_flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", TASKS)
+def test_tensors_of_a_step(name: str, precision: Precision) -> None:
+    count = 12
+    objective, batch = make(TASKS[name], NETWORK, count)
+    optimizer = torch.optim.AdamW(objective.parameters(), fused=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = objective(batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
+    weights = sum(parameter.numel() for parameter in objective.parameters())
+    held += 12 * weights + 4 * batch.images.numel()
+    cost = TASKS[name].step_cost(NETWORK, precision)
+    assert weights == NETWORK.parameters() + cost.parameters
+    stated = tensor_bytes(cost.network, count, precision=precision) + count * cost.image_bytes + 16 * cost.parameters
+    assert 0.8 * stated < held < 1.02 * stated
