@@ -6,16 +6,24 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.config import DataConfig
+from vitrail.data.pipeline import Readers, TrainingBatches
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample, Source, Target
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import Stopped
 from vitrail.evaluation.head import Accuracy
 from vitrail.evaluation.outputs import Outputs
+from vitrail.models.network import HasLayers
 from vitrail.processes.group import join_processes
 from vitrail.processes.launch import launch
 from vitrail.recipes import RECIPES
@@ -106,6 +114,75 @@ def diverging(config: TrainConfig, rank: int, steps: int) -> None:
     train(
         config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None), network=Breaking(rank, steps)
     )
+
+
+def poisoned(config: TrainConfig, rank: int, step: int) -> dict[str, float]:
+    """Train, and make the outputs of the network in one process NaN in the batch after a step, once. Return the
+    metrics."""
+    after_step, done = Monitor.after_step, list[int]()
+
+    def acting(self: Monitor, batch: Any, metrics: dict[str, Tensor]) -> None:
+        after_step(self, batch, metrics)
+        if launch().rank == rank and self.state.step == step and not done:
+            done.append(step)
+            network = next(part for part in self.state.objective.modules() if isinstance(part, HasLayers))
+            hook = network.register_forward_hook(lambda module, inputs, output: (hook.remove(), output * torch.nan)[1])
+
+    Monitor.after_step = acting  # type: ignore[method-assign]
+    return train(config).metrics
+
+
+class Marked:
+    """A source in which the images of some samples are white."""
+
+    def __init__(self, source: Source, marked: Iterable[int]) -> None:
+        self.source, self.marked, self.classes = source, frozenset(marked), source.classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.source[index]
+        return replace(sample, image=np.full((28, 28, 1), 255, np.uint8)) if index in self.marked else sample
+
+    def key(self, index: int) -> str:
+        return self.source.key(index)
+
+    def target(self, index: int) -> Target:
+        return self.source.target(index)
+
+
+class Fragile(nn.Module):
+    """A network of the user's own with a fault for white images: "loss", "gradient" or "spike"."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        torch.manual_seed(4)
+        self.layer = nn.Linear(28 * 28, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.flatten(1)
+        outputs: Tensor = self.layer(pixels)
+        white = (pixels.amin(1) == pixels.amax(1)).unsqueeze(1)
+        if self.fault == "gradient":  # the root of 0 is 0, and its derivative is infinite
+            return outputs + (0 * outputs + (~white).float()).sqrt()
+        return outputs * torch.where(white, float("nan") if self.fault == "loss" else 1e4, 1.0)
+
+
+def batches_of(data: Path) -> list[list[int]]:
+    """Return the samples of the 10 batches of an epoch of `config_of`."""
+    splits = DataConfig(spec=str(data)).open()
+    images = Preprocess(image_size=(28, 28), channels=1)
+    batches = TrainingBatches(splits.train, images, batch_size=20, seed=0, readers=Readers(0))
+    return [next(batches).samples.tolist() for _ in range(10)]
+
+
+def with_faults(config: TrainConfig, marked: Sequence[int], fault: str = "loss") -> dict[str, float]:
+    """Train a network that has a fault in the batches with marked samples, and return the metrics."""
+    splits = config.data.open()
+    plain = config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None)
+    return train(plain, data=replace(splits, train=Marked(splits.train, marked)), network=Fragile(fault)).metrics
 
 
 def on_other_machines(config: TrainConfig, folders: list[Path]) -> None:

@@ -93,6 +93,12 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"layer_decay": 0.0}, "layer_decay=0.0 is not in (0, 1]"),
     ({"layer_decay": math.nan}, "layer_decay=nan is not in (0, 1]"),
     ({"patience": 0}, "patience=0 is less than 1"),
+    ({"on_non_finite": "ignore"}, "on_non_finite='ignore' is not one of 'stop', 'skip', 'rollback'"),
+    (
+        {"spike_window": 1, "spike_score": -1.0, "max_faults": 0, "rollback_skips": 0},
+        "spike_score=-1.0 is less than 0\nspike_window=1 is less than 2\nrollback_skips=0 is less than 1\n"
+        "max_faults=0 is less than 1",
+    ),
     ({"init": "m", "train_blocks": -1}, "train_blocks=-1 is less than 0"),
     ({"init": "m", "lora_rank": 0}, "lora_rank=0 is less than 1"),
     ({"init": "m", "lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha=0.0 is not above 0"),

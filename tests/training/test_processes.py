@@ -179,6 +179,34 @@ def test_a_value_that_is_not_finite_in_one_process_stops_all(three_splits: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("world", "fields", "left_out"), [
+    (2, {"on_non_finite": "skip", "accumulation": 2}, [6]),
+    (4, {"on_non_finite": "rollback", "rollback_skips": 2, "average": 0.9}, [5, 6]),
+    (2, {"on_non_finite": "rollback", "rollback_skips": 2, "shard": "full"}, [5, 6]),
+    (4, {"on_non_finite": "skip", "shard": "full", "average": 0.9}, [6]),
+], ids=str)  # fmt: skip
+def test_a_fault_in_one_process_moves_no_weight_of_any(
+    three_splits: Path, tmp_path: Path, world: int, fields: dict[str, Any], left_out: list[int]
+) -> None:
+    steps = []
+    for number, name in ((1, "one"), (world, "more")):
+        run = tmp_path / name
+        found = in_processes(number, ranks.poisoned, ranks.config_of(three_splits, run, **fields), number - 1, 5)
+        assert [one.error for one in found] == [None] * number
+        assert found[0].result == found[-1].result
+        events = read_journal(run / "journal.jsonl")
+        keys = {event["step"]: sorted(event["keys"]) for event in events if event["event"] == "batch left out"}
+        names = ("step", "loss", "gradient_norm")
+        steps.append(([[event[name] for name in names] for event in events if event["event"] == "step"], keys))
+    (alone, alone_keys), (several, several_keys) = steps
+    assert list(alone_keys) == left_out and alone_keys == several_keys
+    assert {len(keys) for keys in alone_keys.values()} == {20}
+    assert len(alone) == 12 - len(left_out)
+    pairs = [pair for rows in zip(alone, several, strict=True) for pair in zip(*rows, strict=True)]
+    assert max(abs(one - other) for one, other in pairs) < 2e-6
+
+
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_the_first_process_ends_all(three_splits: Path, tmp_path: Path) -> None:
     found = in_processes(2, ranks.on_a_full_disk, ranks.config_of(three_splits, tmp_path / "run", keep="last"), 6)
     for one in found:

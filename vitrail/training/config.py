@@ -24,6 +24,7 @@ from vitrail.plain import from_plain
 from vitrail.settings import above_zero, at_least, bare_names, named, one_of, raise_problems, seconds_in
 from vitrail.tasks import TASKS, Classification, Task
 from vitrail.training.early import EarlyConfig
+from vitrail.training.faults import FaultConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.sharding import Shard
 from vitrail.training.start import StartConfig
@@ -168,6 +169,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     early: EarlyConfig = field(default_factory=EarlyConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
         raise_problems(self._contradictions())

@@ -130,8 +130,8 @@ class Execution:
             )
             display.begin(state.step, setup.steps, setup.config.task)
             try:
-                if self._may_keep_start and state.step == 0:
-                    monitor.before_first_step()
+                if state.step == 0:
+                    monitor.before_first_step(evaluates=self._may_keep_start)
                 fit(state, plan, monitor)
             except NonFiniteLoss as error:
                 journal.write("failed", step=state.step, reason=str(error))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.machine import autocast
 from vitrail.processes.parts import local, whole
+from vitrail.training.faults import StepFault
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.phases import Phase, use_patch_dropout
 from vitrail.training.plan import Plan
@@ -32,7 +33,14 @@ def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
             monitor.begin_phase(phase)
         with monitor.waiting():
             batch = next(state.batches)
-        metrics = train_step(state, plan, batch.to(plan.device))
+        metrics: dict[str, Tensor] = {}
+        if not monitor.recovery.leaves_out(batch):
+            try:
+                metrics = train_step(state, plan, batch.to(plan.device))
+            except StepFault as fault:
+                if monitor.recovery.recover(batch, fault):
+                    phase = None
+                    continue
         state.step += 1
         monitor.after_step(batch, metrics)
 
@@ -44,6 +52,9 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     batch is then processed in parts. Each part is weighted by its fraction of the samples over which the loss is
     averaged, so that the gradients add up to the gradient of the whole batch. Several processes have parts of the batch
     as well: the weights, the metrics and the gradients are sums over all of them.
+
+    Raises `StepFault` if the plan checks steps and this one has a fault. The weights and the optimiser then stay as
+    they are.
     """
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
@@ -75,8 +86,11 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
         state.gradients.finish()
         metrics = dict(zip(metrics, processes.sum(torch.stack(list(metrics.values())).float()).unbind(), strict=True))
     metrics["gradient_norm"] = _clip(state.objective, plan.clip)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    try:
+        state.faults.check(plan.faults, metrics)
+        state.optimizer.step()
+    finally:
+        state.optimizer.zero_grad(set_to_none=True)
     if state.average is not None:
         state.average.update(state.step)
     return metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.machine import TrainingPrecision
 from vitrail.processes.group import Processes
+from vitrail.training.faults import FaultConfig
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.phases import Phase
 from vitrail.training.state.state import TrainState
@@ -44,6 +45,9 @@ class Plan:
 
     processes: Processes = Processes()
     """The processes that share every batch."""
+
+    faults: FaultConfig = field(default_factory=FaultConfig)
+    """Reactions to faults of steps."""
 
     phases: tuple[Phase, ...] = ()
     """The phases of the run, in order. Without phases, all steps have the settings above."""

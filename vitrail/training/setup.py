@@ -318,6 +318,7 @@ def make_plan(setup: Setup) -> Plan:
         and not setup.processes.are_several,
         chooses_readers=config.run.threads == "auto" and not setup.processes.are_several,
         processes=setup.processes,
+        faults=config.faults,
         phases=setup.phases,
     )
 

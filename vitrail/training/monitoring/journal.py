@@ -34,8 +34,8 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a run. If a resumed run repeated steps, only the events of the repetition are returned. If a
-    finished run was extended, the events of its earlier end are not returned.
+    """Return the events of a run. If a run that was resumed or rolled back repeated steps, only the events of the
+    repetition are returned. If a finished run was extended, the events of its earlier end are not returned.
 
     Incomplete lines, which a power failure can leave, are skipped. A run without a journal has no events.
     """
@@ -47,7 +47,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             event = json.loads(line)
         except ValueError:
             continue
-        if event["event"] == "resumed":
+        if event["event"] in ("resumed", "rolled back"):
             events = [old for old in events if _stays(old, event)]
         events.append(event)
     return events

@@ -25,13 +25,13 @@ class Meter:
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
         self._names: tuple[str, ...] = ()
-        self._first_step = 0
+        self._steps: list[int] = []
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
         """Add the loss and metrics of a step."""
         if not self._rows:
-            self._first_step = step
             self._names = tuple(values)
+        self._steps.append(step)
         self._rows.append(torch.stack([value.detach().float() for value in values.values()]))
 
     def read(self) -> dict[str, float]:
@@ -42,12 +42,10 @@ class Meter:
         if not self._rows:
             return {}
         table = torch.stack(self._rows).cpu()
-        self._rows = []
+        steps, self._rows, self._steps = self._steps, [], []
         if len(bad := (~table.isfinite()).nonzero()):
             row, column = bad[0].tolist()
-            raise NonFiniteLoss(
-                f"{self._names[column]} is {table[row, column].item()} at step {self._first_step + row}"
-            )
+            raise NonFiniteLoss(f"{self._names[column]} is {table[row, column].item()} at step {steps[row]}")
         return dict(zip(self._names, table.mean(dim=0).tolist(), strict=True))
 
 

@@ -20,6 +20,7 @@ from vitrail.training.monitoring.examiner import Examiner
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import Meter, RunningMeans
 from vitrail.training.monitoring.readers import ReaderTrials
+from vitrail.training.monitoring.recovery import Recovery
 from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.phases import Phase
@@ -115,6 +116,16 @@ class Monitor:
         self._ticked = time.perf_counter()
         self._reported = state.step
         self._to_skip: list[Skipped] = []
+        self.recovery = Recovery(
+            plan.faults,
+            state,
+            examiner.splits.train,
+            sinks.journal,
+            sinks.checkpoints,
+            sinks.display,
+            processes=plan.processes,
+            on_rollback=self._forget,
+        )
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -123,13 +134,18 @@ class Monitor:
         yield
         self.clock.waiting += time.perf_counter() - begin
 
-    def before_first_step(self) -> None:
-        """Measure the initial weights on the validation split, so that they are kept unless training improves them.
+    def before_first_step(self, *, evaluates: bool) -> None:
+        """Save the state if a fault can lead back to it. If `evaluates`, measure the initial weights on the validation
+        split, so that they are kept unless training improves them.
 
-        Raises `NonFiniteLoss`.
+        Raises `NonFiniteLoss` and `SaveError`.
         """
-        with self._pause():
-            self.examiner.evaluate()
+        if evaluates:
+            with self._pause():
+                self.examiner.evaluate()
+        if self.plan.faults.may_roll_back:
+            with self._pause("checkpoint"):
+                self.sinks.checkpoints.save(self.state)
 
     def begin_phase(self, phase: Phase) -> None:
         """Write the settings of a phase to the journal and the display, unless the run has one phase only or continues
@@ -151,7 +167,8 @@ class Monitor:
         )
 
     def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
-        """Run the reports, evaluations and checkpoints that are due after a step.
+        """Run the reports, evaluations and checkpoints that are due after a step. Without `metrics`, the batch was left
+        out.
 
         Raises `Stopped` if the user asked to stop, `DataError` for too many broken images, `NonFiniteLoss` and
         `SaveError`.
@@ -159,7 +176,8 @@ class Monitor:
         step = self.state.step
         processes = self.plan.processes
         self.clock.images += processes.world * (len(batch) - batch.partners)
-        self.meter.add(step, metrics)
+        if metrics:
+            self.meter.add(step, metrics)
         self._tick()
         if self.cores is not None and (threads := self.cores.check()) is not None:
             self._say_threads(self.cores, threads)
@@ -231,6 +249,12 @@ class Monitor:
             **self.clock.summary(),
             "peak_memory_bytes": float(peak_memory(device)),
         }
+
+    def _forget(self) -> None:
+        """Forget the steps after the checkpoint to which the run went back."""
+        self.meter, self.means = Meter(), RunningMeans()
+        self._reported = self.state.step
+        self._ticked = time.perf_counter()
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and (self.state.step % interval == 0 or self.state.step == self.plan.steps)

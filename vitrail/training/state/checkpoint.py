@@ -78,13 +78,15 @@ class Checkpoints:
         )
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
-    def restore(self, state: TrainState) -> list[str]:
+    def restore(self, state: TrainState, *, before: int | None = None) -> list[str]:
         """Load the newest complete checkpoint into `state`. Return a sentence about each newer checkpoint that is
         damaged.
 
+        With `before`, load the newest one from before this step, or the oldest one if none is.
+
         All processes call this method and read the checkpoint. Raises `RunError` if there is no complete checkpoint.
         """
-        path, damaged = self.processes.on_first(self._newest_complete)
+        path, damaged = self.processes.on_first(lambda: self._newest_complete(before))
         values, tensors = json.loads((path / VALUES).read_text(encoding="utf-8")), state.tensors()
         with _plain_errors(path):
             if "random" not in values:
@@ -94,10 +96,13 @@ class Checkpoints:
         state.restore_values(values | {"random": self._own_random_state(values)})
         return damaged
 
-    def _newest_complete(self) -> tuple[Path, list[str]]:
-        """Return the newest complete checkpoint, and a sentence about each newer one. Raises `RunError`."""
-        damaged = list[str]()
-        for step in self.steps():
+    def _newest_complete(self, before: int | None) -> tuple[Path, list[str]]:
+        """Return the newest complete checkpoint, and a sentence about each damaged one. Raises `RunError`."""
+        damaged, steps = list[str](), self.steps()
+        if before is not None:
+            later = [step for step in steps if step >= before]
+            steps = [step for step in steps if step < before] + later[::-1]
+        for step in steps:
             path = self.folder / f"step-{step}"
             if (problem := _damage(path)) is None:
                 return path, damaged

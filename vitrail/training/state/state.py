@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from vitrail.data.pipeline import TrainingBatches
 from vitrail.processes.parts import whole
 from vitrail.tasks.task import Objective
+from vitrail.training.faults import Faults
 from vitrail.training.gradients import GradientSum
 from vitrail.training.sharding import ShardedGradients, gathered_state, whole_weights
 from vitrail.training.state.average import Average
@@ -52,6 +53,7 @@ class TrainState:
     best: Best = field(default_factory=Best)
     skipped: set[str] = field(default_factory=set)
     """Keys of the training samples that could not be decoded."""
+    faults: Faults = field(default_factory=Faults)
     average: Average | None = None
     gradients: GradientSum | ShardedGradients | None = None
     """The sum of gradients over several processes, or None if this process is alone."""
@@ -88,7 +90,10 @@ class TrainState:
         together, and only the first one gets whole tensors."""
         if self.copy is None:
             return self.tensors()
+        is_new = not self.optimizer.state
         weights, optimizer = gathered_state(self.objective, self.optimizer)
+        if is_new:  # as in `tensors`
+            self.optimizer.state.clear()
         found: dict[str, Any] = {"weights": weights, "optimizer": optimizer}
         if self.average is not None:
             found["average"] = {name: whole(tensor).cpu() for name, tensor in self.average.mean.items()}
@@ -96,7 +101,10 @@ class TrainState:
 
     def tensors(self) -> dict[str, Any]:
         """Return the weights and their mean, and the optimiser's state, as torch.distributed.checkpoint takes them."""
+        is_new = not self.optimizer.state
         weights, optimizer = get_state_dict(self.objective, self.optimizer)
+        if is_new:  # get_state_dict has filled the state by a step, which would count as the first one
+            self.optimizer.state.clear()
         mean = {} if self.average is None else {"average": self.average.mean}
         return {"weights": weights, "optimizer": optimizer, **mean}
 
@@ -118,13 +126,17 @@ class TrainState:
             "batches": self.batches.state(),
             "best": vars(self.best),
             "skipped": sorted(self.skipped),
+            "faults": self.faults.values(),
             "random": random_state(),
         }
 
     def restore_values(self, values: dict[str, Any]) -> None:
         """Restore what `values` returned."""
         self.step = values["step"]
+        if not self.step:
+            self.optimizer.state.clear()  # the moments of no step
         self.batches.restore(values["batches"])
         self.best = Best(**values["best"])
         self.skipped = set(values["skipped"])
+        self.faults = Faults.from_values(values["faults"]) if "faults" in values else Faults()
         restore_random_state(values["random"])

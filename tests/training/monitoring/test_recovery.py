@@ -1,0 +1,180 @@
+"""Tests of faults of training steps: nothing moves, batches are left out, and the run goes back to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.training import ranks
+from vitrail.errors import NonFiniteLoss, Stopped
+from vitrail.training.config import TrainConfig
+from vitrail.training.faults import FaultConfig, Faults, StepFault, robust_score
+from vitrail.training.loop import train_step
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.run import resume, train
+from vitrail.training.state.checkpoint import Checkpoints
+
+PLAIN = {"steps": 10, "evaluations": 1, "checkpoints": 3, "shift": 0, "erase": 0.0, "keep": "last", "average": 0.9}
+"""A run of one epoch with a checkpoint after steps 4, 8 and 10."""
+
+
+@pytest.fixture(scope="module")
+def batches(three_splits: Path) -> list[list[int]]:
+    """The samples of the batches of the first epoch."""
+    return ranks.batches_of(three_splits)
+
+
+def raw(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    return {name: value.numpy().tobytes() for name, value in load_file(run / "model" / "model.safetensors").items()}
+
+
+def left_out(run: Path) -> dict[int, tuple[str, set[str]]]:
+    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "batch left out"]
+    return {event["step"]: (event["reason"], set(event["keys"])) for event in events}
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_a_step_with_a_fault_moves_nothing(
+    poison: str, small: Callable[..., TrainConfig], prepare: Callable[..., Any], flat: Callable[..., Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    config = small(tmp_path / "run", average=0.9, on_non_finite="skip", accumulation=3)
+    state, plan = prepare(config)
+    plan = plan.__class__(**{**vars(plan), "faults": config.faults})
+    train_step(state, plan, next(state.batches))
+    state.step = 1
+    before = {name: leaf.clone() for name, leaf in flat(state.tensors()).items() if isinstance(leaf, Tensor)}
+    weight = next(state.objective.parameters())
+    if poison == "loss":
+        handle = state.objective.network.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+    else:
+        handle = weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(StepFault, match=f"^{'loss' if poison == 'loss' else 'gradient_norm'} is (nan|inf)$"):
+        train_step(state, plan, next(state.batches))
+    handle.remove()
+    after = {name: leaf for name, leaf in flat(state.tensors()).items() if isinstance(leaf, Tensor)}
+    assert len(before) == len(after) > 20
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(parameter.grad is None for parameter in state.objective.parameters())
+
+
+@pytest.mark.parametrize("fault", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
+def test_a_batch_with_a_fault_is_left_out(
+    fault: str, three_splits: Path, batches: list[list[int]], tmp_path: Path
+) -> None:
+    run, marked = tmp_path / "run", batches[4][7]
+    config = ranks.config_of(three_splits, run, on_non_finite="skip", **PLAIN | {"checkpoints": 10})
+    ranks.with_faults(config, [marked], fault)
+    source = config.data.open().train
+    name = "loss" if fault == "loss" else "gradient_norm"
+    assert left_out(run) == {5: (f"{name} is nan", {source.key(sample) for sample in batches[4]})}
+    assert [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "step"] == [
+        1, 2, 3, 4, 6, 7, 8, 9, 10
+    ]  # fmt: skip
+
+
+def test_a_rollback_leaves_the_same_batches_out_as_skipping_them(
+    three_splits: Path, batches: list[list[int]], tmp_path: Path
+) -> None:
+    rolled = ranks.config_of(three_splits, tmp_path / "rolled", on_non_finite="rollback", rollback_skips=2, **PLAIN)
+    ranks.with_faults(rolled, [batches[6][0]])
+    skipped = ranks.config_of(three_splits, tmp_path / "skipped", on_non_finite="skip", **PLAIN)
+    ranks.with_faults(skipped, [batches[5][0], batches[6][0]])
+    assert weights(tmp_path / "rolled") == weights(tmp_path / "skipped")
+    by_rollback = left_out(tmp_path / "rolled")
+    assert {step: keys for step, (_, keys) in by_rollback.items()} == {
+        step: keys for step, (_, keys) in left_out(tmp_path / "skipped").items()
+    }
+    assert {reason for reason, _ in by_rollback.values()} == {"the run went back to an earlier checkpoint"}
+    (event,) = [event for event in raw(tmp_path / "rolled") if event["event"] == "rolled back"]
+    assert (event["step"], event["at"], event["left_out"]) == (4, 7, [6, 7])
+    assert event["reason"] == "loss is nan"
+    steps = [event["step"] for event in read_journal(tmp_path / "rolled" / "journal.jsonl") if event["event"] == "step"]
+    assert steps == [1, 2, 3, 4, 5, 8, 9, 10]
+
+
+def test_a_spike_goes_back_to_the_beginning_if_there_is_no_checkpoint_between(
+    three_splits: Path, batches: list[list[int]], tmp_path: Path
+) -> None:
+    fields = {"spike_score": 8.0, "spike_window": 4, **PLAIN, "checkpoints": 1}
+    ranks.with_faults(ranks.config_of(three_splits, tmp_path / "run", **fields), [batches[5][3]], "spike")
+    (event,) = [event for event in raw(tmp_path / "run") if event["event"] == "rolled back"]
+    assert (event["step"], event["at"], event["left_out"]) == (0, 6, [1, 6])
+    assert "robust standard deviations above the median of the 4 steps before" in event["reason"]
+    assert sorted(left_out(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [10, 0]
+
+
+@pytest.mark.slow
+def test_a_score_that_no_loss_reaches_changes_no_bit(three_splits: Path, tmp_path: Path) -> None:
+    fields = {"dropout": 0.2, "steps": 8}
+    train(ranks.config_of(three_splits, tmp_path / "plain", **PLAIN | fields))
+    watched = {"spike_score": 1e9, "spike_window": 2, "on_non_finite": "rollback"}
+    train(ranks.config_of(three_splits, tmp_path / "watched", **PLAIN | fields | watched))
+    assert weights(tmp_path / "plain") == weights(tmp_path / "watched")
+
+
+@pytest.mark.slow
+def test_a_stop_after_a_rollback_changes_no_bit(
+    three_splits: Path, batches: list[list[int]], tmp_path: Path, stop_at: Callable[[int], Display]
+) -> None:
+    fields = {"on_non_finite": "rollback", "rollback_skips": 3, "spike_score": 1e6, "spike_window": 3, **PLAIN}
+    marked = [batches[6][0]]
+    ranks.with_faults(ranks.config_of(three_splits, tmp_path / "straight", **fields), marked)
+    config = ranks.config_of(three_splits, tmp_path / "stopped", **fields)
+    plain = config.override(variant=None, width=None, depth=None, heads=None, mlp_width=None)
+    splits = config.data.open()
+    data = splits.__class__(ranks.Marked(splits.train, marked), splits.validation, splits.test, title=splits.title)
+    with pytest.raises(Stopped, match="stopped at step 8 of 10"):
+        train(plain, data=data, network=ranks.Fragile("loss"), display=stop_at(8))
+    resume(tmp_path / "stopped", data=data, network=ranks.Fragile("loss"))
+    assert weights(tmp_path / "straight") == weights(tmp_path / "stopped")
+    assert left_out(tmp_path / "straight") == left_out(tmp_path / "stopped")
+    values = json.loads((tmp_path / "stopped" / "checkpoints" / "step-10" / "state.json").read_text())
+    assert values["faults"]["count"] == 1 and values["faults"]["left_out"] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("action", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])
+def test_faults_have_a_bound(action: str, three_splits: Path, batches: list[list[int]], tmp_path: Path) -> None:
+    marked = [batches[number][0] for number in (2, 5, 8)]
+    fields = {"on_non_finite": action, "max_faults": 2, "rollback_skips": 1, **PLAIN}
+    with pytest.raises(NonFiniteLoss) as caught:
+        ranks.with_faults(ranks.config_of(three_splits, tmp_path / "run", **fields), marked)
+    start = "loss is nan at step 9, after 2 other faults, which is all that --max-faults allows: the run diverged"
+    assert str(caught.value).startswith(start)
+    assert sorted(left_out(tmp_path / "run")) == [3, 6]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[0] == 8
+
+
+def test_the_best_weights_of_steps_that_no_longer_count_are_replaced(
+    three_splits: Path, batches: list[list[int]], tmp_path: Path
+) -> None:
+    fields = {"on_non_finite": "rollback", "rollback_skips": 10, **PLAIN, "keep": "best", "evaluations": 5}
+    fields |= {"checkpoints": 1, "learning_rate": 1e-3}
+    ranks.with_faults(ranks.config_of(three_splits, tmp_path / "run", **fields), [batches[6][0]])
+    best = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event.get("best")]
+    before = [event["step"] for event in raw(tmp_path / "run") if event.get("best")]
+    assert best[0]["step"] == 2 and before.count(2) == 2
+
+
+def test_robust_scores() -> None:
+    assert robust_score(5.0, [1.0, 2.0, 3.0, 2.0]) == pytest.approx(3 / (1.4826 * 0.5))
+    assert robust_score(9.0, [2.0, 2.0, 2.0]) == 0
+    faults = Faults(losses=[1.0, 2.0])
+    config = FaultConfig(spike_score=3.0, spike_window=2)
+    low = {"loss": torch.tensor(-90.0), "gradient_norm": torch.tensor(1.0)}
+    faults.check(config, low)  # a fall is no spike
+    assert faults.losses == [2.0, -90.0]
+    assert Faults.from_values(json.loads(json.dumps(faults.values()))) == faults
