@@ -107,9 +107,11 @@ def file_limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
-    small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None], tmp_path: Path
-) -> None:
+    in_background: bool, small: Small, straight: dict[str, Any], outcome: Outcome, file_limit: Callable[[int], None],
+    tmp_path: Path,
+) -> None:  # fmt: skip
     class Limit(Display):
         def step(self, step: int, metrics: dict[str, float]) -> None:
             if step == 13:
@@ -117,7 +119,8 @@ def test_a_file_that_grows_too_large_stops_the_run_and_spares_what_is_saved(
 
     run = tmp_path / "run"
     with pytest.raises(SaveError, match=r"^could not save a checkpoint to .*step-16: .*version there is intact$"):
-        train(small(run), display=Limit())
+        train(small(run, background_checkpoints=in_background), display=Limit())
+    assert read_journal(run / "journal.jsonl")[-1]["step"] == (24 if in_background else 16)
     file_limit(resource.RLIM_INFINITY)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-8"]
     resume(run)

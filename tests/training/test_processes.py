@@ -148,6 +148,28 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_any_number_resum
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_checkpoints_that_are_written_in_the_background_are_those_of_a_run_that_waits(
+    shard: str, three_splits: Path, tmp_path: Path
+) -> None:
+    fields = {"optimizer": "adamw", "learning_rate": 1e-4, "checkpoints": 6, "average": 0.9, "shard": shard}
+    in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "straight", **fields))
+    config = ranks.config_of(three_splits, tmp_path / "run", background_checkpoints=True, **fields)
+    stopped = in_processes(2, ranks.trained_and_stopped, config, 1, 5)
+    assert [one.error for one in stopped] == [None, None]
+    assert [one.error for one in in_processes(2, ranks.resumed, tmp_path / "run")] == [None, None]
+    assert curve(tmp_path / "straight") == curve(tmp_path / "run")
+    steps = [
+        event["step"] for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "checkpoint"
+    ]
+    assert steps == [2, 4, 6, 8, 10, 12]
+    states = [
+        (tmp_path / name / "checkpoints" / "step-12" / "__0_0.distcp").read_bytes() for name in ("straight", "run")
+    ]
+    assert states[0] == states[1]
+
+
+@pytest.mark.slow
 def test_resuming_the_same_number_of_processes_changes_no_bit(three_splits: Path, tmp_path: Path) -> None:
     fields = {"dropout": 0.2, "stochastic_depth": 0.3, "optimizer": "adamw", "mixup": 0.3}
     in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "straight", **fields))

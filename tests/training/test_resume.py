@@ -94,6 +94,15 @@ def test_stopping_changes_no_bit_of_other_configs(
     assert outcome(stopped) == outcome(tmp_path / "straight")
 
 
+def test_checkpoints_in_the_background_change_no_bit(
+    small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
+) -> None:
+    run = run_with_stops(small(tmp_path / "run", background_checkpoints=True), (5, 18), stop_at)
+    assert outcome(run) == straight
+    steps = [event["step"] for event in read_journal(run / "journal.jsonl") if event["event"] == "checkpoint"]
+    assert steps == [5, 8, 16, 18, 24]
+
+
 def test_stopping_changes_no_bit_of_a_run_by_onednn(
     small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,10 +266,13 @@ SIZES = (
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--background-checkpoints",)], ids=str)
 def test_kill_9_at_random_moments_changes_no_bit(
-    three_splits: Path, outcome: Outcome, command: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+    more: tuple[str, ...], three_splits: Path, outcome: Outcome, command: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
     options = ("--data", str(three_splits), "--steps", "40", "--checkpoints", "40", "--evaluations", "20", *SIZES)
+    options += more
     straight = command("demo", *options, "--run", str(tmp_path / "straight"))
     _, errors = straight.communicate(timeout=120)
     assert straight.returncode == 0, errors
@@ -319,6 +331,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--background-checkpoints",)], ids=str)
 @pytest.mark.parametrize(
     ("where", "newest"),
     [
@@ -330,12 +343,12 @@ sys.exit(main(sys.argv[2:]))
     ],
 )
 def test_kill_9_within_a_save_changes_no_bit(
-    where: str, newest: int, three_splits: Path, small: Small, straight: dict[str, Any], outcome: Outcome,
-    tmp_path: Path,
+    more: tuple[str, ...], where: str, newest: int, three_splits: Path, small: Small, straight: dict[str, Any],
+    outcome: Outcome, tmp_path: Path,
 ) -> None:  # fmt: skip
     run = tmp_path / "run"
     options = ("--data", str(three_splits), "--run", str(run), "--steps", "24", "--checkpoints", "3", *SIZES)
-    options += ("--evaluations", "6", "--keep", "best", "--learning-rate", "0.01")
+    options += (*more, "--evaluations", "6", "--keep", "best", "--learning-rate", "0.01")
     process = subprocess.run(
         [sys.executable, "-c", KILLER, where, "train", "demo", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -90,6 +90,9 @@ class RunConfig:
     """Steps between two runs of --probe, by default as many as between two evaluations."""
     checkpoints: int = 10
     """Number of times that the training state is saved during the run."""
+    background_checkpoints: bool = False
+    """Write checkpoints in a thread while training goes on, from a copy of the state in main memory. An error while
+    writing is reported at the next checkpoint."""
     max_time: str | None = None
     """Stop after this time, such as 50m or 2h, with the state saved and exit code 75. --resume goes on."""
     shard: Shard = "none"

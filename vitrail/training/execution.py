@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,7 +85,12 @@ class Execution:
         self.folder = folder
         self.processes = setup.processes
         self.journal = Journal(folder / "journal.jsonl", is_kept=setup.processes.is_first)
-        self.checkpoints = Checkpoints(folder / "checkpoints", processes=setup.processes)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints",
+            processes=setup.processes,
+            in_background=setup.config.run.background_checkpoints,
+            on_saved=lambda step, path: self.journal.write("checkpoint", step=step, path=path.name),
+        )
         self.display = display if setup.processes.is_first else Display()
         self.started = started
         self.memory = memory
@@ -130,9 +136,10 @@ class Execution:
             )
             display.begin(state.step, setup.steps, setup.config.task)
             try:
-                if state.step == 0:
-                    monitor.before_first_step(evaluates=self._may_keep_start)
-                fit(state, plan, monitor)
+                with closing(self.checkpoints):
+                    if state.step == 0:
+                        monitor.before_first_step(evaluates=self._may_keep_start)
+                    fit(state, plan, monitor)
             except NonFiniteLoss as error:
                 journal.write("failed", step=state.step, reason=str(error))
                 if not self._may_keep_start or state.best.step < 0:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vitrail.errors import RunError
+import vitrail.training.state.checkpoint as checkpoint_module
+from vitrail.errors import RunError, SaveError
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
 from vitrail.training.monitoring.display import Display
@@ -256,6 +259,61 @@ def test_an_exception_while_saving_leaves_nothing_behind(
     state.best = Best()
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-3"]
     assert {path.name: path.read_bytes() for path in (checkpoints.folder / "step-3").iterdir()} == before
+
+
+def test_the_background_writes_the_state_of_the_moment(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, flat: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    state, plan = moving
+    saved(3)
+    real, may_write, complete = checkpoint_module.save, threading.Event(), list[int]()
+    monkeypatch.setattr(checkpoint_module, "save", lambda *given, **named: (may_write.wait(60), real(*given, **named)))
+    checkpoints = Checkpoints(
+        tmp_path / "checkpoints", in_background=True, on_saved=lambda step, path: complete.append(step)
+    )
+    before = {
+        name: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in flat(state.tensors()).items()
+    }
+    state.step = 4
+    path = checkpoints.save(state)
+    state.step, state.best.waited = 0, 99
+    train_step(state, plan, next(state.batches))
+    state.skipped.add("later")
+    checkpoints.poll()
+    assert not path.exists() and complete == [] and checkpoints.steps() == [3]
+    may_write.set()
+    checkpoints.wait()
+    assert complete == [4] and checkpoints.steps() == [4, 3]
+    assert checkpoints.restore(state) == [] and state.step == 4 and state.best.waited == 0
+    assert state.skipped == {"bad 3"}
+    after = flat(state.tensors())
+    assert after.keys() == before.keys()
+    for name, leaf in before.items():
+        assert torch.equal(after[name], leaf) if isinstance(leaf, torch.Tensor) else after[name] == leaf
+    checkpoints.close()
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save(
+    saved: Callable[..., Any], moving: tuple[TrainState, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(3)
+    state, checkpoints = moving[0], Checkpoints(tmp_path / "checkpoints", in_background=True)
+
+    def full(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "save", full)
+        state.step = 4
+        checkpoints.save(state)
+        state.step = 5
+        with pytest.raises(SaveError, match=r"step-4: No space left on device; an earlier version there is intact$"):
+            checkpoints.save(state)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-3"]
+    checkpoints.save(state)
+    checkpoints.close()
+    assert checkpoints.steps() == [5, 3]
 
 
 def test_the_manifest_states_every_file(saved: Callable[..., Any], tmp_path: Path) -> None:

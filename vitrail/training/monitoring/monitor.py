@@ -204,7 +204,8 @@ class Monitor:
             self.report()  # raises if the loss is not finite, so that no broken state is saved
             with self._pause("checkpoint"):
                 path = self.sinks.checkpoints.save(self.state)
-                self.sinks.journal.write("checkpoint", step=step, path=path.name)
+                if over or stopping:
+                    self.sinks.checkpoints.wait()
         if stopping:
             self.sinks.journal.write("stopped", step=step)
             raise Stopped(
@@ -216,6 +217,7 @@ class Monitor:
 
         The journal receives the images per second since the last report, and the display receives a smoothed rate.
         """
+        self.sinks.checkpoints.poll()
         if not (metrics := self.meter.read()):
             return
         if self.plan.processes.are_several:

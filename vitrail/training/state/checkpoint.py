@@ -1,17 +1,19 @@
 """Training states on disk: `checkpoints/step-N/`. A checkpoint counts only if its manifest matches its files.
 
-A checkpoint is written under another name, then hashed, then renamed. The newest complete checkpoint is read. The
-tensors are in the format of torch.distributed.checkpoint, which unpickles on reading: resume only your own runs, and
-publish models as bundles.
+A checkpoint is written under another name, then hashed, then renamed. A thread can do this from a copy of the state
+while training goes on. The newest complete checkpoint is read. The tensors are in the format of
+torch.distributed.checkpoint, which unpickles on reading: resume only your own runs, and publish models as bundles.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,32 @@ __all__ = ["Checkpoints"]
 
 MANIFEST = "manifest.json"
 VALUES = "state.json"
+WARNINGS = ("torch.distributed is disabled", "TypedStorage is deprecated")
+"""Beginnings of warnings of torch.distributed.checkpoint that do not concern the user."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only the newest `retain` checkpoints are kept."""
+    """The checkpoints of one run. Only the newest `retain` checkpoints are kept.
 
-    def __init__(self, folder: Path, *, retain: int = 2, processes: Processes = Processes()) -> None:
+    With `in_background`, a thread writes them. `on_saved` is called in the first process with the step and the folder
+    of each complete checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        retain: int = 2,
+        processes: Processes = Processes(),
+        in_background: bool = False,
+        on_saved: Callable[[int, Path], None] = lambda step, path: None,
+    ) -> None:
         self.folder = folder
         self.retain = retain
         self.processes = processes
+        self.on_saved = on_saved
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background and processes.is_first else None
+        self._writing: tuple[int, Future[Path]] | None = None
 
     def save(self, state: TrainState) -> Path:
         """Write the state as a new checkpoint, and return its folder. Older checkpoints are deleted, so that `retain`
@@ -48,25 +67,70 @@ class Checkpoints:
 
         All processes call this method, and the first one writes. The tensors are the same with any number of processes.
         If the new checkpoint cannot be written, raises `SaveError` and leaves the other checkpoints intact.
+
+        In the background, the checkpoint is complete when `wait` returns. This method then waits for the checkpoint
+        before, and raises its error.
         """
+        self.wait()
         random = self.processes.gather(random_state())
         tensors = state.whole_tensors()
-        return self.processes.on_first(lambda: self._write(state, tensors, random))
+        values = state.values() | ({"random_of_others": random[1:]} if random[1:] else {})
+        return self.processes.on_first(lambda: self._begin(state, values, tensors))
 
-    def _write(self, state: TrainState, tensors: dict[str, Any], random: list[dict[str, Any]]) -> Path:
-        path = self.folder / f"step-{state.step}"
+    def wait(self) -> None:
+        """Wait until the checkpoint that a thread is writing is complete. All processes call this method. Raises the
+        errors of `save`."""
+        self.processes.on_first(self._join)
+
+    def poll(self) -> None:
+        """Call `on_saved` if a thread has completed a checkpoint since the last call. Its error waits for `wait`."""
+        if self._writing is not None and self._writing[1].done() and self._writing[1].exception() is None:
+            self._join()
+
+    def close(self) -> None:
+        """Let the thread complete its checkpoint, and end it. This is for runs that end by another error."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            with suppress(Exception):
+                self._join()
+
+    def _begin(self, state: TrainState, values: dict[str, Any], tensors: dict[str, Any]) -> Path:
+        """Write a checkpoint, or let the thread write a copy of the state."""
+        step = state.step
+        if self._thread is None:
+            with _without_warnings():
+                path = self._write(step, values, tensors)
+            self.on_saved(step, path)
+            return path
+        for message in WARNINGS:  # a thread cannot restore filters, so they stay
+            warnings.filterwarnings("ignore", message=message)
+        values = copy.deepcopy(values)
+        tensors = tensors if state.copy is not None else _host_copy(tensors)  # sharded weights are gathered as copies
+        self._writing = step, self._thread.submit(self._write, step, values, tensors)
+        return self._path(step)
+
+    def _join(self) -> None:
+        if self._writing is not None:
+            (step, future), self._writing = self._writing, None
+            self.on_saved(step, future.result())
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def _write(self, newest: int, values: dict[str, Any], tensors: dict[str, Any]) -> Path:
+        path = self._path(newest)
         for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
         with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path, _bytes_of(tensors)):
             save(tensors, checkpoint_id=partial, no_dist=True)
-            write_json(partial / VALUES, state.values() | ({"random_of_others": random[1:]} if random[1:] else {}))
+            write_json(partial / VALUES, values)
             files = sorted(file for file in partial.iterdir() if file.is_file())
             manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
             write_json(partial / MANIFEST, manifest)
         steps = self.steps()
-        abandoned = [step for step in steps if step > state.step]  # damaged, or this run would not be before them
+        abandoned = [step for step in steps if step > newest]  # damaged, or this run would not be before them
         for old in abandoned + steps[len(abandoned) + self.retain :]:
-            shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)  # too many checkpoints beat a stopped run
+            shutil.rmtree(self._path(old), ignore_errors=True)  # too many checkpoints beat a stopped run
         return path
 
     def steps(self) -> list[int]:
@@ -86,9 +150,10 @@ class Checkpoints:
 
         All processes call this method and read the checkpoint. Raises `RunError` if there is no complete checkpoint.
         """
+        self.wait()
         path, damaged = self.processes.on_first(lambda: self._newest_complete(before))
         values, tensors = json.loads((path / VALUES).read_text(encoding="utf-8")), state.tensors()
-        with _plain_errors(path):
+        with _without_warnings(), _plain_errors(path):
             if "random" not in values:
                 values["random"] = _random_state_among_tensors(path)
             load(tensors, checkpoint_id=path, no_dist=True)
@@ -103,7 +168,7 @@ class Checkpoints:
             later = [step for step in steps if step >= before]
             steps = [step for step in steps if step < before] + later[::-1]
         for step in steps:
-            path = self.folder / f"step-{step}"
+            path = self._path(step)
             if (problem := _damage(path)) is None:
                 return path, damaged
             damaged.append(f"checkpoint {path} is damaged ({problem}); going back to the one before it")
@@ -160,29 +225,44 @@ def _bytes_of(value: Any) -> int:
     return sum(map(_bytes_of, value)) if isinstance(value, list | tuple) else 0
 
 
+def _host_copy(value: Any) -> Any:
+    """Return a copy of nested dictionaries and lists whose tensors are in main memory and do not change."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: _host_copy(item) for name, item in value.items()}
+    return [_host_copy(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Hide two warnings of torch.distributed.checkpoint in the `with` block."""
+    with warnings.catch_warnings():
+        for message in WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
 @contextmanager
 def _plain_errors(path: Path, needed: int = 0) -> Iterator[None]:
-    """Raise the errors of torch.distributed.checkpoint as `OSError` or `SaveError`, and hide two of its warnings.
+    """Raise the errors of torch.distributed.checkpoint as `OSError` or `SaveError`.
 
     `needed` is the size of a checkpoint that is written. If the disk is full, torch mostly raises an internal assertion
     of its zip writer instead of the error of the operating system. The unfinished files are therefore deleted, and the
     operating system is asked if the checkpoint fits on the disk.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        try:
-            yield
-        except CheckpointException as failure:
-            causes = [error for error, _ in failure.failures.values()]
-            for cause in causes:
-                if isinstance(cause, OSError):
-                    raise cause from failure
-            if needed:
-                partial = partial_path(path.resolve())
-                for file in partial.iterdir():
-                    file.unlink()
-                if (problem := disk_problem(partial, needed)) is not None:
-                    raise problem from failure
-            reason = "; ".join(str(cause) or type(cause).__name__ for cause in causes)
-            raise SaveError(f"checkpoint {path} failed: {reason}") from failure
+    try:
+        yield
+    except CheckpointException as failure:
+        causes = [error for error, _ in failure.failures.values()]
+        for cause in causes:
+            if isinstance(cause, OSError):
+                raise cause from failure
+        if needed:
+            partial = partial_path(path.resolve())
+            for file in partial.iterdir():
+                file.unlink()
+            if (problem := disk_problem(partial, needed)) is not None:
+                raise problem from failure
+        reason = "; ".join(str(cause) or type(cause).__name__ for cause in causes)
+        raise SaveError(f"checkpoint {path} failed: {reason}") from failure
