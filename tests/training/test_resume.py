@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import vitrail.training.state.checkpoint as checkpoint_module
 from vitrail.errors import RunError, Stopped
 from vitrail.models.linear import float32
 from vitrail.training.config import TrainConfig
@@ -142,6 +143,30 @@ def test_a_resumed_run_says_from_which_step(small: Small, stop_at: StopAt, tmp_p
         train(small(tmp_path / "run"), display=stop_at(13))
     resume(tmp_path / "run", display=Says())
     assert said[-1] == "continuing after step 13 of 24"
+
+
+@pytest.mark.parametrize(("moment", "stopped"), [("evaluation", 8), ("save", 9)])
+def test_a_signal_within_an_evaluation_or_a_save_changes_no_bit(
+    moment: str, stopped: int, small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    run, real = tmp_path / "run", checkpoint_module.save
+
+    class Signalling(Display):
+        def evaluated(self, step: int, result: dict[str, float], best: bool) -> None:
+            if step == 8 and moment == "evaluation":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def signalling(*given: Any, **named: Any) -> None:
+        if moment == "save" and named["checkpoint_id"].name == ".step-8.vitrail-partial":
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(*given, **named)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"^stopped at step {stopped} of 24; "):
+        patch.setattr(checkpoint_module, "save", signalling)
+        train(small(run), display=Signalling())
+    resume(run)
+    assert outcome(run) == straight
 
 
 def test_a_crash_goes_back_to_the_newest_checkpoint(
