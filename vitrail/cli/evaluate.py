@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,32 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rich.console import Console
 
 from vitrail.cli.options.command import Call, Command, Example
-from vitrail.cli.options.fields import Positional, flag
-from vitrail.cli.options.reduction import check_reduction, reduction_of
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.options.reduction import reduction_of
 from vitrail.cli.output.bars import images_bar
-from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:  # without PyTorch, --help is faster
     from vitrail.data.source import Source
-    from vitrail.evaluation.evaluators import Evaluator
     from vitrail.evaluation.outputs import Outputs
     from vitrail.evaluation.predictions.report import ClassificationReport
     from vitrail.weights.bundle import Bundle
 
 __all__ = ["main"]
-
-BY_SUITE = (
-    "by", "numbers", "split", "validation_share", "per_class", "confusion", "bootstrap", "real", "class_names", "shots",
-    "seeds", "l2", "allow_fewer", "k", "temperature",
-)  # fmt: skip
-"""Options that cannot be combined with --suite, because the suite sets them."""
-
-USED_BY = {
-    "numbers": ("linear", "knn"), "bootstrap": ("accuracy", "regression"), "real": ("accuracy",),
-    "class_names": ("accuracy",), "shots": ("fewshot",), "seeds": ("fewshot",), "l2": ("fewshot",),
-    "allow_fewer": ("fewshot",), "features": ("linear", "fewshot", "knn"), "k": ("knn",), "temperature": ("knn",),
-}  # fmt: skip
-"""Evaluators that use an option, by the option's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,97 +128,27 @@ COMMAND = Command(
 
 
 def main(call: Call) -> int:
-    options = Evaluate(**call.options)
-    _check(options, call.options)
+    from vitrail.cli.evaluating.checks import check_options
     from vitrail.machine import keep_freed_memory
     from vitrail.training.monitoring.stop import interrupted_by_signals
 
+    options = Evaluate(**call.options)
+    check_options(options, call.options)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     keep_freed_memory()
     with interrupted_by_signals():
         return _suite(options, console) if options.suite else _one(options, call.options, console)
 
 
-def _check(options: Evaluate, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for options that exclude each other, are out of range or have no effect, and `DataError` for
-    a file of labels or names that cannot be read. Neither the model nor the data is read."""
-    if options.no_cache and options.cache is not None:
-        raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
-    for name in ("seeds", "batch_size"):
-        if (number := getattr(options, name)) is not None and number < 1:
-            raise ConfigError(f"{name}={number} is less than 1")
-    check_reduction(options.reduce_tokens, given)
-    if not options.suite:
-        if not options.data:
-            raise ConfigError("--data is missing: name a data set, or a suite of tasks with --suite")
-        if options.strict:
-            raise ConfigError("--strict: only the tasks of a --suite can be skipped; name a suite")
-        _check_images(options)
-        _check_evaluators(options, given)
-        return
-    if len(options.models) > 1:
-        raise ConfigError("--suite measures one model; name only one MODEL")
-    if options.data and not Path(options.data).expanduser().is_dir():
-        raise ConfigError(
-            f"data={options.data!r} is not a folder; with --suite, name a folder that can hold a folder of data per "
-            "task, or leave --data out"
-        )
-    if decided := [flag(name) for name in BY_SUITE if name in given]:
-        raise ConfigError(f"--suite {options.suite} decides what is measured and how; leave out {', '.join(decided)}")
-
-
-def _check_images(options: Evaluate) -> None:
-    """Raise `ConfigError` if --validation-share is out of range or has no effect, or if the models cannot be compared
-    with these options."""
-    share = options.validation_share
-    if share is not None and not 0 < share < 1:
-        raise ConfigError(f"validation_share={share} is not between 0 and 1")
-    if share is not None and options.split not in ("held-out", "validation"):
-        raise ConfigError(
-            f"validation_share={share} chooses validation images, but --split {options.split} measures others; leave "
-            "one of them out"
-        )
-    if len(set(options.models)) < len(options.models):
-        raise ConfigError("MODEL: a model is named twice; name each model once")
-    if len(options.models) > 1 and (options.per_class or options.confusion):
-        raise ConfigError("--per-class and --confusion show one model; name only one MODEL")
-
-
-def _check_evaluators(options: Evaluate, given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for settings that are out of range or that no chosen evaluator uses, and `DataError` for
-    unreadable files."""
-    from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of
-    from vitrail.evaluation.predictions.imagenet import read_real, read_synsets
-
-    evaluators = evaluators_of(options.by or ",".join(sorted(set(BY_HEAD.values()))), _settings(options))
-    _check_used(set(evaluators), given, options.by or "accuracy")
-    if (options.per_class or options.confusion) and "accuracy" not in evaluators:
-        raise ConfigError("--per-class and --confusion show metrics of the model's own head; add accuracy to --by")
-    if options.real:
-        read_real(None if options.real == "public" else options.real)
-    if options.class_names:
-        read_synsets(options.class_names)
-
-
-def _check_used(chosen: Collection[str], given: Mapping[str, Any], by: str) -> None:
-    """Raise `ConfigError` if an option was typed that none of the chosen evaluators uses."""
-    for name, users in USED_BY.items():
-        if name in given and not set(users) & set(chosen):
-            *others, last = users
-            several = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
-            raise ConfigError(
-                f"{flag(name)}: only {several} it, but --by is {by}; add {users[0]} to --by, or leave out {flag(name)}"
-            )
-
-
 def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     """Measure one or several models on one data set, and return the exit code."""
+    from vitrail.cli.evaluating.checks import evaluators_for
     from vitrail.cli.evaluating.common import common_images
     from vitrail.cli.evaluating.plan import plan_of
 
     bundles = {name: _load(options, name) for name in options.models}
     with _Bar(console) as bar:
-        prepared = {name: _evaluators(bundle, options, given) for name, bundle in bundles.items()}
+        prepared = {name: evaluators_for(bundle, options, given) for name, bundle in bundles.items()}
         common = None
         if len(bundles) > 1 or options.validation_share is not None:
             common = common_images(bundles, options.data, options.split, options.validation_share)
@@ -261,20 +176,6 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
     details = plans[name].head if options.per_class or options.confusion else {}
     _show(rows[name], _reports(plans[name].outputs, details), bundles[name], options, console)
     return 0
-
-
-def _evaluators(bundle: Bundle, options: Evaluate, given: Mapping[str, Any]) -> dict[str, Evaluator]:
-    """Return the evaluators for a model by name. Raise `ConfigError` for options that do not fit the model."""
-    from vitrail.evaluation.evaluators import BY_HEAD, evaluators_of
-
-    by = options.by or BY_HEAD[bundle.output]
-    evaluators = evaluators_of(by, _settings(options))
-    _check_used(set(evaluators), given, by)
-    if (options.per_class or options.confusion) and bundle.output == "numbers":
-        raise ConfigError(
-            "--per-class and --confusion are for classes, but this model predicts numbers; leave them out"
-        )
-    return evaluators
 
 
 def _show_several(rows: dict[str, dict[str, dict[str, Any]]], options: Evaluate, console: Console) -> None:
@@ -347,21 +248,6 @@ def _load(options: Evaluate, name: str) -> Bundle:
     if options.reduce_tokens is None:
         return bundle
     return with_reduction(bundle, reduction_of(options.reduce_tokens, options.reduce_by, options.reduce_schedule))
-
-
-def _settings(options: Evaluate) -> dict[str, dict[str, Any]]:
-    """Return the settings of each evaluator by the evaluator's name."""
-    names = {
-        "accuracy": ("bootstrap", "real", "class_names"),
-        "regression": ("bootstrap",),
-        "fewshot": ("shots", "seeds", "l2", "allow_fewer"),
-        "knn": ("k", "temperature"),
-    }
-    settings = {name: {field: getattr(options, field) for field in some} for name, some in names.items()}
-    if options.features is not None:
-        for name in ("linear", "fewshot", "knn"):
-            settings.setdefault(name, {})["features"] = options.features
-    return settings
 
 
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
