@@ -36,7 +36,8 @@ def check_signatures_quickly() -> None:
 
 def quick(*, typechecker: Any) -> Callable[[Any], Any]:
     """Return a decorator of functions and classes that checks arguments and results in the first, second, fourth,
-    eighth and so on call of each test. The dimensions of shapes agree within a call, as in jaxtyping. Generators, and
+    eighth and so on call of each test. Functions inside of functions are checked in the first call alone, because their
+    checks are made anew for each. The dimensions of shapes agree within a call, as in jaxtyping. Generators, and
     functions with shapes that name arguments, are checked by jaxtyping's own decorator."""
 
     def decorate(target: Any) -> Any:
@@ -67,10 +68,9 @@ def _sampled(function: Callable[..., Any], decorator: Callable[..., Any]) -> Cal
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         nonlocal checked
-        if jaxtyping.config.jaxtyping_disable:
-            return function(*args, **kwargs)
         _calls[key] = number = _calls.get(key, 0) + 1
-        if number & (number - 1):  # is 0 for powers of two
+        is_left_out = number > 1 if is_inner else number & (number - 1)  # the latter is 0 for powers of two
+        if is_left_out or jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
         if checked is None:
             checked = decorator(_copied(function, _resolved(function) if is_inner else annotations))

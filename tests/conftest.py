@@ -42,6 +42,7 @@ settings.load_profile("vitrail")
 def pytest_collection_finish() -> None:
     """Exempt the imported modules and the collected tests from garbage collection."""
     gc.freeze()
+    gc.set_threshold(20_000)  # a training step makes thousands of objects, and few of them refer to each other
     gc.enable()
 
 

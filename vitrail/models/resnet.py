@@ -167,6 +167,10 @@ class StandardisedConv(nn.Conv2d):
         self.is_standardised = False
         """True if the stored filters are already standardised, as in a predictor's copy."""
 
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # on "meta" there is nothing to draw, and drawing is slow
+            super().reset_parameters()
+
     def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d gh gw"]:
         if self.same:
             x = _pad_same(x, self.kernel_size[0], self.stride[0])

@@ -30,6 +30,10 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.product, self.adapter = linear, None
 
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # on "meta" there is nothing to draw, and drawing is slow
+            super().reset_parameters()
+
     @property
     def operand(self) -> Float[Tensor, "outputs inputs"]:
         """The weight that the kernel uses: the layer's own weight, or the adapter's result."""
