@@ -12,7 +12,7 @@ from PIL import Image
 from vitrail.cli import main
 from vitrail.cli.train import recipe_for
 from vitrail.recipes import RECIPES
-from vitrail.tasks import MaskedPatches
+from vitrail.tasks import Mae, MaskedPatches
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.record import read_record
@@ -91,6 +91,21 @@ def test_help_shows_the_settings_of_the_typed_task_alone(capsys: pytest.CaptureF
     masked = capsys.readouterr().out
     assert "--loss" in usual and "--patch-target" not in usual
     assert "--loss" not in masked and "--patch-target" in masked
+
+
+def test_a_masked_autoencoder_is_trained_and_continued(
+    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--data", str(colour_folder), "--image-size", "16", "24", "--batch-size", "12", "--remove-fraction", "0.5"]
+    assert run("--task", "mae", *words, "--decoder-width", "8", "--no-normalise-pixels", *TINY) == 0
+    assert "validation patch loss" in capsys.readouterr().out
+    task = Mae(remove_fraction=0.5, decoder_width=8, normalise_pixels=False)
+    assert read_record(tmp_path / "runs/colours").config.task == task
+    assert run("--resume", "runs/colours", "--steps", "5") == 0
+    assert load("runs/colours/model").provenance["step"] == 5
+    assert run("--task", "mae", "--data", str(colour_folder), "--remove-fraction", "1") == 2
+    assert "--remove-fraction: 1.0 is not between 0 and 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from vitrail.models.vit import ViTConfig
 
-DIVISORS = {"none": 1, "learned": 1, "learned-2d": 2, "sincos-2d": 4, "relative-bias": 1, "rotary-2d": 4}
+DIVISORS = {
+    "none": 1,
+    "learned": 1,
+    "learned-2d": 2,
+    "sincos-2d": 4,
+    "sincos-2d-mae": 4,
+    "relative-bias": 1,
+    "rotary-2d": 4,
+}
 """Kinds of positions, with a number that must divide a head's width, or certainly divides the network's width."""
 
 

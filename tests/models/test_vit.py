@@ -1050,8 +1050,8 @@ def unchecked() -> Iterator[None]:
         ({"final_norm": "none"}, "final_norm='none' is not one of 'tokens', 'pooled'"),
         (
             {"positions": "fourier"},
-            "positions='fourier' is not one of 'none', 'learned', 'learned-2d', 'sincos-2d', 'relative-bias', "
-            "'rotary-2d'",
+            "positions='fourier' is not one of 'none', 'learned', 'learned-2d', 'sincos-2d', 'sincos-2d-mae', "
+            "'relative-bias', 'rotary-2d'",
         ),
         ({"positions_at": "head"}, "positions_at='head' is not one of 'stem', 'every-layer', 'shared'"),
         ({"positions_cover": "none"}, "positions_cover='none' is not one of 'all', 'class', 'patches'"),

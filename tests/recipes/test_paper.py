@@ -17,8 +17,8 @@ from vitrail.training.run import train
 
 IMAGENET = 1_281_167
 FAMILIES = {
-    "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked", "augreg-ti16-i1k", "plain-vit-s16-90",
-    "bit-r50x1-i1k",
+    "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked", "vit-l16-i1k-mae",
+    "augreg-ti16-i1k", "plain-vit-s16-90", "bit-r50x1-i1k",
 }  # fmt: skip
 """A recipe of each kind but hybrids, for the fast tests."""
 
@@ -125,7 +125,7 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert result.bundle.output == config.task.output
-    assert len(result.bundle.classes) == (0 if config.task.name == "masked-patches" else 3)
+    assert len(result.bundle.classes) == (0 if config.task.name in ("masked-patches", "mae") else 3)
 
 
 def test_every_recipe_says_what_was_published() -> None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "cifar10": "vitrail train cifar10",
     "folder": "vitrail train folder --data DIR",
     "masked-patches": "vitrail train masked-patches",
+    "mae": "vitrail train mae",
 }
 
 

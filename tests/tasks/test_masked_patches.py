@@ -236,7 +236,7 @@ def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> Non
             "BiT-R50x1",
             {},
             0.5,
-            "replaces the embeddings of patches, which a ResNet does not have",
+            "hides the embeddings of patches, which a ResNet does not have",
         ),
         (
             "Conv+ViT-Pico/8",

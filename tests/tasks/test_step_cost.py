@@ -16,7 +16,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.cost.footprint import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
-from vitrail.tasks import MaskedPatches, Task
+from vitrail.tasks import Mae, MaskedPatches, Task
 from vitrail.tasks.task import Objective
 
 Precision = Literal["float32", "bf16"]
@@ -28,6 +28,8 @@ TASKS: dict[str, Task] = {
     "mean-colour": MaskedPatches(),
     "colours": MaskedPatches(patch_target="colours", corrupt_fraction=0.4),
     "pixels": MaskedPatches(patch_target="pixels"),
+    "mae": Mae(),
+    "mae, deep decoder": Mae(remove_fraction=0.6, decoder_width=64, decoder_depth=3, decoder_heads=4),
 }
 
 

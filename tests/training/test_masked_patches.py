@@ -1,4 +1,5 @@
-"""Tests of whole runs of masked patch prediction: resume, the best weights, probes, and the use of the saved model."""
+"""Tests of whole runs of masked patch prediction and of masked autoencoders: resume, the best weights, probes, and the
+use of the saved model."""
 
 from __future__ import annotations
 
@@ -27,33 +28,40 @@ def evaluations(run: Path) -> Events:
     return [{name: value for name, value in event.items() if name != "time"} for event in events]
 
 
+MAE: dict[str, Any] = {"remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
+
+
 @pytest.fixture
 def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., TrainConfig]:
     """Return a function that makes configs of short runs on grey images, with all kinds of randomness switched on."""
 
     def make(name: str, **fields: Any) -> TrainConfig:
-        chosen = {"task": "masked-patches", "steps": 8, "evaluations": 4, "checkpoints": 2, "corrupt_fraction": 0.6}
+        chosen: dict[str, Any] = {"steps": 8, "evaluations": 4, "checkpoints": 2}
+        chosen |= MAE if fields.get("task") == "mae" else {"task": "masked-patches", "corrupt_fraction": 0.6}
         return small(tmp_path / name, **{**chosen, **fields})
 
     return make
 
 
+@pytest.mark.parametrize("task", ["masked-patches", "mae"])
 def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
-    masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
+    task: str, masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
-    straight = train(masked("straight", probe="knn", accumulation=2))
+    fields: dict[str, Any] = {"task": task, "probe": "knn", "accumulation": 2}
+    straight = train(masked("straight", **fields))
     with pytest.raises(Stopped):
-        train(masked("stopped", probe="knn", accumulation=2), display=stop_at(3))
+        train(masked("stopped", **fields), display=stop_at(3))
     stopped = resume(tmp_path / "stopped")
     for name in ("model/model.safetensors", "beside.safetensors"):
         one, other = load_file(straight.folder / name), load_file(stopped.folder / name)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    assert set(one) == {"mask_embedding", "decoder.weight", "decoder.bias"}
+    assert ("mask_embedding" if task == "masked-patches" else "decoder.mask_token") in one
     *during, validation, _ = evaluations(straight.folder)
     assert during == [event for event in evaluations(stopped.folder) if not event.get("kept")]
     best = min(during, key=lambda event: event["patch_loss"])
     assert validation["patch_loss"] == best["patch_loss"] == straight.metrics["validation_patch_loss"]
-    assert validation["colour_accuracy"] == best["colour_accuracy"]
+    if task == "masked-patches":
+        assert validation["colour_accuracy"] == best["colour_accuracy"]
     probes = [event for event in read_journal(straight.folder / "journal.jsonl") if event["event"] == "probe"]
     assert len(probes) == 4 and all(0 <= event["knn_1"] <= 1 for event in probes)
 
@@ -93,6 +101,8 @@ def test_labels_are_not_needed_but_probes_measure_by_them(
     [
         ({"positions": "none"}, "needs positions"),
         ({"early_patch_dropout": ("0.5:0.5",)}, "patch_dropout=0.5 removes patches"),
+        ({"task": "mae", "remove_fraction": 0.97}, r"remove_fraction=0.97 of 16 patches .* leaves no visible patch"),
+        ({"task": "mae", "decoder_heads": 3}, "decoder_width=8 with decoder_heads=3 does not work"),
         ({"corrupt_fraction": 0.03}, r"corrupt_fraction=0.03 of 16 patches \(4 x 4\) leaves no corrupted patch"),
     ],
 )

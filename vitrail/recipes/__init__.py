@@ -10,6 +10,7 @@ from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.demo import demo
 from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
+from vitrail.recipes.mae import MAE_RECIPES, mae
 from vitrail.recipes.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
 from vitrail.recipes.paper import PaperRecipe
 from vitrail.recipes.vit import VIT_RECIPES
@@ -19,7 +20,7 @@ __all__ = ["PAPER_RECIPES", "RECIPES"]
 
 PAPER_RECIPES: dict[str, PaperRecipe] = {
     recipe.name: recipe
-    for recipe in (*VIT_RECIPES, *MASKED_PATCHES_RECIPES, *AUGREG_RECIPES, *PLAIN_RECIPES, *BIT_RECIPES)
+    for recipe in (*VIT_RECIPES, *MASKED_PATCHES_RECIPES, *MAE_RECIPES, *AUGREG_RECIPES, *PLAIN_RECIPES, *BIT_RECIPES)
 }
 """Training runs of papers, by name."""
 
@@ -29,6 +30,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "cifar10": cifar10,
     "folder": folder,
     "masked-patches": masked_patches,
+    "mae": mae,
     **PAPER_RECIPES,
 }
-"""All recipes by name: five of our own, and those of papers."""
+"""All recipes by name: six of our own, and those of papers."""

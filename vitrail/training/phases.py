@@ -47,7 +47,7 @@ def phases_of(config: TrainConfig, network: AnyConfig | None, steps: int) -> tup
     """Return the phases of a run of this many steps. A run without early settings has one phase.
 
     `network` is the config of the run's network, or None for a network of the user's own class. Raises `ConfigError`
-    for settings that do not fit the run's own settings or the network.
+    for settings that do not fit the run's own settings or the network, and if the task cannot train the network.
     """
     own: dict[str, Any] = {
         "early_image_size": config.images.image_size,
@@ -67,6 +67,8 @@ def phases_of(config: TrainConfig, network: AnyConfig | None, steps: int) -> tup
     last = found[-1]
     if network is None:
         return tuple(replace(phase, cost=phase.batch_size / last.batch_size) for phase in found)
+    for phase in found:
+        config.task.check_network(phase.network(network))
     flops = last.step_flops(network, config.task)
     return tuple(replace(phase, cost=phase.step_flops(network, config.task) / flops) for phase in found)
 

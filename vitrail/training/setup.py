@@ -176,9 +176,8 @@ def prepare(
     check_divisible((phase.batch_size for phase in phases), processes.world)
     found = fingerprint(splits.train, splits.validation, splits.test)
     _check_equal(processes, found, config)
-    for phase in phases:
-        known = own_config(objects.network) if network_config is None else phase.network(network_config)
-        config.task.check_network(known)
+    if network_config is None:
+        config.task.check_network(own_config(objects.network))
     return Setup(
         config=config,
         device=device,

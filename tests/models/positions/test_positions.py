@@ -232,6 +232,16 @@ def test_sincos_is_big_visions(grid: tuple[int, int], quarter: int) -> None:
     torch.testing.assert_close(sincos_2d(grid, 4 * quarter), expected, atol=2e-5, rtol=0)
 
 
+@given(grid=st.tuples(st.integers(1, 20), st.integers(1, 20)), quarter=st.integers(1, 24))
+def test_sincos_of_mae_has_other_frequencies(grid: tuple[int, int], quarter: int) -> None:
+    y, x = (each.flatten()[:, None] for each in np.mgrid[: grid[0], : grid[1]].astype(np.float64))
+    omega = 1 / 10_000 ** (np.arange(quarter) / quarter)
+    expected = np.concatenate([np.sin(x * omega), np.cos(x * omega), np.sin(y * omega), np.cos(y * omega)], axis=1)
+    found = made("sincos-2d-mae", grid=grid, width=4 * quarter, heads=1)(torch.zeros(1, 3 + len(x), 4 * quarter), grid)
+    torch.testing.assert_close(found[0, 3:], torch.from_numpy(expected).float(), atol=2e-5, rtol=0)
+    assert not found[:, :3].any()
+
+
 def test_sincos_of_the_fewest_channels() -> None:
     expected = [[math.sin(x), math.cos(x), math.sin(y), math.cos(y)] for y in range(2) for x in range(3)]
     torch.testing.assert_close(sincos_2d((2, 3), 4), torch.tensor(expected))

@@ -6,6 +6,7 @@
 | learned | a vector for each token | added to tokens |
 | learned-2d | a vector of D / 2 for each column and one for each row, concatenated | added to tokens |
 | sincos-2d | sines and cosines of column and row, fixed (2205.01580) | added to patch tokens |
+| sincos-2d-mae | the same with the frequencies of MoCo v3 and MAE (2111.06377) | added to patch tokens |
 | relative-bias | a number for each head and offset between two patches (2103.14030) | added to attention's logits |
 | rotary-2d | rotation of queries and keys by angles that grow with row and column (2403.13298) | on patch tokens |
 
@@ -23,6 +24,7 @@ from vitrail.models.positions.added import (
     LearnedPositions,
     LearnedPositions2d,
     SinCos,
+    SinCosMae,
     SinCosPositions,
     sincos_2d,
 )
@@ -57,6 +59,7 @@ POSITIONS: dict[str, type[PositionEmbedding]] = {
     "learned": Learned,
     "learned-2d": Learned2d,
     "sincos-2d": SinCos,
+    "sincos-2d-mae": SinCosMae,
     "relative-bias": Relative,
     "rotary-2d": Rotary,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,16 @@ from vitrail.models.positions.embedding import (
     resize_grid,
 )
 
-__all__ = ["Learned", "Learned2d", "LearnedPositions", "LearnedPositions2d", "SinCos", "SinCosPositions", "sincos_2d"]
+__all__ = [
+    "Learned",
+    "Learned2d",
+    "LearnedPositions",
+    "LearnedPositions2d",
+    "SinCos",
+    "SinCosMae",
+    "SinCosPositions",
+    "sincos_2d",
+]
 
 
 class Learned(PositionEmbedding):
@@ -71,12 +81,22 @@ class Learned2d(PositionEmbedding):
 class SinCos(PositionEmbedding):
     """The position embedding "sincos-2d": fixed sines and cosines of row and column."""
 
+    lowest: ClassVar[bool] = True
+    """True if the lowest frequency is 1 / 10000, as in big_vision."""
+
     def problems(self) -> list[str]:
-        width = self.config.width
-        return [f"positions='sincos-2d' has four parts: width={width} is not divisible by 4"] if width % 4 else []
+        name, width = self.config.positions, self.config.width
+        return [f"positions={name!r} has four parts: width={width} is not divisible by 4"] if width % 4 else []
 
     def build(self) -> Positions:
-        return SinCosPositions(self.config.width, prefix=self.config.prefix, place=self.config.positions_place)
+        config = self.config
+        return SinCosPositions(config.width, prefix=config.prefix, place=config.positions_place, lowest=self.lowest)
+
+
+class SinCosMae(SinCos):
+    """The position embedding "sincos-2d-mae": "sincos-2d" with the frequencies of MoCo v3 and MAE."""
+
+    lowest = False
 
 
 class _Added(Positions):
@@ -192,19 +212,26 @@ class SinCosPositions(_Added):
     """Fixed sines and cosines that are added to patches only. They are computed for each grid, so they are never
     resized."""
 
-    def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem") -> None:
+    def __init__(self, width: int, *, prefix: int = 0, place: PositionPlace = "stem", lowest: bool = True) -> None:
         super().__init__(prefix, 0, place)
         self.width = width
+        self.lowest = lowest
 
     def _sequence(self, grid: tuple[int, int], layer: int, device: torch.device) -> Float[Tensor, "1 n width"]:
-        patches = sincos_2d(grid, self.width, device=device)[None]
+        patches = sincos_2d(grid, self.width, device=device, lowest=self.lowest)[None]
         return self._join(patches[:, :0], patches)
 
 
-def sincos_2d(grid: tuple[int, int], width: int, *, device: torch.device | None = None) -> Float[Tensor, "n width"]:
-    """Return [sin x, cos x, sin y, cos y] for every patch, as in big_vision. Here x is the column times the frequencies
-    10000^(-i / (width / 4 - 1)), with i from 0 to width / 4 - 1, and y is the row times these frequencies."""
+def sincos_2d(
+    grid: tuple[int, int], width: int, *, device: torch.device | None = None, lowest: bool = True
+) -> Float[Tensor, "n width"]:
+    """Return [sin x, cos x, sin y, cos y] for every patch. Here x is the column times the frequencies, and y is the row
+    times the frequencies.
+
+    With `lowest`, the frequencies are 10000^(-i / (width / 4 - 1)), with i from 0 to width / 4 - 1, as in big_vision.
+    Without it, they are 10000^(-i / (width / 4)), as in MoCo v3 (2104.02057) and MAE (2111.06377).
+    """
     quarter = width // 4
-    frequencies = 10_000.0 ** (-torch.arange(quarter, device=device) / max(quarter - 1, 1))
+    frequencies = 10_000.0 ** (-torch.arange(quarter, device=device) / max(quarter - lowest, 1))
     y, x = (place[:, None] * frequencies for place in patch_places(grid, device))
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)

@@ -1,0 +1,164 @@
+"""Masked autoencoders: "Masked Autoencoders Are Scalable Vision Learners" (2111.06377).
+
+Most patches of an image are removed. The network encodes the others, and a light decoder predicts the pixels of the
+removed patches. A step is cheap because the network never sees the removed patches. No labels are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from vitrail.data.augmentation.operations import on_device
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.models.cost.footprint import Footprint, FootprintPrecision
+from vitrail.models.patches import cut_patches
+from vitrail.models.variants import AnyConfig
+from vitrail.models.vit_config import ViTConfig
+from vitrail.settings import at_least
+from vitrail.tasks.mae_decoder import MaeDecoder
+from vitrail.tasks.patch_task import PatchObjective, PatchTask, draw_order
+from vitrail.tasks.task import Objective, StepCost, TaskMetric
+
+__all__ = ["Mae", "MaeObjective", "patch_pixels"]
+
+PUBLISHED_WIDTH, PUBLISHED_DEPTH, PUBLISHED_HEADS = 512, 8, 16
+"""The decoder of the paper, for all sizes of the network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mae(PatchTask):
+    """Remove most patches of images and predict their pixels, which needs no labels.
+
+    The saved model is the network without a head. The constructor raises `ConfigError` if fields have invalid values.
+    The message names all of them.
+    """
+
+    name = "mae"
+    metrics = (TaskMetric("patch_loss", higher_is_better=False),)
+    hidden = "removed"
+    fraction = "remove_fraction"
+
+    remove_fraction: float = 0.75
+    """Fraction of each image's patches that the network does not see. The loss counts only these patches."""
+    normalise_pixels: bool = True
+    """True to predict the pixels of each patch with mean 0 and standard deviation 1."""
+    decoder_width: int | None = None
+    """Width of the decoder's tokens. By default 512, or half of the network's width if the network is narrower than
+    512."""
+    decoder_depth: int | None = None
+    """Number of blocks of the decoder. By default 8, or 2 if the network is narrower than 512."""
+    decoder_heads: int | None = None
+    """Number of attention heads of the decoder. By default 16, or those of the network if it is narrower than 512."""
+
+    def _problems(self) -> Iterator[str]:
+        yield from at_least(self, decoder_width=4, decoder_depth=1, decoder_heads=1)
+        yield from super()._problems()
+
+    def check_network(self, network: AnyConfig | None) -> None:
+        """Raise `ConfigError` as `PatchTask.check_network`, and if the decoder's sizes do not fit together."""
+        super().check_network(network)
+        assert isinstance(network, ViTConfig)
+        self.decoder_of(network)
+
+    def decoder_of(self, network: ViTConfig) -> ViTConfig:
+        """Return the config of the decoder's blocks. Raise `ConfigError` if its sizes do not fit together."""
+        is_narrow = network.width < PUBLISHED_WIDTH
+        width = self.decoder_width or (network.width // 2 if is_narrow else PUBLISHED_WIDTH)
+        depth = self.decoder_depth or (2 if is_narrow else PUBLISHED_DEPTH)
+        heads = self.decoder_heads or (network.heads if is_narrow else PUBLISHED_HEADS)
+        if width % heads or width % 4:
+            raise ConfigError(
+                f"decoder_width={width} with decoder_heads={heads} does not work, because the width must be divisible "
+                "by 4 and by the number of heads; choose both"
+            )
+        return ViTConfig(
+            image_size=network.image_size,
+            patch_size=network.patch_size,
+            cut_uneven=network.cut_uneven,
+            channels=network.channels,
+            width=width,
+            depth=depth,
+            heads=heads,
+            mlp_width=4 * width,
+            num_classes=0,
+            pool="gap",
+            registers=network.prefix,
+            positions="sincos-2d-mae",
+            activation="gelu" if network.activation == "swiglu" else network.activation,
+            norm_eps=network.norm_eps,
+        )
+
+    def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
+        """Return the cost of a step, in which the network computes the visible patches and the decoder all of them."""
+        assert isinstance(network, ViTConfig)
+        decoder, patches = self.decoder_of(network), math.prod(network.grid)
+        removed, tokens = self.hidden_of(patches), patches + network.prefix
+        with torch.device("meta"):
+            parameters = sum(weight.numel() for weight in MaeDecoder(decoder, network.width).parameters())
+        pixels = network.channels * math.prod(network.patch_size)
+        attention, mlp = decoder.attention_kind, 2 * decoder.width * decoder.mlp_width
+        macs = decoder.macs() - patches * pixels * decoder.width  # without patch embedding, which a decoder lacks
+        unread = attention.macs(tokens, tokens) - attention.macs(tokens, removed) + (tokens - removed) * mlp
+        macs += (tokens - removed) * network.width * decoder.width + removed * decoder.width * pixels - unread
+        held: Footprint = decoder.footprint(decoder.image_size, precision)
+        return StepCost(
+            dataclasses.replace(
+                network, pool="gap", class_token=network.has_class_token, patch_dropout=removed / patches
+            ),
+            parameters=parameters,
+            image_bytes=held.activations + held.passing + 16 * removed * pixels,
+            flops=6 * macs,
+        )
+
+    def objective(self, network: nn.Module, splits: Splits) -> Objective:
+        """Return the network with a decoder. Raise `ConfigError` as `check_network`."""
+        self.check_network(getattr(network, "config", None))
+        return MaeObjective(network, self)
+
+
+class MaeObjective(PatchObjective):
+    """A network that encodes visible patches, and a decoder that predicts the pixels of the others."""
+
+    def __init__(self, network: nn.Module, task: Mae) -> None:
+        super().__init__(network)
+        self.task = task
+        config: ViTConfig = self.network.config
+        self.decoder = MaeDecoder(task.decoder_of(config), config.width)
+
+    def losses(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> dict[str, Tensor]:
+        """Return `patch_loss` of each image, which is the mean squared error of the pixels of removed patches."""
+        config = cast(ViTConfig, network.config)
+        patches = math.prod(config.grid_of(*batch.images.shape[2:]))
+        order = draw_order(batch, patches, seed=seed)
+        count = self.task.hidden_of(patches)
+        removed, visible = (
+            on_device(np.ascontiguousarray(part), batch.images.device) for part in (order[:, :count], order[:, count:])
+        )
+        predicted = self.decoder(network.encode(batch.images, keep=visible), visible, removed)
+        pixels = patch_pixels(batch.images, config.patch_size, removed, normalise=self.task.normalise_pixels)
+        return {"patch_loss": (predicted - pixels).square().mean(dim=(1, 2))}
+
+
+def patch_pixels(
+    images: Float[Tensor, "b c h w"], patch_size: tuple[int, int], places: Int64[Tensor, "b k"], *, normalise: bool
+) -> Float[Tensor, "b k pixels"]:
+    """Return the pixels of the patches at these places. With `normalise`, the pixels of each patch have mean 0 and
+    standard deviation 1, unless the patch is nearly constant."""
+    rows = torch.arange(len(places), device=places.device)[:, None]
+    pixels = cut_patches(images, patch_size)[rows, places].flatten(2)
+    if not normalise:
+        return pixels
+    variance, mean = torch.var_mean(pixels, dim=2, keepdim=True)
+    return (pixels - mean) / (variance + 1e-6).sqrt()
