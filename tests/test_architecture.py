@@ -34,7 +34,7 @@ FLOORS = (
 INTERNAL = {
     "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Explain",
     "Export",
-    "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Train",
+    "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Serve", "Train",
     "PostActivationUnit", "BasicUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""
@@ -86,7 +86,8 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_a_module_only_defines(trees: dict[Path, ast.Module]) -> None:
-    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, *functions, ast.ClassDef)
     guards = ("TYPE_CHECKING", "__name__ == '__main__'")
     faults = []
     for path, tree in trees.items():

@@ -1,0 +1,143 @@
+"""Servers in this process, with real sockets, and clients that speak plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import io
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.serving.conftest import make_bundle
+from vitrail.serving.http.server import Server, open_socket
+from vitrail.serving.http.service import Service
+from vitrail.serving.http.settings import ServeSettings
+from vitrail.weights.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Running:
+    """A server that listens."""
+
+    service: Service
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
+        """Send one request. Underscores in the names of headers are dashes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            names = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, names)
+            answer = connection.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def ask_json(self, path: str, content: Any, **headers: str) -> Answer:
+        return self.ask("POST", path, json.dumps(content).encode(), Content_Type="application/json", **headers)
+
+    def ask_form(self, path: str, *files: tuple[str, bytes], **headers: str) -> Answer:
+        """Send files as a browser does."""
+        parts = []
+        for name, content in files:
+            head = f'--limit\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
+            parts.append(head.encode() + content + b"\r\n")
+        body = b"".join([*parts, b"--limit--\r\n"])
+        return self.ask("POST", path, body, Content_Type="multipart/form-data; boundary=limit", **headers)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def metric(self, line: str) -> float:
+        """The value of a metric, by its name with its labels."""
+        lines = self.ask("GET", "/metrics").body.decode().splitlines()
+        return next(float(one.split()[-1]) for one in lines if one.startswith(f"{line} "))
+
+
+@contextmanager
+def serving(bundles: dict[str, Bundle], **settings: Any) -> Iterator[Running]:
+    """Run a server in a thread."""
+    made = ServeSettings(**{"port": 0, "max_batch": 4, "drain_seconds": 0.0, **settings})
+    service = Service(bundles, made)
+    started = threading.Event()
+    server = Server(service, started.set)
+    with open_socket(made) as listening:
+        port = listening.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            assert started.wait(20)
+            yield Running(service, port)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
+    """An image file."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def data_uri(image: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(image).decode()
+
+
+@pytest.fixture(scope="session")
+def images() -> list[bytes]:
+    """Files of random pictures of odd sizes."""
+    draws = np.random.default_rng(7)
+    return [encoded(draws.integers(0, 256, (11 + n, 23 - n, 3), dtype=np.uint8)) for n in range(6)]
+
+
+@pytest.fixture(scope="session")
+def bundles(bundle: Bundle) -> dict[str, Bundle]:
+    """A model of classes, the model of a regression, and a model without a head."""
+    from vitrail.models.vit import ViTConfig
+
+    config: Any = bundle.network.config
+    features = ViTConfig(**{**vars(config), "num_classes": 0})
+    return {
+        "flowers": bundle,
+        "numbers": make_bundle(output="numbers"),
+        "features": make_bundle(features),
+    }
+
+
+@pytest.fixture(scope="session")
+def server(bundles: dict[str, Bundle]) -> Iterator[Running]:
+    with serving(bundles) as running:
+        yield running
+
+
+@pytest.fixture
+def run() -> Callable[[Any], Any]:
+    """Runs a coroutine."""
+    return asyncio.run

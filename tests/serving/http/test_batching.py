@@ -1,0 +1,149 @@
+"""Tests of batching: an idle batcher computes at once, a busy one collects, and neighbours do not matter."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vitrail.serving.http.batching import Batcher, TooLate, choose_batch
+from vitrail.serving.http.metrics import Metrics
+from vitrail.serving.http.served import ServedModel
+from vitrail.serving.http.settings import ServeSettings
+from vitrail.weights.bundle import Bundle
+
+
+class Gate:
+    """A network that computes only after `open` is set, and remembers its batches."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.begun = threading.Event()
+        self.batches: list[list[float]] = []
+
+    def __call__(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
+        self.begun.set()
+        assert self.open.wait(20)
+        self.batches.append(pixels.ravel().tolist())
+        if 13 in pixels:
+            raise RuntimeError("a fault of the network")
+        return {"logits": 2 * pixels}
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def batcher(gate: Gate) -> Iterator[Batcher]:
+    with ThreadPoolExecutor(1) as thread:
+        yield Batcher(gate, thread, largest=3, seconds=20.0)
+        gate.open.set()
+
+
+def image(value: float) -> np.ndarray:
+    return np.full((1,), value)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_an_idle_batcher_computes_at_once_and_a_busy_one_collects(batcher: Batcher, gate: Gate) -> None:
+    async def work() -> list[Any]:
+        batcher.start()
+        first = asyncio.ensure_future(batcher.compute([image(1)]))
+        await until(gate.begun.is_set)
+        rest = [asyncio.ensure_future(batcher.compute([image(value)])) for value in (2, 3, 4, 5)]
+        await asyncio.sleep(0)
+        gate.open.set()
+        rows = await asyncio.gather(first, *rest)
+        await batcher.stop()
+        return [row["logits"].item() for (row,) in rows]
+
+    assert asyncio.run(work()) == [2, 4, 6, 8, 10]
+    assert gate.batches == [[1], [2, 3, 4], [5]]
+
+
+def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:
+    async def work() -> None:
+        batcher.start()
+        first = asyncio.ensure_future(batcher.compute([image(1)]))
+        await until(gate.begun.is_set)
+        gone, stays = (asyncio.ensure_future(batcher.compute([image(value)])) for value in (2, 3))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        gate.open.set()
+        await asyncio.gather(first, stays)
+
+    asyncio.run(work())
+    assert gate.batches == [[1], [3]]
+
+
+def test_an_image_that_waits_too_long_is_dropped(gate: Gate) -> None:
+    async def work() -> None:
+        with ThreadPoolExecutor(1) as thread:
+            batcher = Batcher(gate, thread, largest=3, seconds=0.05)
+            batcher.start()
+            first = asyncio.ensure_future(batcher.compute([image(1)]))
+            await until(gate.begun.is_set)
+            late = asyncio.ensure_future(batcher.compute([image(2)]))
+            await asyncio.sleep(0.1)
+            gate.open.set()
+            await first
+            with pytest.raises(TooLate):
+                await late
+
+    asyncio.run(work())
+    assert gate.batches == [[1]]
+
+
+def test_a_fault_of_the_network_fails_its_batch_only(batcher: Batcher, gate: Gate) -> None:
+    gate.open.set()
+
+    async def work() -> float:
+        batcher.start()
+        with pytest.raises(RuntimeError, match="a fault of the network"):
+            await batcher.compute([image(13)])
+        (row,) = await batcher.compute([image(14)])
+        return row["logits"].item()
+
+    assert asyncio.run(work()) == 28
+
+
+def test_the_largest_batch_is_the_one_beyond_which_nothing_is_gained() -> None:
+    now = 0.0
+
+    def run(batch: np.ndarray) -> dict[str, np.ndarray]:
+        nonlocal now
+        now += max(len(batch), 4)  # up to four images take as long as one
+        return {}
+
+    assert choose_batch(run, np.zeros((1, 2, 2)), lambda: now) == 4
+    assert choose_batch(lambda batch: {}, np.zeros((1, 2, 2)), iter(range(99)).__next__) == 16
+
+
+def test_neighbours_in_a_batch_do_not_change_an_answer(bundle: Bundle) -> None:
+    draws = np.random.default_rng(1)
+    with ThreadPoolExecutor(1) as thread:
+        model = ServedModel("flowers", bundle, ServeSettings(max_batch=4), Metrics(), thread)
+    one = draws.integers(0, 256, (3, 12, 10), dtype=np.uint8)
+    for run in (model._classes, model._embedding):
+        rows = []
+        for _ in range(4):
+            batch = draws.integers(0, 256, (4, 3, 12, 10), dtype=np.uint8)
+            batch[2] = one
+            rows.append({name: values[2] for name, values in run(batch).items()})
+        for row in rows[1:]:
+            for name in row:
+                np.testing.assert_array_equal(row[name], rows[0][name])
+        for name, values in run(one[None]).items():  # another batch size may round otherwise
+            np.testing.assert_allclose(values[0], rows[0][name], rtol=1e-5, atol=1e-6)

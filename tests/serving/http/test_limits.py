@@ -1,0 +1,201 @@
+"""Tests of the limits: bodies, slow clients, the queue, connections, the token, and clients that go."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serving.http.conftest import Running, encoded, serving
+from vitrail.errors import ConfigError
+from vitrail.serving.http.server import open_socket
+from vitrail.serving.http.settings import ServeSettings
+from vitrail.weights.bundle import Bundle
+
+
+@pytest.fixture(scope="module")
+def limited(bundle: Bundle) -> Iterator[Running]:
+    limits: dict[str, Any] = {
+        "max_body": "10000", "body_memory": "15000", "max_images": 3, "max_queue": 4, "max_connections": 6,
+        "max_pixels": 1000, "receive_seconds": 0.4, "token": "secret",
+    }  # fmt: skip
+    with serving({"flowers": bundle}, **limits) as running:
+        yield running
+
+
+TOKEN = {"Authorization": "Bearer secret"}
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+
+
+class Held:
+    """A model that computes only after `release`."""
+
+    def __init__(self, run: Callable[[np.ndarray], Any]) -> None:
+        self.run, self.images = run, 0
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, pixels: np.ndarray) -> Any:
+        self.begun.set()
+        assert self.released.wait(20)
+        self.images += len(pixels)
+        return self.run(pixels)
+
+
+@pytest.fixture
+def held(limited: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    batcher = limited.service.models["flowers"].batchers["classes"]
+    made = Held(batcher._run)
+    monkeypatch.setattr(batcher, "_run", made)
+    yield made
+    made.released.set()
+    wait_until(lambda: accepted(limited) == 0)
+
+
+def accepted(server: Running) -> int:
+    return server.service._accepted
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_token(limited: Running, images: list[bytes]) -> None:
+    answer = limited.ask("POST", "/", images[0])
+    assert answer.status == 401 and "Authorization: Bearer TOKEN" in answer.json["error"]
+    assert limited.ask("POST", "/", images[0], Authorization="Bearer secre").status == 401
+    assert limited.ask("GET", "/metrics").status == 401
+    assert limited.ask("GET", "/health/ready").status == 200
+    assert limited.ask("POST", "/", images[0], **TOKEN).status == 200
+
+
+def test_a_body_that_is_too_large(limited: Running) -> None:
+    message = "the body is larger than 10000, the limit of this server"
+    answer = limited.ask("POST", "/", b"x" * 10001, **TOKEN)
+    assert answer.status == 413 and answer.json["error"] == message
+    answer = limited.ask("POST", "/", b"x" * 3_000_000, **TOKEN)  # more than the socket's buffers hold
+    assert answer.status == 413 and answer.json["error"] == message
+    with limited.connect() as client:  # a body of unknown length
+        client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            client.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+        client.sendall(b"0\r\n\r\n")
+        assert b"413" in client.recv(1000)
+    with limited.connect() as client:  # a client that asks before it sends
+        client.sendall(HEAD + b"Content-Length: 99999\r\n")
+        client.sendall(b"Expect: 100-continue\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 413")
+    assert guard_bytes(limited) == 0
+
+
+def guard_bytes(server: Running) -> float:
+    answer = server.ask("GET", "/metrics", **TOKEN)
+    lines = answer.body.decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("vitrail_body_bytes "))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST / HTTP/1.1\r\nHost:",
+        HEAD + b"Content-Length: 9\r\n\r\nxx",
+    ],
+)
+def test_a_client_that_is_too_slow(limited: Running, sent: bytes) -> None:
+    with limited.connect() as client:
+        client.sendall(sent)
+        begun = time.monotonic()
+        assert client.recv(1000).startswith(b"HTTP/1.1 408")
+        assert 0.3 < time.monotonic() - begun < 10
+
+
+def test_a_full_queue_answers_503(limited: Running, held: Held, images: list[bytes]) -> None:
+    files = [("a.png", images[0])] * 2
+    with ThreadPoolExecutor(2) as clients:
+        waiting = [clients.submit(limited.ask_form, "/predict", *files, **TOKEN) for _ in range(2)]
+        wait_until(lambda: accepted(limited) == 4)
+        answer = limited.ask("POST", "/", images[0], **TOKEN)
+        assert answer.status == 503 and answer.headers["retry-after"] == "1"
+        assert "more than 4 images wait" in answer.json["error"]
+        assert limited.ask("GET", "/health/live").status == 200
+        held.released.set()
+        assert [one.result().status for one in waiting] == [200, 200]
+    assert limited.ask_form("/predict", *files, *files, **TOKEN).status == 413
+
+
+def test_images_of_a_client_that_has_gone_are_dropped(limited: Running, held: Held, images: list[bytes]) -> None:
+    with ThreadPoolExecutor(1) as clients:
+        stays = clients.submit(limited.ask, "POST", "/", images[0], **TOKEN)
+        assert held.begun.wait(20)
+        with limited.connect() as client:
+            client.sendall(HEAD + f"Content-Length: {len(images[1])}\r\n\r\n".encode() + images[1])
+            wait_until(lambda: accepted(limited) == 2)
+        wait_until(lambda: accepted(limited) == 1)
+        held.released.set()
+        assert stays.result().status == 200
+    assert held.images == 1
+
+
+def test_too_many_bodies_answer_503(limited: Running) -> None:
+    head = HEAD + b"Content-Length: 9000\r\n\r\n"
+    with limited.connect() as first, limited.connect() as second:
+        first.sendall(head + b"x" * 8000)
+        wait_until(lambda: guard_bytes(limited) == 8000)
+        second.sendall(head + b"x" * 9000)
+        answer = second.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
+
+
+def test_too_many_connections_answer_503(limited: Running) -> None:
+    clients = [limited.connect() for _ in range(9)]
+    answers = [client.recv(1000) for client in clients]
+    for client in clients:
+        client.close()
+    assert sorted(answer[9:12] for answer in answers) == [b"408"] * 6 + [b"503"] * 3
+    wait_until(lambda: limited.ask("GET", "/health/ready").status == 200)
+
+
+def test_an_image_of_too_many_pixels(limited: Running) -> None:
+    answer = limited.ask("POST", "/", encoded(np.zeros((20, 51, 3), np.uint8)), **TOKEN)
+    assert answer.status == 422
+    assert answer.json["error"] == "image 0 claims 51 x 20 pixels; this server accepts 1,000"
+
+
+def test_the_access_log(limited: Running, capfd: pytest.CaptureFixture[str], images: list[bytes]) -> None:
+    limited.ask("POST", "/?model=none", images[0], **TOKEN)
+    (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines() if '"/"' in line]
+    assert {key: line[key] for key in ("client", "method", "path", "status", "bytes")} == {
+        "client": "127.0.0.1", "method": "POST", "path": "/", "status": 404, "bytes": len(images[0]),
+    }  # fmt: skip
+    assert "secret" not in json.dumps(line)
+
+
+def test_a_port_in_use(server: Running) -> None:
+    with pytest.raises(ConfigError, match=f"port={server.port} on host='127.0.0.1' cannot be used: Address already"):
+        open_socket(ServeSettings(port=server.port))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"port": 70000}, "port=70000 is not in 0 to 65535"),
+        ({"max_batch": 0}, "max_batch=0 is less than 1"),
+        ({"max_images": 9, "max_queue": 8}, "max_images=9 is more than max_queue=8"),
+        ({"receive_seconds": 0.0}, "receive_seconds=0.0 must be above 0"),
+        ({"drain_seconds": -1.0}, "drain_seconds=-1.0 is less than 0"),
+        ({"max_body": "1GB"}, "max_body=1GB is more than body_memory=256MB"),
+        ({"max_body": "huge"}, "max_body"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServeSettings(**settings)

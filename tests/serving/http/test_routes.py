@@ -1,0 +1,187 @@
+"""Tests of the paths: each protocol gives the model's own answers, and refuses wrong requests with the reason."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serving.http.conftest import Running, data_uri
+from vitrail.serving.http.protocol_v2 import HEADER
+from vitrail.weights.bundle import Bundle, weights_sha256
+
+
+def test_hugging_face_shape(server: Running, bundle: Bundle, images: list[bytes]) -> None:
+    answer = server.ask("POST", "/", images[0], Content_Type="image/png")
+    (wanted,) = bundle.predict([images[0]])
+    assert [item["label"] for item in answer.json] == [label for label, _ in wanted.ranking]
+    assert [item["score"] for item in answer.json] == pytest.approx([value for _, value in wanted.ranking], abs=1e-6)
+    assert answer.headers["x-model"] == "flowers"
+    assert answer.headers["x-model-sha256"] == weights_sha256(bundle.network)
+    text = base64.b64encode(images[0]).decode()
+    assert server.ask_json("/", {"inputs": text, "parameters": {"top_k": 2}}).json == answer.json[:2]
+
+
+def test_models_are_chosen_by_name(server: Running, bundles: dict[str, Bundle], images: list[bytes]) -> None:
+    found = server.ask("POST", "/?model=numbers", images[1]).json
+    (wanted,) = bundles["numbers"].predict([images[1]])
+    assert {item["label"]: item["score"] for item in found} == pytest.approx(
+        dict(zip(wanted.names, wanted.values, strict=True)), abs=1e-5
+    )
+    (row,) = server.ask("POST", "/?model=features", images[1]).json
+    assert row == pytest.approx(bundles["features"].embed([images[1]])[0].tolist(), abs=1e-5)
+    answer = server.ask("POST", "/?model=birds", images[1])
+    assert answer.status == 404
+    assert answer.json["error"] == "model 'birds' does not exist here; models: flowers, numbers, features"
+
+
+def test_a_broken_file_of_a_form_fails_alone(server: Running, bundle: Bundle, images: list[bytes]) -> None:
+    files = [("a.png", images[0]), ("b.png", images[1][:60]), ("ü.png", images[2])]
+    answer = server.ask_form("/predict?top=1", *files)
+    first, second, third = answer.json["results"]
+    labels = [one.label for one in bundle.predict([images[0], images[2]])]
+    assert answer.status == 200 and answer.json["sha256"] == weights_sha256(bundle.network)
+    assert [one["predictions"][0]["label"] for one in (first, third)] == labels
+    assert [one["file"] for one in (first, second, third)] == ["a.png", "b.png", "ü.png"]
+    assert "the file" in second["error"] and "predictions" not in second
+    assert server.ask_form("/predict", ("b.png", b"no image")).status == 422
+
+
+def test_embeddings(server: Running, bundle: Bundle, images: list[bytes]) -> None:
+    uris = [data_uri(image) for image in images[:3]]
+    answer = server.ask_json("/v1/embeddings", {"input": uris, "model": "flowers"}).json
+    wanted = bundle.embed(images[:3]).numpy()
+    assert [item["index"] for item in answer["data"]] == [0, 1, 2]
+    np.testing.assert_allclose([item["embedding"] for item in answer["data"]], wanted, atol=1e-5)
+    packed = server.ask_json("/v1/embeddings", {"input": uris[0], "encoding_format": "base64"}).json
+    values = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(values, wanted[0], atol=1e-5)
+
+
+def infer(server: Running, message: Any, binary: bytes = b"", path: str = "/v2/models/flowers/infer") -> Any:
+    text = json.dumps(message).encode()
+    headers = {HEADER.replace("-", "_"): str(len(text))} if binary else {}
+    return server.ask("POST", path, text + binary, **headers)
+
+
+def test_inference_protocol_with_json(server: Running, bundle: Bundle, images: list[bytes]) -> None:
+    pixels = np.stack([bundle.preprocess.pixels(image).transpose(1, 2, 0) for image in images[:2]])
+    tensor = {"name": "images", "shape": list(pixels.shape), "datatype": "UINT8", "data": pixels.tolist()}
+    answer = infer(server, {"id": "7", "inputs": [tensor], "outputs": [{"name": "probabilities"}]}).json
+    (output,) = answer["outputs"]
+    assert (answer["id"], answer["model_name"], answer["model_version"]) == (
+        "7", "flowers", weights_sha256(bundle.network),
+    )  # fmt: skip
+    assert (output["name"], output["datatype"], output["shape"]) == ("probabilities", "FP32", [2, 3])
+    wanted = bundle.probabilities([bundle.preprocess.pixels(image) for image in images[:2]])
+    np.testing.assert_allclose(np.reshape(output["data"], (2, 3)), wanted, atol=1e-6)
+
+
+def test_inference_protocol_with_files_in_binary(server: Running, bundle: Bundle, images: list[bytes]) -> None:
+    binary = b"".join(struct.pack("<I", len(image)) + image for image in images)
+    tensor = {
+        "name": "images", "shape": [6], "datatype": "BYTES", "parameters": {"binary_data_size": len(binary)},
+    }  # fmt: skip
+    outputs = [{"name": name, "parameters": {"binary_data": True}} for name in ("embedding", "logits")]
+    answer = infer(server, {"inputs": [tensor], "outputs": outputs}, binary)
+    length = int(answer.headers[HEADER])
+    message = json.loads(answer.body[:length])
+    embedding, logits = message["outputs"]
+    size = embedding["parameters"]["binary_data_size"]
+    values = np.frombuffer(answer.body[length : length + size], "<f4").reshape(embedding["shape"])
+    np.testing.assert_allclose(values, bundle.embed(images), atol=1e-5)
+    found = np.frombuffer(answer.body[length + size :], "<f4").reshape(logits["shape"])
+    assert [bundle.classes[row.argmax()] for row in found] == [one.label for one in bundle.predict(images)]
+
+
+def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
+    about = server.ask("GET", "/v2/models/flowers").json
+    assert about["inputs"] == [{"name": "images", "datatype": "UINT8", "shape": [-1, 12, 10, 3]}]
+    assert [(one["name"], one["shape"]) for one in about["outputs"]] == [
+        ("logits", [-1, 3]), ("probabilities", [-1, 3]), ("embedding", [-1, 12]),
+    ]  # fmt: skip
+    assert about["parameters"]["classes"] == list(bundle.classes)
+    (version,) = about["versions"]
+    assert server.ask("GET", f"/v2/models/flowers/versions/{version}/ready").json["ready"] is True
+    assert server.ask("GET", "/v2/models/flowers/versions/1/ready").status == 404
+    assert server.ask("GET", "/v2").json["name"] == "vitrail"
+    for path in ("/health/live", "/health/ready", "/health/startup", "/v2/health/live", "/v2/health/ready"):
+        assert server.ask("GET", path).status == 200
+
+
+def test_metrics(server: Running, images: list[bytes]) -> None:
+    before = server.metric('vitrail_requests_total{path="/",status="200"}')
+    server.ask("POST", "/", images[0])
+    assert server.metric('vitrail_requests_total{path="/",status="200"}') == before + 1
+    assert server.metric('vitrail_batch_size_count{model="flowers",task="classes"}') >= 1
+    assert server.metric("vitrail_images") == 0 and server.metric("vitrail_ready") == 1
+    server.ask("GET", "/a-path-of-a-scan")
+    assert server.metric('vitrail_requests_total{path="other",status="404"}') >= 1
+
+
+TENSOR = {"name": "images", "shape": [1, 12, 10, 3], "datatype": "UINT8", "data": [0] * 360}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"datatype": "FP32"}, 400, "float32 of [1, 12, 10, 3] does not fit model 'flowers', which takes UINT8"),
+        ({"datatype": "INT8"}, 400, "'INT8' is not one of BYTES, UINT8, FP32"),
+        ({"shape": [1, 10, 12, 3]}, 400, "uint8 of [1, 10, 12, 3] does not fit model 'flowers'"),
+        ({"shape": [2, 12, 10, 3]}, 400, "[2, 12, 10, 3] has 720 values, but 360 were sent"),
+        ({"shape": [-1, 12, 10, 3]}, 400, "has a negative size"),
+        ({"shape": [0, 12, 10, 3], "data": []}, 400, "the request has no images"),
+        ({"shape": [float("inf")]}, 400, "OverflowError"),
+        ({"data": [256] * 360}, 400, "whole numbers from 0 to 255"),
+        ({"data": ["x"] * 360}, 400, "ValueError"),
+        ({"datatype": "BYTES", "shape": [1], "data": ["not base64!"]}, 400, "not a request of the Open Inference"),
+        ({"datatype": "BYTES", "shape": [1], "data": ["AAAA"]}, 422, "image 0 "),
+        ({"parameters": {"binary_data_size": 5}}, 400, "5 was stated, but 0 bytes were sent"),
+    ],
+)  # fmt: skip
+def test_a_wrong_tensor_is_refused(server: Running, change: dict[str, Any], status: int, words: str) -> None:
+    answer = infer(server, {"inputs": [{**TENSOR, **change}]})
+    assert answer.status == status and words in answer.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "words"),
+    [
+        ("/v2/models/flowers/infer", {"inputs": []}, "0 tensors were sent, but a model takes one"),
+        ("/v2/models/flowers/infer", {"inputs": [TENSOR], "outputs": [{"name": "x"}]},
+         "'x' does not exist; choose from logits, probabilities, embedding"),
+        ("/v2/models/flowers/infer", [], "not a request of the Open Inference Protocol"),
+        ("/", {"inputs": "x"}, "inputs: the image is not base64"),
+        ("/", {"inputs": "", "parameters": {"top_k": -1}}, "top: -1 is not a number of classes"),
+        ("/", ["x"], "must be a JSON object"),
+        ("/v1/embeddings", {"input": "http://127.0.0.1/a.png"}, "no URL is fetched"),
+        ("/v1/embeddings", {"input": "file:///etc/passwd"}, "no URL is fetched"),
+        ("/v1/embeddings", {"input": []}, "has no images"),
+        ("/v1/embeddings", {"input": "data:,x"}, "must be in base64"),
+        ("/v1/embeddings", {"input": data_uri(b""), "encoding_format": "int8"}, "'int8' is not one of"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused(server: Running, path: str, content: Any, words: str) -> None:
+    answer = server.ask_json(path, content)
+    assert answer.status == 400 and words in answer.json["error"]
+
+
+def test_what_a_path_does_not_take(server: Running, images: list[bytes]) -> None:
+    assert server.ask("POST", "/predict", images[0]).status == 415
+    assert "no file" in server.ask_form("/predict").json["error"]
+    assert server.ask_form("/predict?top=many", ("a.png", images[0])).status == 400
+    field = b'--limit\r\nContent-Disposition: form-data; name="top"\r\n\r\n3\r\n--limit--\r\n'
+    answer = server.ask("POST", "/predict", field, Content_Type="multipart/form-data; boundary=limit")
+    assert answer.status == 400 and "the form's field 'top' is not a file" in answer.json["error"]
+    assert server.ask_form("/predict", *[("a.png", images[0])] * 65).status == 413
+    assert server.ask("GET", "/predict").status == 405
+    answer = server.ask("GET", "/nowhere")
+    assert answer.status == 404 and "GET /nowhere: Not Found" in answer.json["error"]
+    bomb = bytearray(images[0])
+    bomb[16:24] = struct.pack(">II", 65000, 65000)
+    answer = server.ask("POST", "/", bytes(bomb))
+    assert answer.status == 422

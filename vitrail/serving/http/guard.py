@@ -1,0 +1,187 @@
+"""The outer layer of the server: the token, the limits of a request's body, clients that go, and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from vitrail.serving.http.service import RETRY, Refused, Service
+
+__all__ = ["PROBES", "PROBE_PATHS", "Guard"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+PROBES = ("live", "ready", "startup")
+"""Questions about the server's state."""
+
+PROBE_PATHS = tuple(f"{prefix}/{probe}" for prefix in ("/health", "/v2/health") for probe in PROBES)
+"""Paths of the probes, which need no token."""
+
+NAMED = (*PROBE_PATHS, "/", "/metrics", "/models", "/predict", "/v1/embeddings", "/v2")
+"""Paths that metrics name. Other paths are counted together, so that a scan cannot fill the memory."""
+
+CLIENT_GONE = 499
+"""Status in the log of a request whose client closed the connection before the answer."""
+
+
+class Guard:
+    """Receives the whole body of a request within its limits before the application sees the request. Stops the
+    application if the client goes."""
+
+    def __init__(self, app: App, service: Service) -> None:
+        self._app, self._service, self._settings = app, service, service.settings
+        self._held = 0  # bytes of all bodies
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status = time.perf_counter(), CLIENT_GONE
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self._service.is_draining:  # the client has to connect to another server
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        body = _Body()
+        try:
+            try:
+                self._check_token(scope)
+                await self._receive(scope, receive, body)
+            except Refused as refused:
+                await _refuse(sending, refused)
+            else:
+                await self._answer(scope, body.take(), receive, sending)
+        except _ClientGone:
+            status = CLIENT_GONE
+        finally:
+            self._hold(-body.size)
+            self._record(scope, status, body.size, time.perf_counter() - begun)
+
+    def _check_token(self, scope: Message) -> None:
+        is_open = scope["path"] in PROBE_PATHS or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD"))
+        wanted = f"Bearer {self._settings.token}".encode()
+        if self._settings.token and not is_open:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, wanted):
+                message = "this server needs a token: send the header 'Authorization: Bearer TOKEN'"
+                raise Refused(401, message, {"WWW-Authenticate": "Bearer"})
+
+    async def _receive(self, scope: Message, receive: Receive, body: _Body) -> None:
+        """Receive the body. Raise `Refused` if it is too large or too slow, and `_ClientGone`."""
+        settings, headers = self._settings, dict(scope["headers"])
+        stated = headers.get(b"content-length", b"0")
+        refused: Refused | None = None
+        if not stated.isdigit() or int(stated) > settings.body_bytes:
+            refused = Refused(413, f"the body is larger than {settings.max_body}, the limit of this server")
+            if b"expect" in headers:  # the client waits before it sends the body
+                raise refused
+        try:
+            async with asyncio.timeout(settings.receive_seconds):
+                is_complete = False
+                while not is_complete:
+                    part, is_complete = await _next_part(receive)
+                    if refused is None:
+                        refused = self._keep(part, body)
+                    # A body that is refused is received and forgotten, because many clients read no answer before.
+        except TimeoutError:
+            message = f"the body did not arrive within {settings.receive_seconds:g} seconds, the limit of this server"
+            raise refused or Refused(408, message) from None
+        if refused is not None:
+            raise refused
+
+    def _keep(self, part: bytes, body: _Body) -> Refused | None:
+        """Append a part to the body, or return why the body is refused."""
+        if body.size + len(part) > self._settings.body_bytes:
+            return Refused(413, f"the body is larger than {self._settings.max_body}, the limit of this server")
+        if self._held + len(part) > self._settings.body_memory_bytes:
+            return Refused(503, "the server holds too many bodies of requests; try again later", RETRY)
+        self._hold(len(part))
+        body.size += len(part)
+        body.parts.append(part)
+        return None
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self._service.metrics.bodies.set(self._held)
+
+    async def _answer(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        """Run the application. Raise `_ClientGone` if the client closes the connection before the answer."""
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return parts.pop() if parts else {"type": "http.disconnect"}
+
+        answering = asyncio.ensure_future(self._app(scope, replay, send))
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise _ClientGone
+            await answering
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    def _record(self, scope: Message, status: int, size: int, seconds: float) -> None:
+        path = scope["path"] if scope["path"] in NAMED else "infer" if scope["path"].endswith("/infer") else "other"
+        self._service.metrics.requests.labels(path, str(status)).inc()
+        self._service.metrics.seconds.labels(path).observe(seconds)
+        client = scope.get("client") or ("",)
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": client[0], "method": scope["method"],
+            "path": scope["path"], "status": status, "bytes": size, "ms": round(1000 * seconds, 2),
+        }  # fmt: skip
+        print(json.dumps(line), file=sys.stderr, flush=True)
+
+
+class _Body:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def take(self) -> bytes:
+        """Return the content, of which no second copy is kept."""
+        content = b"".join(self.parts)
+        self.parts.clear()
+        return content
+
+
+class _ClientGone(Exception):
+    """The client closed the connection."""
+
+
+async def _next_part(receive: Receive) -> tuple[bytes, bool]:
+    """Return the next part of a body, and True if it is the last one. Raise `_ClientGone`."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise _ClientGone
+    return message.get("body", b""), not message.get("more_body")
+
+
+async def _until_gone(receive: Receive) -> None:
+    with contextlib.suppress(_ClientGone):
+        while True:
+            await _next_part(receive)
+
+
+async def _refuse(send: Send, refused: Refused) -> None:
+    content = json.dumps({"error": str(refused)}).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}
+    raw = [(name.lower().encode(), value.encode()) for name, value in {**headers, **refused.headers}.items()]
+    await send({"type": "http.response.start", "status": refused.status, "headers": raw})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,51 @@
+"""Metrics of the server in the format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+__all__ = ["Metrics"]
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+MODEL = ("model", "task")
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Metrics:
+    """Counters and histograms of one server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "vitrail_requests", "Answered requests", ("path", "status"), registry=self._registry
+        )  # fmt: skip
+        self.seconds = self._histogram("vitrail_request_seconds", "Time of a request", ("path",))
+        self.decoding = self._histogram("vitrail_decode_seconds", "Time for decoding an image", ())
+        self.queue = self._histogram("vitrail_queue_seconds", "Longest wait in a batch", MODEL)
+        self.inference = self._histogram("vitrail_inference_seconds", "Time for computing a batch", MODEL)
+        self.sizes = self._histogram("vitrail_batch_size", "Images in a batch", MODEL, SIZES)
+        self.images = Gauge("vitrail_images", "Images that are accepted and not answered", registry=self._registry)
+        self.bodies = Gauge("vitrail_body_bytes", "Bytes of all bodies of requests", registry=self._registry)
+        self.ready = Gauge("vitrail_ready", "1 if the server accepts requests", registry=self._registry)
+
+    def batches(self, model: str, task: str) -> Callable[[int, float, float], None]:
+        """Return a function that records a batch: number of images, longest wait, and time for computing."""
+        queue, inference, sizes = (one.labels(model, task) for one in (self.queue, self.inference, self.sizes))
+
+        def record(images: int, waited: float, took: float) -> None:
+            sizes.observe(images)
+            queue.observe(waited)
+            inference.observe(took)
+
+        return record
+
+    def text(self) -> bytes:
+        """Return all metrics as text."""
+        return generate_latest(self._registry)
+
+    def _histogram(
+        self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...] = SECONDS
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)

@@ -1,0 +1,124 @@
+"""Messages of the Open Inference Protocol v2 over REST, with the binary extension of Triton's clients."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vitrail.serving.http.batching import Row
+
+__all__ = ["HEADER", "BadRequest", "InferRequest", "format_answer", "parse_request"]
+
+HEADER = "inference-header-content-length"
+"""HTTP header with the length of the JSON part of a message that has binary tensors behind it."""
+
+DTYPES: dict[str, Any] = {"UINT8": np.uint8, "FP32": np.float32}
+"""Number formats of image tensors, by the protocol's names."""
+
+LENGTH_BYTES = 4
+"""Bytes of the length before each element of a binary tensor of type BYTES."""
+
+
+class BadRequest(Exception):
+    """A request that breaks the protocol, or does not fit the model. The message says how."""
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """Content of a request: encoded images or an array of pixels, and the outputs to return."""
+
+    id: str
+    images: list[bytes] | np.ndarray
+    """Encoded images, or an array of the shape and the number format that the request states."""
+    outputs: dict[str, bool]
+    """Requested outputs, with True for outputs that are sent in binary. Empty for the usual outputs of the model."""
+    is_binary: bool
+    """True if outputs that the request does not name are sent in binary."""
+
+
+def parse_request(body: bytes, header: str | None) -> InferRequest:
+    """Return the content of a request. `header` is the value of `HEADER`. Raise `BadRequest`."""
+    try:
+        length = len(body) if header is None else int(header)
+        if not 0 <= length <= len(body):
+            raise BadRequest(f"{HEADER}: {header} does not lie within the body of {len(body)} bytes")
+        message = json.loads(body[:length])
+        inputs = message["inputs"]
+        if len(inputs) != 1:
+            raise BadRequest(f"inputs: {len(inputs)} tensors were sent, but a model takes one")
+        outputs = {
+            str(item["name"]): bool((item.get("parameters") or {}).get("binary_data"))
+            for item in message.get("outputs") or ()
+        }
+        is_binary = bool((message.get("parameters") or {}).get("binary_data_output"))
+        return InferRequest(str(message.get("id") or ""), _tensor(inputs[0], body[length:]), outputs, is_binary)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise BadRequest(f"the body is not a request of the Open Inference Protocol v2 ({why})") from None
+
+
+def format_answer(model: str, version: str, request: InferRequest, rows: Sequence[Row]) -> tuple[bytes, int | None]:
+    """Return the body of the answer, and the length of its JSON part if binary tensors follow. `rows` has the outputs
+    of each image, all those among them that the request names."""
+    wanted = request.outputs or dict.fromkeys(rows[0], request.is_binary)
+    described, binary = [], []
+    for name, is_binary in wanted.items():
+        values = np.stack([row[name] for row in rows]).astype("<f4")
+        item: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": list(values.shape)}
+        if is_binary:
+            binary.append(values.tobytes())
+            item["parameters"] = {"binary_data_size": values.nbytes}
+        else:  # JSON has no NaN and no infinity
+            item["data"] = [value if math.isfinite(value) else None for value in values.ravel().tolist()]
+        described.append(item)
+    message: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": described}
+    if request.id:
+        message["id"] = request.id
+    text = json.dumps(message).encode()
+    return b"".join([text, *binary]), len(text) if binary else None
+
+
+def _tensor(item: Mapping[str, Any], binary: bytes) -> list[bytes] | np.ndarray:
+    shape, datatype = tuple(int(size) for size in item["shape"]), item["datatype"]
+    if any(size < 0 for size in shape):
+        raise BadRequest(f"shape: {list(shape)} has a negative size")
+    sent = (item.get("parameters") or {}).get("binary_data_size")
+    if sent is not None and sent != len(binary):
+        raise BadRequest(f"binary_data_size: {sent} was stated, but {len(binary)} bytes were sent")
+    if datatype == "BYTES":
+        images = _elements(binary) if sent is not None else [_decoded(text) for text in item["data"]]
+        if len(images) != math.prod(shape):
+            raise BadRequest(f"shape: {list(shape)} does not fit {len(images)} elements")
+        return images
+    if datatype not in DTYPES:
+        raise BadRequest(f"datatype: {datatype!r} is not one of BYTES, {', '.join(DTYPES)}")
+    kind = np.dtype(DTYPES[datatype]).newbyteorder("<")
+    values = np.frombuffer(binary, kind) if sent is not None else np.asarray(item["data"], np.float64).ravel()
+    if sent is None and datatype == "UINT8" and not ((values >= 0) & (values <= 255) & (values % 1 == 0)).all():
+        raise BadRequest("data: UINT8 values must be whole numbers from 0 to 255")
+    if values.size != math.prod(shape):
+        raise BadRequest(f"shape: {list(shape)} has {math.prod(shape)} values, but {values.size} were sent")
+    return values.reshape(shape).astype(DTYPES[datatype])
+
+
+def _decoded(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _elements(binary: bytes) -> list[bytes]:
+    """Return the elements of a binary tensor of type BYTES: each one follows its length."""
+    found, first = [], 0
+    while first < len(binary):
+        size = int.from_bytes(binary[first : first + LENGTH_BYTES], "little")
+        first += LENGTH_BYTES
+        if first + size > len(binary):
+            raise BadRequest("inputs: the last element of the binary tensor is cut off")
+        found.append(binary[first : first + size])
+        first += size
+    return found

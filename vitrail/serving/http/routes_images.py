@@ -1,0 +1,135 @@
+"""Paths that take images in other shapes: Hugging Face's, files of a form, and OpenAI's embeddings."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vitrail.errors import UndecodableImage
+from vitrail.serving.http.requests import (
+    model_headers,
+    parse_base64,
+    parse_data_uri,
+    parse_json,
+    parse_top,
+    service_of,
+)
+from vitrail.serving.http.served import ServedModel, Task
+from vitrail.serving.http.service import Refused
+
+__all__ = ["routes_images"]
+
+TOP = 5
+"""Default number of classes in an answer."""
+
+
+def routes_images() -> list[Route]:
+    """Return the paths of all shapes. The model is chosen by `?model=NAME`, or by the field `model` of embeddings."""
+    return [
+        Route("/", _hugging_face, methods=["POST"]),
+        Route("/predict", _upload, methods=["POST"]),
+        Route("/v1/embeddings", _embeddings, methods=["POST"]),
+    ]
+
+
+async def _hugging_face(request: Request) -> Response:
+    """Answer in the shape of Hugging Face's inference API: image classification, or feature extraction for a model
+    without classes."""
+    service, body = service_of(request), await request.body()
+    model = service.model(request.query_params.get("model"))
+    image, top = body, TOP
+    if request.headers.get("content-type", "").startswith("application/json"):
+        content = parse_json(body)
+        image = parse_base64(content.get("inputs"), "inputs")
+        parameters = content.get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise Refused(400, "parameters: this must be a JSON object")
+        top = parse_top(parameters.get("top_k") or TOP)
+    (row,) = await service.all_file_outputs(model, [model.tasks[0]], [image])
+    answer = [row["embedding"].tolist()] if model.tasks[0] == "embedding" else _ranking(model, row, top)
+    return JSONResponse(answer, headers=model_headers(model))
+
+
+async def _upload(request: Request) -> Response:
+    """Answer files of a form, each for itself. The status is 422 only if all files fail."""
+    service = service_of(request)
+    model = service.model(request.query_params.get("model"))
+    top = parse_top(request.query_params.get("top", TOP))
+    files = await _form_files(request, service.settings.max_images)
+    task: Task = model.tasks[0]
+    rows = await service.file_outputs(model, [task], [content for _, content in files])
+    answers: list[dict[str, Any]] = []
+    for (name, _), row in zip(files, rows, strict=True):
+        if isinstance(row, UndecodableImage):
+            answers.append({"file": name, "error": f"the file {row}"})
+        elif task == "embedding":
+            answers.append({"file": name, "embedding": row["embedding"].tolist()})
+        else:
+            answers.append({"file": name, "predictions": _ranking(model, row, top)})
+    status = 422 if all("error" in item for item in answers) else 200
+    content = {"model": model.name, "sha256": model.sha256, "results": answers}
+    return JSONResponse(content, status, model_headers(model))
+
+
+async def _embeddings(request: Request) -> Response:
+    """Answer in the shape of OpenAI's embeddings. Images are data URIs."""
+    service, content = service_of(request), parse_json(await request.body())
+    name, given = content.get("model"), content.get("input")
+    if name is not None and not isinstance(name, str):
+        raise Refused(400, "model: this must be the name of a model")
+    model = service.model(name)
+    images = [parse_data_uri(uri, "input") for uri in (given if isinstance(given, list) else [given])]
+    if not images:
+        raise Refused(400, "input: the request has no images")
+    encoding = content.get("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
+        raise Refused(400, f"encoding_format: {encoding!r} is not one of 'float', 'base64'")
+    data = []
+    for number, row in enumerate(await service.all_file_outputs(model, ["embedding"], images)):
+        values = row["embedding"]
+        sent = values.tolist() if encoding == "float" else base64.b64encode(values.astype("<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": number, "embedding": sent})
+    answer = {"object": "list", "data": data, "model": model.name, "usage": {"prompt_tokens": 0, "total_tokens": 0}}
+    return JSONResponse(answer, headers=model_headers(model))
+
+
+async def _form_files(request: Request, most: int) -> list[tuple[str, bytes]]:
+    """Return the names and contents of the files of a form. Raise `Refused` for other bodies."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise Refused(415, "the body is not a form; send images as multipart/form-data")
+    parser = MultiPartParser(request.headers, request.stream(), max_files=most, max_fields=8)
+    parser.spool_max_size = 1 << 40  # the body is in memory already, so its files are not written to disk
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        status = 413 if error.message.startswith("Too many files") else 400
+        raise Refused(status, f"the form cannot be read: {error.message}") from None
+    files = []
+    try:
+        for field, item in form.multi_items():
+            if not isinstance(item, UploadFile):
+                raise Refused(400, f"the form's field {field!r} is not a file; options belong into the address: ?top=3")
+            files.append((item.filename or "", await item.read()))
+    finally:
+        await form.close()
+    if not files:
+        raise Refused(400, "the form has no file; send images as multipart/form-data")
+    return files
+
+
+def _ranking(model: ServedModel, row: Mapping[str, np.ndarray], top: int) -> list[dict[str, Any]]:
+    """Return the likeliest classes, or all numbers of a regression, as Hugging Face's labels and scores."""
+    names = model.bundle.classes
+    if model.bundle.output == "numbers":
+        return [{"label": name, "score": float(value)} for name, value in zip(names, row["numbers"], strict=True)]
+    values = row["probabilities"]
+    order = np.argsort(-values, kind="stable")[:top]
+    return [{"label": names[place], "score": float(values[place])} for place in order]

@@ -1,0 +1,155 @@
+"""The service: the models of a server, the images that it has accepted, and the threads that decode and compute."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from vitrail.data.pixels.preprocess import Pixels
+from vitrail.errors import UndecodableImage
+from vitrail.machine import Precision
+from vitrail.serving.http.batching import Batcher, Row, TooLate
+from vitrail.serving.http.metrics import Metrics
+from vitrail.serving.http.served import ServedModel, Task
+from vitrail.serving.http.settings import ServeSettings
+from vitrail.weights.bundle import Bundle
+
+__all__ = ["Refused", "Service"]
+
+RETRY = {"Retry-After": "1"}
+"""Header of answers that say that the server is busy."""
+
+
+class Refused(Exception):
+    """A request that is answered by an error, with its HTTP status and headers."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+class Service:
+    """The models of a server, and what its requests share."""
+
+    def __init__(
+        self,
+        bundles: Mapping[str, Bundle],
+        settings: ServeSettings,
+        precision: Precision | None = None,
+    ) -> None:
+        """Prepare models, given by their names. The first model answers requests that name none. Raise `ConfigError`
+        for a model that cannot be served."""
+        self.settings = settings
+        self.metrics = Metrics()
+        self.is_ready = False
+        """True while the service accepts images."""
+        self.is_draining = False
+        """True after the server was asked to stop. Requests are still answered."""
+        self._compute = ThreadPoolExecutor(1, "vitrail-compute")  # batches do not compete for the processor
+        self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
+        self._accepted = 0
+        self.models = {
+            name: ServedModel(name, bundle, settings, self.metrics, self._compute, precision)
+            for name, bundle in bundles.items()
+        }
+
+    async def start(self) -> None:
+        """Start computing. Call it in the server's event loop."""
+        for batcher in self._batchers():
+            batcher.start()
+        self.is_ready = True
+        self.metrics.ready.set(1)
+
+    async def stop(self) -> None:
+        """Stop computing, after all requests are answered."""
+        self.is_ready = False
+        for batcher in self._batchers():
+            await batcher.stop()
+        self._decode.shutdown()
+        self._compute.shutdown()
+
+    def drain(self) -> None:
+        """Let the probe `ready` answer 503, because the server is going to stop."""
+        self.is_draining = True
+        self.metrics.ready.set(0)
+
+    def model(self, name: str | None = None) -> ServedModel:
+        """Return a model by its name, by default the first one. Raise `Refused` for an unknown name."""
+        if name is None:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise Refused(404, f"model {name!r} does not exist here; models: {', '.join(self.models)}")
+        return self.models[name]
+
+    async def file_outputs(
+        self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]
+    ) -> list[Row | UndecodableImage]:
+        """Return the outputs of each encoded image, or the reason why it cannot be decoded. Raise `Refused` if the
+        server has too much to do."""
+        with self._accept(model, tasks, len(images)):
+            loop = asyncio.get_running_loop()
+            decoded = await asyncio.gather(
+                *(loop.run_in_executor(self._decode, self._pixels, model, image) for image in images)
+            )
+            usable = [item for item in decoded if not isinstance(item, UndecodableImage)]
+            rows = iter(await self._outputs(model, tasks, usable))
+            return [item if isinstance(item, UndecodableImage) else next(rows) for item in decoded]
+
+    async def all_file_outputs(self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]) -> list[Row]:
+        """Return the outputs of encoded images. Raise `Refused` also if one of them cannot be decoded."""
+        rows = []
+        for number, row in enumerate(await self.file_outputs(model, tasks, images)):
+            if isinstance(row, UndecodableImage):
+                raise Refused(422, f"image {number} {row}")
+            rows.append(row)
+        return rows
+
+    async def pixel_outputs(self, model: ServedModel, tasks: Sequence[Task], pixels: Sequence[Pixels]) -> list[Row]:
+        """Return the outputs of each image of decoded pixels. Raise `Refused` if the server has too much to do."""
+        with self._accept(model, tasks, len(pixels)):
+            return await self._outputs(model, tasks, pixels)
+
+    @contextmanager
+    def _accept(self, model: ServedModel, tasks: Sequence[Task], images: int) -> Iterator[None]:
+        """Count images from here to their answer. They are refused before they are decoded, which is the cheapest."""
+        for task in tasks:
+            if task not in model.tasks:
+                raise Refused(400, f"model {model.name!r} computes no {task}; it computes {', '.join(model.tasks)}")
+        if images > self.settings.max_images:
+            raise Refused(413, f"{images} images are more than max_images={self.settings.max_images} of this server")
+        if not self.is_ready:
+            raise Refused(503, "the server is not ready", RETRY)
+        if self._accepted + images > self.settings.max_queue:
+            raise Refused(503, f"more than {self.settings.max_queue} images wait for answers; try again later", RETRY)
+        self._accepted += images
+        self.metrics.images.set(self._accepted)
+        try:
+            yield
+        finally:
+            self._accepted -= images
+            self.metrics.images.set(self._accepted)
+
+    async def _outputs(self, model: ServedModel, tasks: Sequence[Task], pixels: Sequence[Pixels]) -> list[Row]:
+        try:
+            found = await asyncio.gather(*(model.batchers[task].compute(pixels) for task in tasks))
+        except TooLate:
+            message = f"an image waited longer than {self.settings.deadline_seconds:g} seconds; try again later"
+            raise Refused(503, message, RETRY) from None
+        return [{name: row[name] for row in rows for name in row} for rows in zip(*found, strict=True)]
+
+    def _pixels(self, model: ServedModel, image: bytes) -> Pixels | UndecodableImage:
+        begun = time.perf_counter()
+        try:
+            return model.pixels(image)
+        except UndecodableImage as error:
+            return error
+        finally:
+            self.metrics.decoding.observe(time.perf_counter() - begun)
+
+    def _batchers(self) -> list[Batcher]:
+        return [batcher for model in self.models.values() for batcher in model.batchers.values()]
