@@ -27,6 +27,7 @@ VERBS = {
     "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",
     "export": "write a model for another runtime, and compare the answers",
+    "serve": "answer requests over HTTP with models",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
     "runs": "list runs with their state, metrics and differing settings",

@@ -18,7 +18,7 @@ from vitrail.serving.export.export import ExportResult, check_export, comparison
 from vitrail.serving.export.parity import BATCHES, TOLERANCE
 from vitrail.serving.export.write import FORMATS, OPSETS
 from vitrail.weights.exported.description import Contents
-from vitrail.weights.load import load
+from vitrail.weights.load import load, model_name
 
 __all__ = ["main"]
 
@@ -77,7 +77,9 @@ def main(call: Call) -> int:
     options = Export(**call.options)
     if options.images < 1:
         raise ConfigError(f"images={options.images} is less than 1; the comparison needs at least one image")
-    path = options.out or Path(_name(options.model) + (FORMATS[options.to].suffix if options.to in FORMATS else ""))
+    path = options.out or Path(
+        model_name(options.model) + (FORMATS[options.to].suffix if options.to in FORMATS else "")
+    )
     check_export(path, options.to, opset=options.opset, overwrite=options.overwrite)
     bundle = load(options.model, device="cpu", image_size=options.image_size)
     samples = comparison_samples(options.data, bundle, options.images)
@@ -96,13 +98,6 @@ def main(call: Call) -> int:
     for line in _lines(result):
         console.print(line, markup=False)
     return 0
-
-
-def _name(model: str) -> str:
-    """Return the name of a model for a file: the run's name for `runs/NAME/model`, and the last part of other paths."""
-    path = Path(model)
-    path = path.parent if path.name == "model" and path.parent.name else path
-    return (path.stem if path.is_file() else path.resolve().name) or "model"
 
 
 def _accuracy(result: ExportResult) -> dict[str, float | None] | None:

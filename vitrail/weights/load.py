@@ -27,7 +27,7 @@ from vitrail.weights.layouts.torchvision import TORCHVISION
 from vitrail.weights.saved import check_model_folder, is_bundle
 from vitrail.weights.tensors import SUFFIXES, open_tensors
 
-__all__ = ["LAYOUTS", "convert", "load", "open_checkpoint"]
+__all__ = ["LAYOUTS", "convert", "load", "model_name", "open_checkpoint"]
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (GOOGLE, BIG_VISION, BIT, BIT_TORCH, HUGGINGFACE, TORCHVISION, TIMM)
@@ -91,6 +91,14 @@ def load(
     )
     bundle.network.to(target)
     return bundle
+
+
+def model_name(path: str | Path) -> str:
+    """Return a short name for the model at a path: the run's name for `runs/NAME/model`, the name of a file without its
+    suffix, and the last part of other paths and of names on the hub."""
+    place = Path(path)
+    place = place.parent if place.name == "model" and place.parent.name else place
+    return (place.stem if place.is_file() else place.resolve().name) or "model"
 
 
 def convert(

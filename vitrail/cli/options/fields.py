@@ -23,11 +23,13 @@ METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", Dur
 """Placeholders for values, by type."""
 
 NAMED_METAVARS = {
+    "body_memory": "SIZE",
     "data": "SPEC",
     "device": "DEVICE",
     "image_size": "H W",
     "init": "MODEL",
     "layout": "LAYOUT",
+    "max_body": "SIZE",
     "memory_limit": "SIZE",
     "name": "NAME",
     "run": "RUN",

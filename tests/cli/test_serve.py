@@ -1,0 +1,265 @@
+"""Tests of `vitrail serve`: wrong usage in this process, and real server processes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serving.conftest import make_bundle
+from tests.serving.http.conftest import Running, encoded
+from vitrail.cli import main
+from vitrail.models.vit import ViTConfig
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with a model of random weights."""
+    return make_bundle().save(tmp_path_factory.mktemp("runs") / "flowers" / "model").parent
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that needs some milliseconds for an image, so that requests queue."""
+    config = ViTConfig(
+        image_size=(64, 48), patch_size=(4, 4), width=96, depth=6, heads=3, mlp_width=192, num_classes=3
+    )  # fmt: skip
+    return make_bundle(config).save(tmp_path_factory.mktemp("runs") / "slow" / "model").parent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "MODEL... is missing; usage: vitrail serve MODEL..."),
+        (["MODEL", "MODEL"], "MODEL: two models are called 'flowers'; give another name to one of them: NAME=MODEL"),
+        (["=MODEL"], "lacks a name or a path; give NAME=MODEL"),
+        (["MODEL", "--max-queue", "8"], "--max-images: 64 is more than --max-queue 8"),
+        (["MODEL", "--port", "PORT"], "--port: PORT on host='127.0.0.1' cannot be used: Address already in use"),
+        (["nowhere/at-all/here"], "nowhere/at-all/here"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], words: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        given = [word.replace("MODEL", str(model)).replace("PORT", port) for word in arguments]
+        if "--port" not in given:
+            given += ["--port", "0"]
+        assert main(["serve", *given]) == 2
+        assert words.replace("PORT", port) in capsys.readouterr().err
+
+
+def test_a_missing_package_says_what_to_install(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert main(["serve", str(model)]) == 2
+    assert "starlette is not installed; install it with: pip install 'vitrail[serve]'" in capsys.readouterr().err
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Running, list[str]]]:
+    """Start `vitrail serve` as a process. Yield it with a client, and the lines of its log, which grow."""
+    command = [sys.executable, "-m", "vitrail", "serve", *arguments, "--port", "0"]
+    environment = {**os.environ, "VITRAIL_TOKEN": ""}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    lines: list[str] = []
+    try:
+        assert process.stderr is not None
+        port = None
+        while port is None:
+            lines.append(process.stderr.readline())
+            assert lines[-1], "".join(lines)
+            port = re.search(r"serving .* at http://127.0.0.1:(\d+)", lines[-1])
+        reader = threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True)
+        reader.start()
+        service: Any = None
+        yield process, Running(service, int(port[1])), lines
+        reader.join(0 if process.poll() is None else 5)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def picture(draws: np.random.Generator) -> bytes:
+    return encoded(draws.integers(0, 256, (int(draws.integers(5, 60)), 41, 3), dtype=np.uint8), "JPEG")
+
+
+@pytest.mark.slow
+def test_stopping_loses_no_request(slow_model: Path) -> None:
+    images = [picture(np.random.default_rng(seed)) for seed in range(8)]
+    with started(str(slow_model), "--drain-seconds", "0.5") as (process, server, lines):
+        is_stopping = threading.Event()
+        statuses: list[int] = []
+
+        def client(number: int) -> None:
+            """Ask again and again until the server says that it closes the connection, as a load balancer sees it."""
+            while True:
+                answer = server.ask("POST", "/", images[number % 8])
+                statuses.append(answer.status)
+                if is_stopping.is_set() and answer.headers.get("connection") == "close":
+                    return
+
+        with ThreadPoolExecutor(16) as clients:
+            running = [clients.submit(client, number) for number in range(16)]
+            while len(statuses) < 50:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            is_stopping.set()
+            time.sleep(0.25)
+            assert server.ask("GET", "/health/ready").status == 503
+            assert server.ask("GET", "/health/live").status == 200
+            for one in running:
+                one.result()
+        assert process.wait(20) == 0
+    assert {*statuses} == {200} and len(statuses) > 60
+    logged = [json.loads(line)["status"] for line in lines if line.startswith("{") and '"POST"' in line]
+    assert len(logged) == len(statuses)
+
+
+@pytest.mark.slow
+def test_requests_that_are_under_way_at_the_end_are_answered(slow_model: Path) -> None:
+    draws = np.random.default_rng(1)
+    files = [("a.jpg", picture(draws)) for _ in range(60)]
+    with started(str(slow_model), "--drain-seconds", "0") as (process, server, _):
+        with ThreadPoolExecutor(4) as clients:
+            answers = [clients.submit(server.ask_form, "/predict", *files) for _ in range(4)]
+            while server.metric("vitrail_images") < 240:
+                time.sleep(0.005)
+            process.send_signal(signal.SIGTERM)
+            assert all(len(one.result().json["results"]) == 60 for one in answers)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(model: Path) -> None:
+    with started(str(model), "--drain-seconds", "60") as (process, server, _):
+        process.send_signal(signal.SIGINT)
+        while server.ask("GET", "/health/ready").status == 200:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_thousand_connections_at_once(slow_model: Path) -> None:
+    images = [picture(np.random.default_rng(seed)) for seed in range(8)]
+    with started(str(slow_model), "--max-queue", "64") as (process, server, _):
+        before = memory(process.pid)
+        barrier = threading.Barrier(1000)
+
+        def client(number: int) -> int:
+            barrier.wait(60)
+            return server.ask("POST", "/", images[number % 8]).status
+
+        with ThreadPoolExecutor(1000) as clients:
+            statuses = list(clients.map(client, range(1000)))
+        assert {*statuses} == {200, 503} and statuses.count(200) >= 64
+        assert server.ask("POST", "/", images[0]).status == 200
+        assert memory(process.pid) - before < 300e6
+
+
+def memory(process: int) -> float:
+    """Resident bytes of a process."""
+    (line,) = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return 1024 * float(line.split()[1])
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_requests(model: Path) -> None:
+    """No request crashes or stops the server, whatever it contains, and the memory stays bounded."""
+    draws = random.Random(0)
+    image = encoded(np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8))
+    jpeg = encoded(np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8), "JPEG")
+    with started(str(model), "--receive-seconds", "0.2") as (process, server, lines):
+        seeds = list(seed_requests(image, jpeg))
+        for seed in seeds:
+            assert send(server, seed).startswith(b"HTTP/1.1 200"), seed[:200]
+        requests = [mutated(draws.choice(seeds), draws) for _ in range(10_000)]
+        with ThreadPoolExecutor(16) as clients:  # many wait for a time-out, because their body is too short
+            answers = list(clients.map(lambda content: send(server, content), requests[:2000]))
+            settled = memory(process.pid)
+            answers += clients.map(lambda content: send(server, content), requests[2000:])
+        statuses = {answer[9:12] for answer in answers}
+        assert statuses <= {b"", b"200", b"400", b"401", b"404", b"405", b"408", b"411", b"413", b"415", b"422", b"501"}
+        assert process.poll() is None
+        assert send(server, seeds[0]).startswith(b"HTTP/1.1 200")
+        assert memory(process.pid) - settled < 30e6
+    assert not [line for line in lines if "Traceback" in line]
+
+
+def seed_requests(image: bytes, jpeg: bytes) -> Iterator[bytes]:
+    """Requests of every path that takes images."""
+    text = base64.b64encode(image).decode()
+    tensor = {"name": "images", "shape": [1, 12, 10, 3], "datatype": "UINT8", "data": [7] * 360}
+    files = {"name": "images", "shape": [1], "datatype": "BYTES", "data": [text]}
+    binary = {**tensor, "parameters": {"binary_data_size": 360}}
+    del binary["data"]
+    message = json.dumps({"inputs": [binary], "outputs": [{"name": "logits"}]}).encode()
+    form = b'--l\r\nContent-Disposition: form-data; name="f"; filename="a.png"\r\n\r\n' + image + b"\r\n--l--\r\n"
+    yield request("/", image)
+    yield request("/?model=flowers", jpeg)
+    yield request("/", json.dumps({"inputs": text, "parameters": {"top_k": 2}}).encode(), "application/json")
+    yield request("/predict?top=2", form, "multipart/form-data; boundary=l")
+    yield request("/v1/embeddings", json.dumps({"input": f"data:image/png;base64,{text}"}).encode())
+    for one in (tensor, files):
+        yield request("/v2/models/flowers/infer", json.dumps({"inputs": [one]}).encode())
+    yield request(
+        "/v2/models/flowers/infer", message + bytes(360), extra=f"Inference-Header-Content-Length: {len(message)}\r\n"
+    )
+
+
+def request(path: str, body: bytes, kind: str = "image/png", extra: str = "") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n{extra}Content-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + body
+
+
+def mutated(content: bytes, draws: random.Random) -> bytes:
+    """Change some bytes of a request, most often of its body, and keep its length right most of the time."""
+    head, _, body = content.partition(b"\r\n\r\n")
+    is_head = draws.random() < 0.2
+    part = bytearray(head if is_head else body)
+    changes: list[Callable[[int], None]] = [
+        lambda place: part.__setitem__(slice(place, place + 1), bytes([draws.randrange(256)])),
+        lambda place: part.__delitem__(slice(place, place + draws.randrange(1, 20))),
+        lambda place: part.__setitem__(slice(place, place), part[: draws.randrange(30)]),
+        lambda place: part.__setitem__(slice(place, place), draws.choice([b"-1", b"1e999", b"[" * 40, b"null", b'"'])),
+    ]
+    for _ in range(draws.randrange(1, 6)):
+        draws.choice(changes)(draws.randrange(len(part) + 1))
+    if is_head:
+        return bytes(part) + b"\r\n\r\n" + body
+    if draws.random() < 0.97:
+        head = re.sub(rb"(\r\nContent-Length: )\d+", rb"\g<1>%d" % len(part), head)
+    return head + b"\r\n\r\n" + bytes(part)
+
+
+def send(server: Running, content: bytes) -> bytes:
+    """Send a request as it is, and return the answer, or nothing if the connection was closed."""
+    with server.connect() as client:
+        try:
+            client.sendall(content)
+            parts = []
+            while part := client.recv(65536):
+                parts.append(part)
+            return b"".join(parts)
+        except ConnectionError:
+            return b""

@@ -1,0 +1,112 @@
+"""`vitrail serve`: answer requests over HTTP with one or more models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.errors import ConfigError
+from vitrail.machine import Precision
+from vitrail.serving.http.settings import ServeSettings
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.exported.runtimes import optional_module
+from vitrail.weights.load import load, model_name
+
+__all__ = ["main"]
+
+NEEDED = ("starlette", "uvicorn", "python_multipart", "prometheus_client")
+"""Modules of the extra `serve`."""
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(ServeSettings):
+    """Options of `vitrail serve`."""
+
+    models: Annotated[tuple[str, ...], Positional("MODEL...")]
+    """Folders of models or runs, exported files, or names on the Hugging Face hub. NAME=MODEL serves a model under
+    another name than the last part of its path. The first model answers requests that name none."""
+    device: str = "auto"
+    """Device to run on: auto, cpu, cuda or cuda:N."""
+    precision: Precision | None = None
+    """Number format of matrix products. The default is each model's own, usually float32. auto is bf16 if the processor
+    has units for it. int8 needs a CPU with VNNI."""
+
+
+COMMAND = Command(
+    name="serve",
+    summary="""Answer requests over HTTP with one or more models. Clients of the Open Inference Protocol v2 (Triton,
+    KServe), of Hugging Face's inference API and of OpenAI's embeddings work unchanged, and so do forms with files. All
+    limits are on by default. SIGTERM stops the server after it has answered what it received.""",
+    examples=(
+        Example("vitrail serve runs/flowers", "Then: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"),
+        Example("vitrail serve flowers=runs/flowers birds=birds.onnx", "Serve two models by name."),
+        Example("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve machines that know a secret."),
+    ),
+    options=(Serve,),
+    essential={
+        "Address": ("host", "port", "token"),
+        "Limits": ("max_body", "max_images", "max_queue", "deadline_seconds"),
+        "Speed": ("max_batch", "device", "precision"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    given = {"token": os.environ.get("VITRAIL_TOKEN", ""), **call.options}
+    options = Serve(**given)
+    for module in NEEDED:
+        optional_module(module, "serve")
+    from vitrail.serving.http.server import Server, open_socket
+    from vitrail.serving.http.service import Service
+
+    paths = _named(options.models)
+    values = asdict(options)
+    settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
+    with open_socket(settings) as listening:  # before the models are loaded, which takes longer
+        host, port = listening.getsockname()[:2]
+        bundles = {name: _load(path, options.device) for name, path in paths.items()}
+        service = Service(bundles, settings, options.precision)
+        if settings.host not in LOOPBACK and not settings.token:
+            _say("everyone who reaches this machine can use the server; --token restricts it")
+
+        def report() -> None:
+            names = ", ".join(service.models)
+            _say(f"serving {names} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
+
+        Server(service, report).run(sockets=[listening])
+    return 0
+
+
+def _named(models: Sequence[str]) -> dict[str, str]:
+    """Return the paths of models by the names under which they are served. Raise `ConfigError` for two models of the
+    same name."""
+    paths: dict[str, str] = {}
+    for text in models:
+        name, equals, path = text.partition("=")
+        if not equals or "/" in name or Path(text).exists():
+            name, path = model_name(text), text
+        if not name or not path:
+            raise ConfigError(f"MODEL: {text!r} lacks a name or a path; give NAME=MODEL")
+        if name in paths:
+            raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
+        paths[name] = path
+    return paths
+
+
+def _load(path: str, device: str) -> Bundle:
+    bundle = load(path, device=device)
+    for note in bundle.notes:
+        _say(COMMAND.note(note))
+    return bundle
+
+
+def _say(text: str) -> None:
+    print(f"vitrail: {text}", file=sys.stderr, flush=True)
