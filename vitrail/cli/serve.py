@@ -43,10 +43,13 @@ class Serve(ServeSettings):
 COMMAND = Command(
     name="serve",
     summary="""Answer requests over HTTP with one or more models. Clients of the Open Inference Protocol v2 (Triton,
-    KServe), of Hugging Face's inference API and of OpenAI's embeddings work unchanged, and so do forms with files. All
-    limits are on by default. SIGTERM stops the server after it has answered what it received.""",
+    KServe), of Hugging Face's inference API and of OpenAI's embeddings work unchanged, and so do forms with files. A
+    page shows predictions for dropped images. All limits are on by default. SIGTERM stops the server after it has
+    answered what it received.""",
     examples=(
-        Example("vitrail serve runs/flowers", "Then: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"),
+        Example(
+            "vitrail serve runs/flowers", "Open the page, or: curl -F file=@rose.jpg http://127.0.0.1:8000/predict"
+        ),
         Example("vitrail serve flowers=runs/flowers birds=birds.onnx", "Serve two models by name."),
         Example("vitrail serve runs/flowers --host 0.0.0.0 --token SECRET", "Serve machines that know a secret."),
     ),

@@ -1,24 +1,36 @@
-"""The application: the paths of all protocols, the probes, the metrics, and the answers to errors."""
+"""The application: the paths of all protocols, the probes, the metrics, the page, and the answers to errors."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from vitrail import __version__
 from vitrail.serving.http.guard import PROBE_PATHS, Guard
 from vitrail.serving.http.requests import service_of
 from vitrail.serving.http.routes_images import routes_images
 from vitrail.serving.http.routes_v2 import routes_v2
+from vitrail.serving.http.served import ServedModel
 from vitrail.serving.http.service import Refused, Service
 
 __all__ = ["make_app"]
+
+PAGE = Path(__file__).with_name("page.html")
+
+INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+"""The style and the script of the page."""
 
 
 def make_app(service: Service) -> Guard:
@@ -31,6 +43,8 @@ def make_app(service: Service) -> Guard:
         await service.stop()
 
     routes = [
+        Route("/", _page_route()),
+        Route("/models", _models),
         Route("/metrics", _metrics),
         *(Route(path, _probe) for path in PROBE_PATHS),
         *routes_images(),
@@ -40,6 +54,55 @@ def make_app(service: Service) -> Guard:
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.state.service = service
     return Guard(app, service)
+
+
+def _page_headers(page: str) -> dict[str, str]:
+    """Return the headers of the page, which may run its own script and ask its own server only."""
+    allowed: dict[str, str] = {}
+    for name, text in INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed[name] = f"'sha256-{digest}'"
+    policy = {
+        "default-src": "'none'", "img-src": "blob: data:", "style-src": allowed["style"],
+        "script-src": allowed["script"], "connect-src": "'self'",
+        "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
+    }  # fmt: skip
+    return {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+
+def _page_route() -> Any:
+    text = PAGE.read_text(encoding="utf-8")
+    headers = _page_headers(text)
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(text, headers=headers)
+
+    return page
+
+
+async def _models(request: Request) -> Response:
+    """Describe all models, for the page."""
+    service = service_of(request)
+    cards = [_card(model) for model in service.models.values()]
+    return JSONResponse({"version": __version__, "models": cards})
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    bundle = model.bundle
+    return {
+        "name": model.name,
+        "sha256": model.sha256,
+        "architecture": bundle.network.config.architecture,
+        "image_size": list(bundle.preprocess.image_size),
+        "output": bundle.output,
+        "classes": len(bundle.classes),
+        "precision": model.precision,
+        "metrics": {name: value for name, value in bundle.metrics.items() if math.isfinite(value)},
+    }
 
 
 async def _metrics(request: Request) -> Response:

@@ -1,0 +1,127 @@
+"""Tests of the page: its policy, and its use in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.http.browser import CHROMIUM, Browser
+from tests.serving.http.conftest import Running, serving
+from vitrail.weights.bundle import Bundle, weights_sha256
+
+
+def test_the_page_asks_its_own_server_only(server: Running) -> None:
+    answer = server.ask("GET", "/")
+    page, policy = answer.body.decode(), answer.headers["content-security-policy"]
+    assert answer.status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.findall(r"https?:|//\w|@import|url\(", page.replace("createObjectURL(", ""))
+    assert not re.findall(r"\son\w+=|\sstyle=|innerHTML", page)
+
+
+def test_the_models_of_the_page(server: Running, bundle: Bundle) -> None:
+    models = server.ask("GET", "/models").json["models"]
+    assert [model["name"] for model in models] == ["flowers", "numbers", "features"]
+    assert models[0] == {
+        "name": "flowers", "sha256": weights_sha256(bundle.network), "architecture": "ViT", "image_size": [12, 10],
+        "output": "softmax", "classes": 3, "precision": "float32", "metrics": {},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with Browser(tmp_path_factory.mktemp("browser") / "profile") as started:
+        yield started
+
+
+@pytest.fixture
+def files(images: list[bytes], tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for path, image in zip(paths, (images[0], images[1][:60], images[2]), strict=True):
+        path.write_bytes(image)
+    return paths
+
+
+PASTE = """
+(() => {
+  const data = new DataTransfer();
+  const bytes = Uint8Array.from(atob("IMAGE"), (letter) => letter.charCodeAt(0));
+  data.items.add(new File([bytes], "NAME.png", { type: "image/png" }));
+  document.dispatchEvent(new EVENT);
+})()
+"""
+"""Script that pastes or drops an image."""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_page_in_a_browser(
+    browser: Browser, server: Running, bundles: dict[str, Bundle], files: list[Path], images: list[bytes]
+) -> None:
+    browser.open(server.url)
+    browser.wait("document.querySelectorAll('#card dt').length > 5")
+    browser.choose_files("#file", *files)
+    browser.wait("document.getElementById('status').textContent === 'Predicted 3 images'")
+    shown = browser.value("[...document.querySelectorAll('article')].map((one) => one.innerText)")
+    for place in (0, 2):
+        (wanted,) = bundles["flowers"].predict([images[place]])
+        lines = [line for line in shown[place].splitlines() if line.strip()]
+        ranking = [word for label, value in wanted.ranking for word in (label, f"{100 * value:.1f} %")]
+        assert lines == [f"{place}.png", *ranking]
+    assert "the file" in shown[1] and "%" not in shown[1]
+    text = base64.b64encode(images[3]).decode()
+    events = {
+        "pasted": "ClipboardEvent('paste', { clipboardData: data })",
+        "dropped": "DragEvent('drop', { dataTransfer: data, cancelable: true })",
+    }
+    for name, event in events.items():
+        browser.value(PASTE.replace("IMAGE", text).replace("NAME", name).replace("EVENT", event))
+        browser.wait(f"document.querySelector('article').innerText.startsWith('{name}.png')")
+        browser.wait("document.querySelectorAll('article:first-child li').length === 3")
+    browser.value("document.getElementById('model').selectedIndex = 1")
+    browser.value("document.getElementById('model').dispatchEvent(new Event('change'))")
+    assert "3 numbers" in browser.value("document.getElementById('card').innerText")
+    assert {url.split("/")[2] for url in browser.requests() if url.startswith("http")} == {f"127.0.0.1:{server.port}"}
+    assert browser.faults() == []
+    assert browser.value("fetch('http://localhost:1/').then(() => 'sent', () => 'refused')") == "refused"
+    assert any("Content Security Policy" in str(fault) for fault in browser.faults())
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_keyboard_dark_and_phone(browser: Browser, server: Running, files: list[Path]) -> None:
+    browser.show(360, 640)
+    browser.open(server.url)
+    browser.wait("document.querySelectorAll('#card dt').length > 5")
+    focus = []
+    for _ in range(2):
+        browser.press("Tab")
+        focus.append(browser.value("document.activeElement.id"))
+    assert focus == ["model", "file"]
+    assert browser.value("getComputedStyle(document.getElementById('drop')).outlineStyle") == "solid"
+    browser.choose_files("#file", files[0])
+    browser.wait("document.getElementById('status').textContent === 'Predicted 1 image'")
+    assert browser.value("document.documentElement.scrollWidth") <= 360
+    colours = []
+    for scheme in ("light", "dark"):
+        browser.show(360, 640, scheme)
+        colours.append(browser.value("getComputedStyle(document.body).backgroundColor"))
+    assert colours == ["rgb(255, 255, 255)", "rgb(22, 24, 28)"]
+    browser.show(1000, 700)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_page_asks_for_the_token(browser: Browser, bundle: Bundle) -> None:
+    with serving({"flowers": bundle}, token="secret") as running:
+        browser.open(running.url)
+        browser.wait("!document.getElementById('access').hidden")
+        browser.value("document.getElementById('token').value = 'secret'")
+        browser.value("document.getElementById('access').requestSubmit()")
+        browser.wait("document.querySelectorAll('#card dt').length > 5")
+        assert browser.value("document.getElementById('access').hidden")
