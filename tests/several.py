@@ -6,13 +6,15 @@ import torch.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
-__all__ = ["Ended", "in_processes"]
+__all__ = ["Ended", "command", "in_processes"]
 
 SECONDS = 400.0
 
@@ -55,6 +57,15 @@ def in_processes(world: int, function: Callable[..., Any], *arguments: Any) -> l
             process.kill()
         ended.append(Ended(*(found or (None, None, False)), code))
     return ended
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """Run `vitrail WORDS...` in this process. Return the exit code, the printed text and the printed errors."""
+    from vitrail.cli import main
+
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        code = main(words)
+    return code, out.getvalue(), errors.getvalue()
 
 
 def _call(

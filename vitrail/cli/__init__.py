@@ -7,7 +7,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from vitrail import __version__
@@ -68,7 +69,7 @@ Start with `vitrail train`: it trains on bundled images in a few minutes.
 
 HELP = ("-h", "--help", "--help-all")
 
-SEVERAL = ("train",)
+SEVERAL = ("train", "evaluate", "embed")
 """Verbs that several processes can run together."""
 
 
@@ -88,6 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb is None:
         return _no_verb(typed)
     return _run(verb, typed[len(verb.split()) :], started, debug)
+
+
+@contextmanager
+def _printing_once() -> Iterator[None]:
+    """Discard what all processes but the first one print in the `with` block."""
+    from vitrail.processes.launch import launch
+
+    if not launch().rank:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
@@ -111,7 +124,8 @@ def _run(verb: str, arguments: list[str], started: float, debug: bool) -> int:
             )
             error.is_reported = place.rank > 0
             raise error
-        code: int = module.main(Call(tuple(arguments), given, started))
+        with _printing_once():
+            code: int = module.main(Call(tuple(arguments), given, started))
         sys.stdout.flush()
         return code
     except VitrailError as error:

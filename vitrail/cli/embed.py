@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.bars import images_bar
 from vitrail.data.colour import colour_note, images_of
-from vitrail.data.pipeline import Readers, queue_bytes
+from vitrail.data.pipeline import Ranks, Readers, queue_bytes
 from vitrail.data.source import Source
 from vitrail.data.sources import open_data
 from vitrail.data.sources.files import FileSource
@@ -25,6 +26,7 @@ from vitrail.machine import Precision, check_memory, keep_freed_memory
 from vitrail.models.cost.batch import prediction_batch
 from vitrail.models.cost.footprint import prediction_bytes
 from vitrail.plain import to_plain
+from vitrail.processes.group import Processes, join_processes
 from vitrail.training.monitoring.stop import interrupted_by_signals
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.load import load
@@ -89,7 +91,12 @@ COMMAND = Command(
 
 
 def main(call: Call) -> int:
-    options = Embed(**call.options)
+    processes = join_processes()
+    with processes.reporting():
+        return _embed(Embed(**call.options), processes)
+
+
+def _embed(options: Embed, processes: Processes) -> int:
     if options.no_cache and options.cache is not None:
         raise ConfigError("--cache and --no-cache exclude each other; give only one of them")
     if options.batch_size is not None and options.batch_size < 1:
@@ -99,8 +106,8 @@ def main(call: Call) -> int:
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     keep_freed_memory()
     sources, notes = _sources(options)
-    targets = {split: _target(options, split) for split in sources}
-    bundle = load(options.model, device=options.device, image_size=options.image_size)
+    targets = processes.on_first(lambda: {split: _target(options, split) for split in sources})
+    bundle = load(options.model, device=processes.device_name(options.device), image_size=options.image_size)
     colour = colour_note(images_of(next(iter(sources.values()))), bundle.preprocess.channels)
     for note in (*bundle.notes, *notes, *filter(None, [colour])):
         console.print(COMMAND.note(note), style="yellow", markup=False)
@@ -109,14 +116,11 @@ def main(call: Call) -> int:
     for split, source in sources.items():
         try:
             with interrupted_by_signals():
-                features = _extract(bundle, split, source, options, console)
+                features = _extract(bundle, split, source, options, console, processes)
         except Interrupted as stop:
             replace = ["--overwrite"] if summary and not options.overwrite else []  # for the splits that are written
             raise Interrupted(str(stop), tuple(replace)) from None
-        if options.format == "parquet":
-            save_parquet(features, targets[split])
-        else:
-            save_features(features, targets[split], _about(bundle, split, source, options, features.precision))
+        processes.on_first(functools.partial(_save, features, targets[split], bundle, split, source, options))
         for item in features.skipped:
             console.print(f"skipped {item.key}: {item.reason}", style="yellow", markup=False)
         summary[split] = {"images": len(features), "skipped": len(features.skipped), "width": features.width,
@@ -156,7 +160,16 @@ def _target(options: Embed, split: str) -> Path:
     return target
 
 
-def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console: Console) -> FeatureSet:
+def _save(features: FeatureSet, target: Path, bundle: Bundle, split: str, source: Source, options: Embed) -> None:
+    if options.format == "parquet":
+        save_parquet(features, target)
+    else:
+        save_features(features, target, _about(bundle, split, source, options, features.precision))
+
+
+def _extract(
+    bundle: Bundle, split: str, source: Source, options: Embed, console: Console, processes: Processes
+) -> FeatureSet:
     bar = images_bar(console)
     with bar:
         task = bar.add_task(f"embedding {split}", total=len(source))
@@ -167,6 +180,8 @@ def _extract(bundle: Bundle, split: str, source: Source, options: Embed, console
             batch_size=options.batch_size,
             precision=options.precision,
             cache=None if options.no_cache else options.cache or default_cache(),
+            ranks=Ranks(processes.rank, processes.world),
+            gather=processes.gather if processes.are_several else None,
             on_progress=lambda done: bar.update(task, completed=done),
             on_note=lambda note: console.print(f"{split}: {COMMAND.note(note)}", style="yellow", markup=False),
         )

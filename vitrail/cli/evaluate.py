@@ -130,13 +130,14 @@ COMMAND = Command(
 def main(call: Call) -> int:
     from vitrail.cli.evaluating.checks import check_options
     from vitrail.machine import keep_freed_memory
+    from vitrail.processes.group import join_processes
     from vitrail.training.monitoring.stop import interrupted_by_signals
 
     options = Evaluate(**call.options)
     check_options(options, call.options)
     console = Console(stderr=options.json, highlight=False, soft_wrap=True)
     keep_freed_memory()
-    with interrupted_by_signals():
+    with join_processes().reporting(), interrupted_by_signals():
         return _suite(options, console) if options.suite else _one(options, call.options, console)
 
 
@@ -241,10 +242,12 @@ def _suite(options: Evaluate, console: Console) -> int:
 
 
 def _load(options: Evaluate, name: str) -> Bundle:
+    from vitrail.processes.group import join_processes
     from vitrail.weights.adapt import with_reduction
     from vitrail.weights.load import load
 
-    bundle = load(name, device=options.device, image_size=options.image_size)
+    device = join_processes().device_name(options.device)
+    bundle = load(name, device=device, image_size=options.image_size)
     if options.reduce_tokens is None:
         return bundle
     return with_reduction(bundle, reduction_of(options.reduce_tokens, options.reduce_by, options.reduce_schedule))
@@ -253,6 +256,7 @@ def _load(options: Evaluate, name: str) -> Bundle:
 def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> Outputs:
     from vitrail.evaluation.features.extract import default_cache
     from vitrail.evaluation.outputs import Outputs
+    from vitrail.processes.group import join_processes
 
     return Outputs(
         bundle,
@@ -262,6 +266,7 @@ def _outputs(bundle: Bundle, options: Evaluate, console: Console, bar: _Bar) -> 
         cache=None if options.no_cache else options.cache or default_cache(),
         on_progress=bar.update,
         on_note=lambda note: console.print(COMMAND.note(note), style="yellow", markup=False),
+        processes=join_processes(),
     )
 
 

@@ -230,11 +230,6 @@ def _requested(call: Call, display: ConsoleDisplay) -> tuple[TrainConfig, Opened
         config, initial = _config(call.options)
         like = call.options.get("like")
         return config, None if like is None else _data_like(Path(like), config, display), initial
-    if launch().world > 1:
-        raise ConfigError(
-            "data: settings are chosen for the data by short runs of one process; name a recipe as well, such as "
-            "vitrail train folder --data PHOTOS, or a run with --like"
-        )
     return *_from_data(call.options, display, call.started), None
 
 

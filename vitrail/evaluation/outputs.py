@@ -28,7 +28,7 @@ class Outputs:
     `on_note` with messages for the user, and `on_skip` with each sample that cannot be decoded. `skipped` maps the key
     of each skipped sample to the reason. With the batch size None, `prediction_batch` chooses it. `feature_precision`
     is the precision of features, by default `precision`. Several `processes` share the work, and each of them has all
-    results. Features are shared through the cache: without a cache, each process computes all of them.
+    results. Features are shared through the cache if there is one.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Outputs:
                 layer=layer,
                 cache=self.cache,
                 ranks=Ranks(self.processes.rank, self.processes.world),
+                gather=self.processes.gather if self.processes.are_several else None,
                 on_progress=lambda done: self.on_progress(done, len(source)),
                 on_note=self.note,
             )

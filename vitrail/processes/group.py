@@ -173,7 +173,7 @@ class Processes:
                 raise
             is_told = self._report(str(error)) or isinstance(error, Stopped | NonFiniteLoss)
             error.is_reported = error.is_reported or (is_told and not self.is_first)
-            if not self.is_first and not error.is_reported:
+            if not self.is_first and not error.is_reported and not str(error).startswith(self.name):
                 error.args = (f"{self.name}: {error}", *error.args[1:])
             raise
 

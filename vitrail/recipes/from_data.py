@@ -22,6 +22,7 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, Stopped, UndecodableImage
 from vitrail.machine import pick_device
 from vitrail.models.config import ModelConfig, override_fields
+from vitrail.processes.group import join_processes
 from vitrail.recipes.folder import folder
 from vitrail.training.config import TrainConfig
 from vitrail.training.run import train
@@ -103,9 +104,9 @@ def plan_for_data(
     """Return settings for training on this data from scratch within a time in seconds, with the reasons.
 
     The network, the image size, the colours, the augmentation, the batch size and the number of epochs follow from the
-    training images and the speed of this machine. The time in seconds counts from `started`
-    (`time.perf_counter()`), by default from the call. Settings in `explicit` are kept. Raise `ConfigError` if the data
-    has no training image, and the errors of `train`.
+    training images and the speed of this machine, or of all processes that train together. The time in seconds counts
+    from `started` (`time.perf_counter()`), by default from the call. Settings in `explicit` are kept. Raise
+    `ConfigError` if the data has no training image, and the errors of `train`.
     """
     end = seconds + (time.perf_counter() if started is None else started)
     facts = facts_of(splits)
@@ -116,7 +117,8 @@ def plan_for_data(
     _choose_colours(choices, splits.train)
     _choose_mirroring(choices, splits.train, channels=_chosen(choices, "channels", base.images.channels))
     batch = 128 if facts.images >= MANY_IMAGES else max(8, min(32, 2 ** int(math.log2(max(facts.images / 8, 8)))))
-    choices.add(batch_size=batch)
+    world = join_processes().world
+    choices.add(batch_size=math.ceil(batch / world) * world)
     if "variant" not in explicit:
         variant = _variant(explicit)
         what = "a small ResNet, which learns more from few images and in little time than a Vision Transformer"
@@ -167,7 +169,7 @@ def training_speed(config: TrainConfig, splits: Splits, seconds: float) -> Speed
     """
     is_open = config.run.threads is None and not config.run.processes
     choices = (None, 0) if is_open and pick_device(config.run.device).type == "cpu" else (config.run.threads,)
-    first = _pilot(config, splits, PILOT_STEPS)
+    first = join_processes().from_first(_pilot(config, splits, PILOT_STEPS))
     steps = int(seconds / len(choices) * first / config.run.batch_size)
     if steps <= 2 * PILOT_STEPS:
         return Speed(first, config.run.threads)
@@ -262,6 +264,7 @@ def _choose_length(
             measured_at = size
             trial = base.override(**{**choices.settings, **explicit, "image_size": size})
             length = _length(_with_fast_decoding(trial, splits.train, explicit), splits, seconds, end)
+            length = join_processes().from_first(length)  # the clocks of several processes differ
             if length.epochs >= MIN_EPOCHS:
                 break
     choices.add(f"image size {size[0]} x {size[1]}: the images have about {side} pixels a side", image_size=size)

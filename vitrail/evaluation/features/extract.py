@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ __all__ = ["FeatureSet", "Layer", "default_cache", "existing_layer", "extract"]
 Layer = Literal["embedding", "head-inputs"]
 """Layer of a network whose outputs are the features. The two layers differ if the network has a hidden layer before its
 head: the embedding is the input of the hidden layer, and the head's inputs are its output."""
+
+Gather = Callable[[Any], list[Any]]
+"""Function that exchanges a value with all ranks, and returns the values of all."""
 
 Keep = Callable[
     [Int64[np.ndarray, " b"], Float32[np.ndarray, "b d"], Bool[np.ndarray, " b"], tuple[Skipped, ...]], None
@@ -94,6 +98,7 @@ def extract(
     layer: Layer = "embedding",
     cache: Path | None = None,
     ranks: Ranks = Ranks(),
+    gather: Gather | None = None,
     on_progress: Callable[[int], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> FeatureSet:
@@ -114,7 +119,7 @@ def extract(
 
     Several processes (`ranks`) that call this function with the same arguments share the work. Each process returns all
     features, even if other processes start late or die. The bytes do not depend on the number of processes. Without a
-    cache, each process computes all features.
+    cache, the processes exchange the features by `gather`, and without `gather` each process computes all features.
 
     `on_progress` is called with the number of finished samples. `on_note` is called with messages for the user about
     the state of the cache. Raise `ConfigError` for invalid settings, and the `DataError`s of the source. Raise
@@ -137,7 +142,7 @@ def extract(
             note(f"features are computed but not kept, because the cache cannot be written: {error}")
     if kept is None:
         job = job.with_safe_precision()
-        kept = _in_memory(job)
+        kept = _in_memory(job) if gather is None else _exchanged(job, ranks, gather)
     job.on_progress(len(source))
     return _gathered(source, kept, str(resolve_precision(job.precision, device)))
 
@@ -230,17 +235,32 @@ def _smaller(size: int, seconds: float) -> int:
     return max(1, min(size // 2, int(size * feature_cache.RECORD_SECONDS / (2 * seconds))))
 
 
-def _in_memory(job: _Job) -> Kept:
-    features = np.empty((len(job.source), job.width), np.float32)
+def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept:
+    """Return the features of the chosen rows, which are consecutive. By default, all rows are chosen."""
+    chosen = np.arange(len(job.source)) if chosen is None else chosen
+    features = np.empty((len(chosen), job.width), np.float32)
     skipped: dict[int, str] = {}
 
     def keep(rows: np.ndarray, values: np.ndarray, valid: np.ndarray, reasons: tuple[Skipped, ...]) -> None:
-        first = int(rows[0]) - len(skipped)
+        first = int(rows[0] - chosen[0]) - len(skipped)
         features[first : first + int(valid.sum())] = values[valid]
         skipped.update(zip(rows[~valid].tolist(), (item.reason for item in reasons), strict=True))
 
-    job.run(np.arange(len(job.source)), 0, keep)
+    job.run(chosen, 0, keep)
     return Kept(features[: len(features) - len(skipped)], skipped)
+
+
+def _exchanged(job: _Job, ranks: Ranks, gather: Gather) -> Kept:
+    """Return all features, of which each rank computes consecutive batches."""
+    job = replace(job, precision=gather(job.precision)[0])
+    batches = math.ceil(len(job.source) / job.batch_size)
+    first, end = (
+        min(batches * rank // ranks.world * job.batch_size, len(job.source)) for rank in (ranks.rank, ranks.rank + 1)
+    )
+    mine = _in_memory(job, np.arange(first, end))
+    everyone = gather((mine.features, mine.skipped))
+    skipped = {row: reason for _, part in everyone for row, reason in part.items()}
+    return Kept(np.concatenate([features for features, _ in everyone]), skipped)
 
 
 def _from_cache(job: _Job, cache: Path, ranks: Ranks) -> tuple[_Job, Kept | None]:
