@@ -24,6 +24,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "registers": {"registers": 2, "qk_norm": True},
     "mean": {"pool": "gap"},
     "both": {"pool": "cls+gap"},
+    "distilled": {"pool": "cls+dist", "registers": 2},
     "attention": {"pool": "map", "registers": 1},
 }
 
@@ -79,7 +80,8 @@ def naive_reading(network: VisionTransformer, images: Tensor) -> np.ndarray:
         query = part.query(part.probe[0, 0]).view(part.heads, -1)
         keys = part.key_value(tokens)[..., :16].unflatten(-1, (part.heads, -1))
         return torch.einsum("hd,bnhd->bhn", query, keys).div(query.shape[1] ** 0.5).softmax(-1).mean(1).numpy()
-    row = {"cls": cls, "gap": mean, "cls+gap": (cls + mean) / 2}[config.pool]
+    token = np.eye(prefix + patches)[1]
+    row = {"cls": cls, "gap": mean, "cls+gap": (cls + mean) / 2, "cls+dist": (cls + token) / 2}[config.pool]
     return np.tile(row, (len(images), 1))
 
 

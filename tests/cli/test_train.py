@@ -108,6 +108,37 @@ def test_a_masked_autoencoder_is_trained_and_continued(
     assert "--remove-fraction: 1.0 is not between 0 and 1" in capsys.readouterr().err
 
 
+def test_a_student_learns_from_a_teacher(
+    model: Path,
+    colour_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", str(colour_folder)]
+    assert run(*data, "--name", "teacher", "--image-size", "16", "24", "--batch-size", "12", *TINY) == 0
+    words = ["--task", "distillation", *data, "--image-size", "24", "16", "--batch-size", "12", *TINY]
+    token = ["--pool", "cls+dist", "--registers", "1", "--positions-cover", "all"]
+    assert run(*words, *token, "--teacher", "runs/teacher", "--name", "student", "--teacher-labels", "soft") == 0
+    assert "vitrail predict runs/student/model" in capsys.readouterr().out
+    student, teacher = load("runs/student/model"), load("runs/teacher/model")
+    assert student.provenance["teacher_sha256"] == weights_sha256(teacher.network)
+    assert student.network.head.weight.shape == (3, 32) and student.classes == teacher.classes
+    assert main(["predict", "runs/student/model", "runs/student/examples"]) == 0
+    assert run("--resume", "runs/student", "--steps", "5") == 0
+    capsys.readouterr()
+    for more, message in (
+        ([], "--teacher: the task distillation needs a trained model to learn from"),
+        (["--teacher", "./none"], "--teacher: './none' cannot be loaded"),
+        (["--teacher", str(model)], "has other classes than"),
+        (["--teacher", "runs/teacher", "--loss", "sigmoid"], "--loss: 'sigmoid' cannot be distilled"),
+    ):
+        assert run(*words, *more, "--name", "other") == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not Path("runs/other").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

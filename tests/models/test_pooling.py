@@ -36,6 +36,8 @@ def test_pools_without_weights() -> None:
     assert pool(features, "cls", None) is features.cls
     torch.testing.assert_close(pool(features, "gap", None), mean)
     torch.testing.assert_close(pool(features, "cls+gap", None), torch.cat([features.cls, mean], 1))
+    halves = pool(features, "cls+dist", None).chunk(2, dim=1)
+    assert torch.equal(halves[0], features.cls / 2) and torch.equal(halves[1], features.registers[:, 0] / 2)
     torch.testing.assert_close(pool(tokens_of(cls=False), "gap", None), tokens_of(cls=False).patches.mean(1))
 
 
@@ -120,7 +122,7 @@ def test_attention_pool_starts_xavier_uniform() -> None:
 
 
 @pytest.mark.parametrize("final_norm", ["tokens", "pooled"])
-@pytest.mark.parametrize("how", ["cls", "gap", "map", "cls+gap"])
+@pytest.mark.parametrize("how", ["cls", "gap", "map", "cls+gap", "cls+dist"])
 def test_the_last_norm_is_before_or_after_the_pool(
     small: Small, randomised: Randomised, how: Pool, final_norm: str
 ) -> None:
@@ -129,7 +131,7 @@ def test_the_last_norm_is_before_or_after_the_pool(
     raw: list[Tensor] = []
     network.blocks[-1].register_forward_hook(lambda _, given, result: raw.append(result))
     features = network.features(images)
-    first = 1 if how in ("cls", "cls+gap") else 0
+    first = int(how.startswith("cls"))
     normed = network.norm(raw[0]) if final_norm == "tokens" else raw[0]
     assert torch.equal(features.patches, normed[:, first + 2 :])
     assert torch.equal(features.registers, normed[:, first : first + 2])
@@ -140,7 +142,7 @@ def test_the_last_norm_is_before_or_after_the_pool(
         torch.testing.assert_close(embedded, expected, atol=1e-5, rtol=1e-5)
     else:
         assert torch.equal(embedded, expected)
-    assert expected.shape == (2, network.config.embed_width) == (2, 24 if how == "cls+gap" else 12)
+    assert expected.shape == (2, network.config.embed_width) == (2, 24 if "+" in how else 12)
     assert network.norm.normalized_shape == (expected.shape[1] if final_norm == "pooled" else 12,)
 
 

@@ -133,7 +133,8 @@ def one_vector(network: VisionTransformer, tokens: Tensor) -> Tensor:
         vector = (x + dense(weights, hidden, "attention_pool.mlp.down"))[:, 0]
     else:
         cls, mean = tokens[:, 0], tokens[:, config.prefix :].mean(1)
-        vector = {"cls": cls, "gap": mean, "cls+gap": torch.cat([cls, mean], 1)}[config.pool]
+        pair = torch.cat([cls, tokens[:, 1]], 1) / 2
+        vector = {"cls": cls, "gap": mean, "cls+gap": torch.cat([cls, mean], 1), "cls+dist": pair}[config.pool]
     return norm(weights, vector, "norm", config) if config.final_norm == "pooled" else vector
 
 
@@ -242,6 +243,7 @@ def test_network_follows_equations_1_to_4(
         {"pool": "map"},
         {"pool": "map", "class_token": True, "registers": 2, "activation": "swiglu", "final_norm": "pooled"},
         {"pool": "cls+gap", "registers": 1},
+        {"pool": "cls+dist", "registers": 2, "positions_cover": "all"},
         {"pool": "cls+gap", "final_norm": "pooled"},
         {"pool": "gap", "class_token": True, "registers": 3, "final_norm": "pooled"},
         {"pool": "gap", "final_norm": "pooled", "head_hidden": 6},
@@ -1040,7 +1042,8 @@ def unchecked() -> Iterator[None]:
         ({"patch_dropout": math.nan}, "patch_dropout=nan is not in [0, 1)"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 is not above 0"),
         ({"norm_eps": math.nan}, "norm_eps=nan is not above 0"),
-        ({"pool": "avg"}, "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap'"),
+        ({"pool": "avg"}, "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap', 'cls+dist'"),
+        ({"pool": "cls+dist"}, "pool='cls+dist' reads the first register: registers=0 does not fit; choose"),
         ({"activation": "relu"}, "activation='relu' is not one of 'gelu', 'gelu-tanh', 'swiglu'"),
         ({"registers": -2}, "registers=-2 is negative; 0 means none"),
         ({"layer_scale": -0.5}, "layer_scale=-0.5 is negative; 0 means none"),
@@ -1126,7 +1129,7 @@ def test_all_fields_that_do_not_fit_are_named_at_once(small: Small) -> None:
     assert str(caught.value).splitlines() == [
         "depth=0 is less than 1",
         "dropout=2.0 is not in [0, 1)",
-        "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap'",
+        "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap', 'cls+dist'",
         "width=100 is not divisible by heads=3",
         "image_size=(13, 10) is not a multiple of patch_size=(4, 5); the nearest multiple is (12, 10)",
     ]

@@ -179,7 +179,7 @@ def _reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]:
     """Return the fraction with which the head reads each token after the last block. Rows add up to 1."""
     assert piece.attention is not None
     images, tokens = len(piece.attention), piece.attention.shape[-1]
-    class_token, patches = piece.attention.new_zeros(2, images, tokens)
+    class_token, register, patches = piece.attention.new_zeros(3, images, tokens)
     class_token[:, 0] = 1.0
     patches[:, piece.prefix :] = 1 / (tokens - piece.prefix)
     pool = vit.config.pool
@@ -191,6 +191,9 @@ def _reading(vit: VisionTransformer, piece: Trace) -> Float[Tensor, "b n"]:
             return _pool_weights(vit.attention_pool, normed).to(piece.attention.dtype)
     if pool == "cls+gap":
         return (class_token + patches) / 2
+    if pool == "cls+dist":
+        register[:, 1] = 1.0
+        return (class_token + register) / 2
     return class_token if pool == "cls" else patches
 
 

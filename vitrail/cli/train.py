@@ -32,6 +32,7 @@ from vitrail.processes.launch import Launch, launch
 from vitrail.recipes import PAPER_RECIPES, RECIPES
 from vitrail.recipes.from_data import DEFAULT_SECONDS, plan_for_data
 from vitrail.settings import seconds_in
+from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.display import ConsoleDisplay
@@ -80,7 +81,7 @@ CHOSEN = (
 def is_chosen(given: Mapping[str, Any]) -> bool:
     """Return True if the settings are chosen from the data, because the user named data and nothing to start from."""
     is_plain = "data" in given and not {"recipe", "init", "resume", "like"} & given.keys()
-    is_plain = is_plain and given.get("task") not in RECIPES_OF_TASK
+    is_plain = is_plain and given.get("task") not in (*RECIPES_OF_TASK, Distillation.name)
     return is_plain and ("budget" in given or given["data"] not in RECIPES_OF_DATA)
 
 

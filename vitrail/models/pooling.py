@@ -16,7 +16,7 @@ from vitrail.models.reduction import size_bias
 
 __all__ = ["AttentionPool", "FinalNorm", "Pool", "pool"]
 
-Pool = Literal["cls", "gap", "map", "cls+gap"]
+Pool = Literal["cls", "gap", "map", "cls+gap", "cls+dist"]
 FinalNorm = Literal["tokens", "pooled"]
 
 
@@ -69,6 +69,9 @@ def pool(
     if how == "cls":
         assert features.cls is not None
         return features.cls
+    if how == "cls+dist":
+        assert features.cls is not None
+        return torch.cat([features.cls, features.registers[:, 0]], dim=1) / 2
     mean = _mean(features.patches, None if sizes is None else sizes[:, -features.patches.shape[1] :])
     if how == "gap":
         return mean

@@ -60,9 +60,10 @@ class ViTConfig:
     """Number of outputs of the head. 0 makes a network without a head."""
     pool: Pool = "cls"
     """Pooling of tokens for the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
-    (map), or class token and mean concatenated (cls+gap)."""
+    (map), class token and mean concatenated (cls+gap), or half of the class token and half of the first register
+    concatenated (cls+dist), so that the head computes the mean of two heads, as in DeiT (2012.12877)."""
     class_token: bool | None = None
-    """True to add a class token. By default, it is added if `pool` is "cls" or "cls+gap"."""
+    """True to add a class token. By default, it is added if the name in `pool` begins with "cls"."""
     registers: int = 0
     """Number of register tokens, which are learned tokens between the class token and the patches (2309.16588)."""
     head_hidden: int = 0
@@ -123,7 +124,7 @@ class ViTConfig:
 
     @property
     def has_class_token(self) -> bool:
-        return self.pool in ("cls", "cls+gap") if self.class_token is None else self.class_token
+        return self.pool.startswith("cls") if self.class_token is None else self.class_token
 
     @property
     def prefix(self) -> int:
@@ -143,7 +144,7 @@ class ViTConfig:
     @property
     def embed_width(self) -> int:
         """Length of the pooled vector, which is the input of the head or of the hidden layer before the head."""
-        return 2 * self.width if self.pool == "cls+gap" else self.width
+        return 2 * self.width if self.pool in ("cls+gap", "cls+dist") else self.width
 
     @property
     def summary(self) -> str:
@@ -290,8 +291,10 @@ def _misfits(config: ViTConfig) -> list[str]:
     found += config.position_embedding.problems() if config.positions in POSITIONS else []
     if config.reduction is not None:
         found += _misfits_of_reduction(config)
-    if config.class_token is False and config.pool in ("cls", "cls+gap"):
+    if config.class_token is False and config.pool.startswith("cls"):
         found.append(f"pool={config.pool!r} needs a class token: class_token=False does not fit")
+    if config.pool == "cls+dist" and not config.registers:
+        found.append("pool='cls+dist' reads the first register: registers=0 does not fit; choose registers=1")
     if min(*config.image_size, *config.patch_size) < 1:
         found.append(f"image_size={config.image_size} and patch_size={config.patch_size} must be at least 1")
     else:

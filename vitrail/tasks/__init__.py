@@ -4,12 +4,15 @@ run."""
 from __future__ import annotations
 
 from vitrail.tasks.classification import Classification
+from vitrail.tasks.distillation import Distillation
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
 
-__all__ = ["TASKS", "Classification", "Mae", "MaskedPatches", "Regression", "Task"]
+__all__ = ["TASKS", "Classification", "Distillation", "Mae", "MaskedPatches", "Regression", "Task"]
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Regression, MaskedPatches, Mae)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation)
+}
 """Every task by its name."""

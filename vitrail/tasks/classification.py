@@ -130,21 +130,24 @@ class ClassificationObjective(Objective):
 
     def forward(self, batch: Batch) -> LossOutput:
         logits = self.network(batch.images).float()
-        losses = self._losses(logits, batch)
-        counted = self.counted(batch)
-        likeliest = logits.detach().argmax(dim=1)
-        correct = likeliest == batch.labels
-        if batch.targets is not None:  # any of several labels counts
-            hits = batch.targets.gather(1, likeliest[:, None])[:, 0] > 0.5
-            correct = torch.where(batch.labels < 0, hits, correct)
-        accuracy = mean_of_counted(correct.float(), counted)
-        return LossOutput(mean_of_counted(losses, counted), {"accuracy": accuracy})
+        loss = mean_of_counted(self.losses(logits, batch), self.counted(batch))
+        return LossOutput(loss, {"accuracy": self.accuracy(logits, batch)})
 
     def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
         """Return a mask of the samples that were decoded and have a label."""
         return batch.counted
 
-    def _losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
+    def accuracy(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, ""]:
+        """Return the fraction of the counted samples whose most likely class is right."""
+        likeliest = logits.detach().argmax(dim=1)
+        correct = likeliest == batch.labels
+        if batch.targets is not None:  # any of several labels counts
+            hits = batch.targets.gather(1, likeliest[:, None])[:, 0] > 0.5
+            correct = torch.where(batch.labels < 0, hits, correct)
+        return mean_of_counted(correct.float(), self.counted(batch))
+
+    def losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
+        """Return the cross-entropy of each image with its labels."""
         labels = batch.labels.clamp(min=0)
         if self.loss == "softmax":
             return self._alternatives(logits, labels if batch.targets is None else batch.targets)

@@ -87,6 +87,8 @@ class StepCost(NamedTuple):
     config has patch dropout."""
     parameters: int = 0
     """Number of weights that are trained beside the network, such as those of a decoder."""
+    fixed_bytes: int = 0
+    """Bytes that do not depend on the number of images, such as those of the weights of a teacher."""
     image_bytes: int = 0
     """Peak bytes per image and view that the step needs beside those of the network."""
     flops: int = 0

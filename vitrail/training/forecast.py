@@ -62,7 +62,7 @@ def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
     cost = _cost(config, network)
     evaluation = evaluation_batch(config, network)
     predicting = prediction_bytes(network, evaluation, size) + queue_bytes(images, evaluation, run.readers)
-    predicting += evaluation * cost.image_bytes
+    predicting += evaluation * cost.image_bytes + cost.fixed_bytes
     state = (12 + 4 * (config.optimizer.average > 0)) * (network.parameters() + cost.parameters)
     return queue + max(_step_bytes(config, network), state + predicting)
 
@@ -98,7 +98,8 @@ def _step_bytes(config: TrainConfig, network: AnyConfig) -> int:
     rows = config.task.views * math.ceil(run.batch_size / run.accumulation)
     cost = _cost(config, network)
     network = cost.network
-    whole = training_bytes(network, rows, size, precision) + rows * cost.image_bytes + 16 * cost.parameters
+    whole = training_bytes(network, rows, size, precision) + rows * cost.image_bytes
+    whole += 16 * cost.parameters + cost.fixed_bytes
     if config.optimizer.average:
         whole += 4 * (network.parameters() + cost.parameters)
     if run.checkpoint_activations:

@@ -137,7 +137,9 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
         run.batch_size,
         images,
         state_bytes=math.ceil(copies * weights / shards),
-        whole_bytes=weights // 2 + (0 if shard == "none" else gathered),  # autocast keeps copies in bf16
+        whole_bytes=weights // 2
+        + cost.fixed_bytes
+        + (0 if shard == "none" else gathered),  # autocast keeps copies in bf16
         activation_bytes=images * config.task.views * (kept + footprint.passing + cost.image_bytes),
         sent_within=within,
         sent_between=between,

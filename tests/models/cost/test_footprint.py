@@ -57,6 +57,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "gap": {"pool": "gap"},
     "gap with class token": {"pool": "gap", "class_token": True, "registers": 4},
     "cls+gap with registers": {"pool": "cls+gap", "registers": 3},
+    "cls+dist": {"pool": "cls+dist", "registers": 1},
     "map": {"pool": "map"},
     "map, normed after": {"pool": "map", "final_norm": "pooled", "num_classes": 0},
     "gap, normed after": {"pool": "gap", "final_norm": "pooled", "head_hidden": 64},

@@ -169,9 +169,9 @@ def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     assert config.training_flops() == pytest.approx(trained(config), rel=1e-9)
 
 
-@pytest.mark.parametrize("pooled", ["gap", "map", "cls+gap"])
+@pytest.mark.parametrize("pooled", ["gap", "map", "cls+gap", "cls+dist"])
 def test_the_last_block_is_whole_where_all_tokens_are_read(pooled: str) -> None:
-    config = variant_config("ViT-Ti/16", pool=pooled)
+    config = variant_config("ViT-Ti/16", pool=pooled, registers=1)
     assert config.inference_flops() == 2 * config.macs()
 
 

@@ -169,6 +169,7 @@ NETWORKS: dict[str, Any] = {
     "map": {"pool": "map"},
     "gap": {"pool": "gap", "final_norm": "pooled"},
     "both": {"pool": "cls+gap"},
+    "distilled": {"pool": "cls+dist", "registers": 1},
     "hidden": {"head_hidden": 8},
     "swiglu": {"activation": "swiglu"},
     "tanh": {"activation": "gelu-tanh"},

@@ -1,0 +1,293 @@
+"""Tests of distillation: both losses against their formulas, the two heads, the teacher's view, and bad teachers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.tasks.images import batch_of, images_of
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.source import Sample
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.models.cost.footprint import prediction_bytes
+from vitrail.models.variants import create, variant_config
+from vitrail.tasks.distillation import Distillation, DistillationObjective
+from vitrail.tasks.teacher import Teacher, teacher_facts
+from vitrail.testing import check_task
+from vitrail.weights.bundle import Bundle
+
+CLASSES = ("ant", "bee", "cat")
+SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+TOKEN: dict[str, Any] = {"pool": "cls+dist", "registers": 1, "positions_cover": "all"}
+
+
+class Labelled:
+    """A source of random images of three classes."""
+
+    classes = CLASSES
+
+    def __init__(self, count: int, target: Any = None) -> None:
+        self.count = count
+        self.one = target
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randint(0, 256, (21, 28, 3), generator=generator, dtype=torch.uint8).numpy()
+        return Sample(self.key(index), image, self.target(index))
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def target(self, index: int) -> Any:
+        return index % 3 if self.one is None else self.one
+
+
+DATA = Splits(Labelled(9), Labelled(5), None)
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that saves a teacher with random weights, and returns its path."""
+
+    def make(
+        classes: tuple[str, ...] = CLASSES, output: Any = "softmax", preprocess: Preprocess | None = None, **fields: Any
+    ) -> str:
+        preprocess = preprocess or Preprocess(image_size=(21, 28))
+        torch.manual_seed(5)
+        sizes: dict[str, Any] = {"image_size": preprocess.image_size, "channels": preprocess.channels}
+        network = create("ViT-Pico/7", num_classes=len(classes), **SMALL, **sizes, **fields)
+        assert network.head is not None
+        torch.nn.init.normal_(network.head.weight)
+        path = tmp_path / f"teacher-{len(list(tmp_path.iterdir()))}"
+        return str(Bundle(network, classes, preprocess, output=output).save(path))
+
+    return make
+
+
+def make_objective(task: Distillation, **fields: Any) -> Any:
+    torch.manual_seed(0)
+    network = create("ViT-Pico/7", image_size=(21, 28), num_classes=3, **SMALL, **fields)
+    objective = task.objective(network, DATA)
+    assert isinstance(objective, DistillationObjective) and network.head is not None
+    with torch.no_grad():
+        for parameter in (network.head.weight, network.head.bias, *([objective.bias_difference] if fields else [])):
+            parameter.normal_()
+    objective.begin(Preprocess(image_size=(21, 28)), seed=0)
+    return objective
+
+
+def labelled(count: int) -> Batch:
+    batch = batch_of(images_of(count))
+    return replace(batch, labels=torch.arange(count) % 3, target_kind="class")
+
+
+def softmax(row: Tensor) -> Tensor:
+    """Return probabilities in float64."""
+    return (row.double() - row.double().max()).exp() / (row.double() - row.double().max()).exp().sum()
+
+
+@pytest.mark.parametrize("fields", [{}, TOKEN])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"teacher_weight": 0.25, "label_smoothing": 0.1},
+        {"teacher_labels": "soft", "teacher_temperature": 2.5, "teacher_weight": 0.9},
+        {"teacher_labels": "soft", "teacher_weight": 1.0},
+    ],
+)
+def test_the_loss_is_the_formula(settings: dict[str, Any], fields: dict[str, Any], teacher: Callable[..., str]) -> None:
+    task = Distillation(teacher=teacher(), **settings)
+    objective = make_objective(task, **fields)
+    batch = replace(labelled(4), valid=torch.tensor([True, False, True, True]))
+    output = objective(batch)
+    with torch.no_grad():
+        own, distilled = objective.two_logits(batch.images)
+        taught = objective.teacher.network(batch.images)
+    losses = []
+    for image in (0, 2, 3):
+        truth = torch.full((3,), task.label_smoothing / 3, dtype=torch.float64)
+        truth[image % 3] += 1 - task.label_smoothing
+        label_loss = -(truth * softmax(own[image]).log()).sum()
+        if task.teacher_labels == "hard":
+            teacher_loss = -softmax(distilled[image]).log()[taught[image].argmax()]
+        else:
+            one, other = (softmax(row[image] / task.teacher_temperature) for row in (taught, distilled))
+            teacher_loss = task.teacher_temperature**2 * (one * (one.log() - other.log())).sum()
+        losses.append((1 - task.teacher_weight) * label_loss + task.teacher_weight * teacher_loss)
+    assert output.loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    same = (distilled.argmax(1) == taught.argmax(1)).float()
+    assert output.metrics["teacher_agreement"].item() == pytest.approx(same[[0, 2, 3]].mean().item())
+
+
+def test_the_network_predicts_the_mean_of_both_heads(teacher: Callable[..., str]) -> None:
+    objective = make_objective(Distillation(teacher=teacher()), **TOKEN).eval()
+    images, network = images_of(4), objective.network
+    features = network.features(images)
+    own, distilled = objective.two_logits(images)
+    first, second = network.head.weight.chunk(2, dim=1)
+    bias, difference = network.head.bias, objective.bias_difference
+    torch.testing.assert_close(own, features.cls @ first.T + bias + difference)
+    torch.testing.assert_close(distilled, features.registers[:, 0] @ second.T + bias - difference)
+    torch.testing.assert_close(network(images), (own + distilled) / 2)
+    assert (own - distilled).abs().max() > 0.1
+
+
+def test_each_head_learns_from_its_own_target(teacher: Callable[..., str]) -> None:
+    objective = make_objective(Distillation(teacher=teacher()), **TOKEN)
+    gradients = []
+    for shift in (0, 1):
+        objective.zero_grad()
+        batch = labelled(4)
+        objective(replace(batch, labels=(batch.labels + shift) % 3)).loss.backward()
+        gradients.append(objective.network.head.weight.grad.chunk(2, dim=1))
+    (own, distilled), (other, same) = gradients
+    assert not torch.allclose(own, other) and torch.equal(distilled, same)
+
+
+def test_the_teacher_is_not_trained_and_no_part_of_the_objective(teacher: Callable[..., str]) -> None:
+    objective = make_objective(Distillation(teacher=teacher(dropout=0.5)), **TOKEN).train()
+    before = {name: tensor.clone() for name, tensor in objective.teacher.network.state_dict().items()}
+    images = images_of(3)
+    assert torch.equal(objective.teacher.logits(images), objective.teacher.logits(images)), "no dropout"
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    objective(labelled(4)).loss.backward()
+    optimizer.step()
+    for name, tensor in objective.teacher.network.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert not objective.teacher.logits(images).requires_grad
+    assert {name for name in objective.state_dict() if not name.startswith("network.")} == {"bias_difference"}
+
+
+@pytest.mark.parametrize(
+    "preprocess",
+    [
+        Preprocess(image_size=(21, 28), mean=(0.4, 0.5, 0.3), std=(0.2, 0.25, 0.3)),
+        Preprocess(image_size=(14, 21)),
+        Preprocess(image_size=(21, 28), channels=1, mean=(0.3,), std=(0.4,)),
+    ],
+)
+def test_the_teacher_sees_the_view_with_its_own_preprocessing(
+    preprocess: Preprocess, teacher: Callable[..., str]
+) -> None:
+    model = Teacher(teacher(("cat", "ant", "bee"), preprocess=preprocess), CLASSES)
+    usual = Preprocess(image_size=(21, 28), mean=(0.45,), std=(0.25,))
+    model.begin(usual, torch.device("cpu"))
+    levels = torch.randint(0, 256, (3, 3, 21, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    found = model.logits(usual.normalise(levels))
+    pixels = levels.double() / 255
+    if preprocess.channels == 1:
+        pixels = 0.299 * pixels[:, :1] + 0.587 * pixels[:, 1:2] + 0.114 * pixels[:, 2:]
+    if preprocess.image_size != (21, 28):
+        pixels = F.interpolate(pixels, preprocess.image_size, mode="bilinear", antialias=True)
+    mean, std = (
+        torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (preprocess.mean, preprocess.std)
+    )
+    with torch.no_grad():
+        expected = model.network(((pixels - mean) / std).float())
+    torch.testing.assert_close(found, expected[:, [1, 2, 0]], atol=1e-4, rtol=1e-4)
+
+
+def test_grey_views_are_shown_to_a_teacher_of_colours(teacher: Callable[..., str]) -> None:
+    model = Teacher(teacher(), CLASSES)
+    model.begin(Preprocess(image_size=(21, 28), channels=1), torch.device("cpu"))
+    grey = images_of(2, channels=1)
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(grey), model.network(grey.expand(-1, 3, -1, -1)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"teacher_labels": "soft"}])
+def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any], teacher: Callable[..., str]) -> None:
+    check_task(Distillation(teacher=teacher(), **settings), DATA)
+
+
+def test_the_student_learns_the_teachers_predictions(teacher: Callable[..., str]) -> None:
+    objective = make_objective(Distillation(teacher=teacher(), teacher_weight=1.0))
+    batch = labelled(6)
+    optimizer = torch.optim.Adam(objective.parameters(), lr=1e-2)
+    for _ in range(25):
+        optimizer.zero_grad()
+        output = objective(batch)
+        output.loss.backward()
+        optimizer.step()
+    assert output.loss.item() < 0.1 and output.metrics["teacher_agreement"].item() == 1
+
+
+def test_the_cost_of_a_step_counts_the_teacher(teacher: Callable[..., str]) -> None:
+    task, network = (
+        Distillation(teacher=teacher(preprocess=Preprocess(image_size=(14, 21)))),
+        variant_config("ViT-Ti/16"),
+    )
+    cost = task.step_cost(network, "float32")
+    facts = teacher_facts(task.teacher or "")
+    assert cost.all_flops == network.training_flops() + facts.network.inference_flops((14, 21))
+    whole = prediction_bytes(facts.network, 7, (14, 21), "float32")
+    assert cost.fixed_bytes + 7 * cost.image_bytes == whole and cost.parameters == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"classes": ("ant", "bee")}, r"has other classes than .*: it does not know cat; choose a teacher that was"),
+        ({"classes": ("ant", "bee", "dog")}, r"it does not know cat, and it also knows dog; choose a teacher"),
+        ({"classes": (*CLASSES, "dog")}, r"classes than .*: it also knows dog; choose"),
+        ({"output": "sigmoid"}, r"has the outputs 'sigmoid', but distillation needs probabilities that add up to 1"),
+    ],
+)
+def test_unfit_teachers_are_refused(made: dict[str, Any], message: str, teacher: Callable[..., str]) -> None:
+    task = Distillation(teacher=teacher(**made))
+    with pytest.raises(ConfigError, match=message):
+        task.check_data(DATA)
+
+
+def test_a_teacher_must_be_named_and_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="teacher: the task distillation needs a trained model to learn from; name"):
+        Distillation().check_data(DATA)
+    with pytest.raises(ConfigError, match=r"teacher='.*nowhere' cannot be loaded: .*does not exist"):
+        Distillation(teacher=str(tmp_path / "nowhere")).check_data(DATA)
+
+
+def test_images_with_several_labels_are_refused(teacher: Callable[..., str]) -> None:
+    several = Splits(Labelled(3, (0, 1)), None, None)
+    with pytest.raises(ConfigError, match="images with several labels, which the task distillation cannot learn"):
+        Distillation(teacher=teacher()).check_data(several)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"teacher_weight": 0.0}, "teacher_weight=0.0 is not above 0 and at most 1"),
+        ({"teacher_weight": math.nan}, "teacher_weight=nan is not above 0"),
+        ({"teacher_temperature": 0.0}, "teacher_temperature=0.0 is not above 0"),
+        ({"loss": "sigmoid"}, "loss='sigmoid' cannot be distilled"),
+    ],
+)
+def test_unfit_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Distillation(**settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"final_norm": "pooled"}, "final_norm='pooled' mixes the class token with the distillation token"),
+        ({"head_hidden": 8}, "head_hidden=8 mixes the class token with the distillation token"),
+    ],
+)
+def test_layers_that_mix_the_two_tokens_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Distillation().check_network(variant_config("ViT-Pico/7", image_size=28, **TOKEN, **fields))
+    Distillation().check_network(variant_config("ViT-Pico/7", image_size=28, **fields))

@@ -1,0 +1,129 @@
+"""The teacher of a distillation: a trained model that predicts the classes of the images of a training step."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError, UserError
+from vitrail.models.cost.footprint import FootprintPrecision, prediction_bytes
+from vitrail.models.variants import AnyConfig
+from vitrail.weights.bundle import Bundle, OutputKind, weights_sha256
+from vitrail.weights.exported.network import ExportedNetwork
+from vitrail.weights.load import load
+
+__all__ = ["Teacher", "TeacherFacts", "check_teacher", "teacher_facts"]
+
+LUMA = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in grey, which decoders of images use."""
+
+
+class TeacherFacts(NamedTuple):
+    """The properties of a teacher that are checked before training."""
+
+    classes: tuple[str, ...]
+    network: AnyConfig
+    preprocess: Preprocess
+    output: OutputKind
+    is_exported: bool
+
+    def image_bytes(self, precision: FootprintPrecision) -> int:
+        """Return the bytes that the teacher needs for an image."""
+        one, two = (prediction_bytes(self.network, count, self.preprocess.image_size, precision) for count in (1, 2))
+        return two - one
+
+    def fixed_bytes(self, precision: FootprintPrecision) -> int:
+        """Return the bytes that the teacher needs for its weights."""
+        return prediction_bytes(self.network, 0, self.preprocess.image_size, precision)
+
+
+def teacher_facts(model: str) -> TeacherFacts:
+    """Return the properties of a model. They are remembered, so that a large model is not read for every check. Raise
+    `ConfigError` if the model cannot be loaded."""
+    return _facts(model, str(Path.cwd()))
+
+
+@functools.lru_cache(maxsize=4)
+def _facts(model: str, folder: str) -> TeacherFacts:
+    """Return the properties of a model. A relative path is looked up in `folder`, the current one."""
+    bundle = _load(model)
+    is_exported = isinstance(bundle.network, ExportedNetwork)
+    return TeacherFacts(bundle.classes, bundle.network.config, bundle.preprocess, bundle.output, is_exported)
+
+
+def check_teacher(model: str, classes: tuple[str, ...], title: str) -> None:
+    """Raise `ConfigError` unless the model can teach these classes of the data `title`."""
+    facts = teacher_facts(model)
+    if facts.is_exported:
+        raise ConfigError(
+            f"teacher={model!r} is an exported model, which cannot predict inside a training step; name the model that "
+            "it was exported from"
+        )
+    if facts.output != "softmax":
+        raise ConfigError(
+            f"teacher={model!r} has the outputs {facts.output!r}, but distillation needs probabilities that add up to "
+            "1; choose a teacher that was trained with loss='softmax'"
+        )
+    if set(facts.classes) != set(classes):
+        missing = ", ".join(name for name in classes if name not in facts.classes)
+        further = ", ".join(name for name in facts.classes if name not in classes)
+        parts = [f"it does not know {missing}"] if missing else []
+        parts += [f"it also knows {further}"] if further else []
+        raise ConfigError(
+            f"teacher={model!r} has other classes than {title}: {', and '.join(parts)}; choose a teacher that was "
+            "trained for the same classes"
+        )
+
+
+class Teacher:
+    """A trained network in evaluation mode. It is no part of an objective's modules, so that it is neither trained nor
+    saved in checkpoints."""
+
+    def __init__(self, model: str, classes: tuple[str, ...]) -> None:
+        """`classes` are the classes of the data, in whose order the teacher's outputs are returned."""
+        bundle = _load(model)
+        self.network = bundle.network.eval().requires_grad_(False)
+        self.preprocess = bundle.preprocess
+        self.order = torch.tensor([bundle.classes.index(name) for name in classes])
+        self.sha256 = weights_sha256(bundle.network)
+
+    def begin(self, preprocess: Preprocess, device: torch.device) -> None:
+        """Move the teacher to a device, and keep the normalisation of the images there."""
+        self.network.to(device)
+        self.order = self.order.to(device)
+        self.mean, self.std, self.own_mean, self.own_std = (
+            torch.tensor(values, device=device).view(-1, 1, 1)
+            for values in (preprocess.mean, preprocess.std, self.preprocess.mean, self.preprocess.std)
+        )
+        self.luma = torch.tensor(LUMA, device=device).view(-1, 1, 1)
+
+    @torch.no_grad()
+    def logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        """Return the teacher's logits of normalised images.
+
+        The teacher sees the same views with its own normalisation. If its image size differs from that of the views,
+        they are resized. If it has another number of channels, grey is repeated as three channels, and colours become
+        grey.
+        """
+        levels = images.float() * self.std + self.mean
+        if levels.shape[1] == 3 and self.preprocess.channels == 1:
+            levels = (levels * self.luma).sum(dim=1, keepdim=True)
+        elif levels.shape[1] == 1:
+            levels = levels.expand(-1, self.preprocess.channels, -1, -1)
+        if self.preprocess.image_size != tuple(levels.shape[2:]):
+            levels = F.interpolate(levels, self.preprocess.image_size, mode="bilinear", antialias=True)
+        return self.network((levels - self.own_mean) / self.own_std).float()[:, self.order]
+
+
+def _load(model: str) -> Bundle:
+    try:
+        return load(model, device="cpu")
+    except UserError as error:
+        raise ConfigError(f"teacher={model!r} cannot be loaded: {error}") from None
