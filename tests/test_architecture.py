@@ -32,9 +32,9 @@ FLOORS = (
 """Rooms from top to bottom, as docs/design.md draws them. Rooms on one floor do not import each other."""
 
 INTERNAL = {
-    "Bench", "BenchAccuracy", "BenchData", "Check", "Clock", "CompareRuns", "Convert", "Embed", "Evaluate", "Explain",
-    "Export",
-    "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs", "Serve", "Train",
+    "Bench", "BenchAccuracy", "BenchData", "BenchServe", "Check", "Clock", "CompareRuns", "Convert", "Embed",
+    "Evaluate", "Explain", "Export", "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs",
+    "Serve", "Train",
     "PostActivationUnit", "BasicUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""

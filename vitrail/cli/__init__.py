@@ -37,6 +37,7 @@ VERBS = {
     "models": "list network sizes with their parameters and cost",
     "bench": "measure training and inference speed on this machine",
     "bench data": "measure how fast images are read",
+    "bench serve": "measure the HTTP server under load",
     "bench accuracy": "measure the time and operations to reach an accuracy",
 }
 
@@ -47,6 +48,7 @@ MODULES = {
     "runs compare": "run_tables.compare",
     "bench": "bench.speed",
     "bench data": "bench.reading",
+    "bench serve": "bench.serving",
     "bench accuracy": "bench.accuracy",
 }
 """Modules of verbs, below this package. Other verbs have a module of their own name."""

@@ -12,7 +12,7 @@ from typing import Annotated
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.errors import ConfigError
-from vitrail.machine import Precision
+from vitrail.machine import Precision, keep_freed_memory
 from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.runtimes import optional_module
@@ -71,6 +71,7 @@ def main(call: Call) -> int:
     from vitrail.serving.http.service import Service
 
     paths = _named(options.models)
+    keep_freed_memory()  # otherwise each batch gets its memory from the system anew
     values = asdict(options)
     settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
     with open_socket(settings) as listening:  # before the models are loaded, which takes longer

@@ -119,16 +119,24 @@ def test_a_fault_of_the_network_fails_its_batch_only(batcher: Batcher, gate: Gat
     assert asyncio.run(work()) == 28
 
 
-def test_the_largest_batch_is_the_one_beyond_which_nothing_is_gained() -> None:
-    now = 0.0
+def test_the_largest_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best() -> None:
+    def chosen(seconds: Callable[[int], float]) -> int:
+        """The chosen size, if a batch of n images takes so many seconds."""
+        now = 0.0
 
-    def run(batch: np.ndarray) -> dict[str, np.ndarray]:
-        nonlocal now
-        now += max(len(batch), 4)  # up to four images take as long as one
-        return {}
+        def run(batch: np.ndarray) -> dict[str, np.ndarray]:
+            nonlocal now
+            now += seconds(len(batch))
+            return {}
 
-    assert choose_batch(run, np.zeros((1, 2, 2)), lambda: now) == 4
-    assert choose_batch(lambda batch: {}, np.zeros((1, 2, 2)), iter(range(99)).__next__) == 16
+        return choose_batch(run, np.zeros((1, 2, 2)), lambda: now)
+
+    assert chosen(lambda images: 0.01 * max(images, 4)) == 4
+    assert chosen(lambda images: 0.01 * images) == 1
+    assert chosen(lambda images: 0.01 * (images + 0.1)) == 2  # 1 reaches 91 % of the best
+    assert chosen(lambda images: 0.1) == 16
+    assert chosen(lambda images: 0.2 * (images + 1)) == 1  # 2 images would take longer than half a second
+    assert chosen(lambda images: 9.0) == 1
 
 
 def test_neighbours_in_a_batch_do_not_change_an_answer(bundle: Bundle) -> None:

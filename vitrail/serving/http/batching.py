@@ -16,8 +16,11 @@ __all__ = ["LARGEST", "Batcher", "Row", "TooLate", "choose_batch"]
 LARGEST = 16
 """Largest batch that is tried when the largest batch size is measured."""
 
-GAIN = 1.05
-"""A larger batch is chosen if it computes this many times as many images per second as the best smaller one."""
+ENOUGH = 0.95
+"""Fraction of the best throughput that the chosen batch size reaches."""
+
+LONGEST = 0.5
+"""Longest time in seconds for a batch of more than one image, because all requests wait for a batch."""
 
 Run = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 """A function that computes the named outputs of a batch of pixels (b, c, h, w)."""
@@ -120,17 +123,25 @@ class Batcher:
 
 
 def choose_batch(run: Run, pixels: np.ndarray, clock: Callable[[], float] = time.perf_counter) -> int:
-    """Return the batch size, a power of two up to `LARGEST`, beyond which images are not computed faster. `pixels` is
-    one image."""
-    best, speed = 1, 0.0
+    """Return the largest number of images to compute together: the smallest power of two up to `LARGEST` that computes
+    nearly as many images per second as the best one. `pixels` is one image.
+
+    All images of a batch are answered when the last one is computed, so a larger batch delays every answer.
+    """
+    speeds: dict[int, float] = {}
     size = 1
     while size <= LARGEST:
         batch = np.repeat(pixels[None], size, axis=0)
         run(batch)  # the first call of a size allocates memory
-        begun = clock()
-        run(batch)
-        found = size / max(clock() - begun, 1e-9)
-        if found > GAIN * speed:
-            best, speed = size, found
+        took = min(_time(run, batch, clock) for _ in range(2))
+        if took > LONGEST and speeds:
+            break
+        speeds[size] = size / max(took, 1e-9)
         size *= 2
-    return best
+    return min(size for size, speed in speeds.items() if speed >= ENOUGH * max(speeds.values()))
+
+
+def _time(run: Run, batch: np.ndarray, clock: Callable[[], float]) -> float:
+    begun = clock()
+    run(batch)
+    return clock() - begun

@@ -1,0 +1,1 @@
+"""Speed of the HTTP server under load, beside a naive server and prediction without a server."""

@@ -1,0 +1,140 @@
+"""`vitrail bench serve`: measure the HTTP server under load."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+
+from vitrail.bench.reading import write_photographs
+from vitrail.bench.serving.clients import Load
+from vitrail.bench.serving.measure import SERVERS, Bare, Measured, measure_bare, measure_servers
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.output.bench_tables import header, plain_table
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.errors import ConfigError, nearest
+from vitrail.machine import Precision, describe
+from vitrail.models.variants import build, config_type, variant_config
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.exported.runtimes import optional_module
+from vitrail.weights.load import load
+
+__all__ = ["main"]
+
+IMAGES = 32
+"""Number of generated photographs that the clients send in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServe:
+    """Options of `vitrail bench serve`."""
+
+    model: Annotated[str, Positional("[MODEL]")] = "ViT-S/16"
+    """Folder of a model or a run, an exported file, a name on the hub, or the name of a network (vitrail models), which
+    gets random weights and 1,000 classes."""
+    clients: tuple[int, ...] = (1, 8, 32)
+    """Numbers of clients of closed loops, in which each client sends the next request after an answer."""
+    rates: tuple[float, ...] = (0.2, 0.5, 0.8, 1.0, 1.2)
+    """Rates of open loops, in which requests arrive at random times, as fractions of the throughput of prediction
+    without a server."""
+    seconds: float = 5.0
+    """Seconds per server and load."""
+    against: str = "naive"
+    """Other server to measure: naive computes each request alone, on the threads of its framework; none measures
+    Vitrail only."""
+    precision: Precision = "float32"
+    """Number format of matrix products in all servers."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+COMMAND = Command(
+    name="bench serve",
+    summary="""Measure the HTTP server under load: latency, throughput, errors, processor time per request, and memory.
+    The servers run in processes of their own, and the clients in this process. One server at a time has a load.""",
+    examples=(
+        Example("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
+        Example("vitrail bench serve runs/flowers --clients 1 64 --rates", "Measure your model in closed loops."),
+        Example("vitrail bench serve --rates 0.5 0.9 --clients --seconds 30", "Measure open loops only."),
+    ),
+    options=(BenchServe,),
+    essential={
+        "Load": ("clients", "rates", "seconds"),
+        "Measurement and output": ("against", "precision", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = BenchServe(**call.options)
+    _check(options)
+    optional_module("uvicorn", "serve")
+    with _model(options.model) as (folder, bundle), tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
+        images = [path.read_bytes() for path in sorted(write_photographs(Path(name), IMAGES).rglob("*.jpg"))]
+        bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
+        loads = [Load(clients=count) for count in options.clients]
+        loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
+        names = ["vitrail"] if options.against == "none" else ["vitrail", options.against]
+        measured = list(
+            measure_servers(names, loads, folder, images, precision=options.precision, seconds=options.seconds)
+        )
+    machine = describe(bundle.device)
+    if options.json:
+        print(json.dumps({"machine": machine, "bare": asdict(bare), "servers": [asdict(one) for one in measured]}))
+        return 0
+    console = Console()
+    height, width = bundle.preprocess.image_size
+    what = f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
+    console.print(header(machine, what), highlight=False)
+    console.print(_table(bare, measured), highlight=False)
+    return 0
+
+
+def _check(options: BenchServe) -> None:
+    for name, values in (("clients", options.clients), ("rates", options.rates), ("seconds", (options.seconds,))):
+        if any(not value > 0 for value in values):
+            raise ConfigError(f"{name}={getattr(options, name)} has a value that is not above 0")
+    if not options.clients and not options.rates:
+        raise ConfigError("clients=() and rates=() leave nothing to measure; give at least one of them")
+    choices = [*SERVERS, "none"][1:]
+    if options.against not in choices:
+        raise ConfigError(f"against={options.against!r} is not a server; {nearest(options.against, choices)}")
+
+
+@contextmanager
+def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
+    """Yield a model with the path under which the servers find it."""
+    try:
+        config_type(name)
+    except ConfigError:
+        yield Path(name), load(name)
+        return
+    config = variant_config(name, num_classes=1000)
+    bundle = Bundle(build(config), tuple(map(str, range(1000))), Preprocess(image_size=config.image_size))
+    with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as folder:
+        yield bundle.save(Path(folder) / "model"), bundle
+
+
+def _table(bare: Bare, measured: Sequence[Measured]) -> Any:
+    caption = (
+        f"Without a server: {bare.images_per_second:.1f} images/s in batches of {bare.batch}, and "
+        f"{1000 * bare.seconds:.1f} ms for one image. p50, p95 and p99: time to the answer in ms, from the moment when "
+        "a request was due. per s: answers per second. good: answers within a second, per second. CPU: processor time "
+        "of the server per request, in ms."
+    )
+    headings = ("load", "server", "per s", "good", "p50", "p95", "p99", "errors", "CPU", "MB")
+    table = plain_table(headings, caption)
+    for one in measured:
+        times = [f"{1000 * value:,.0f}" for value in (one.p50, one.p95, one.p99)]
+        table.add_row(
+            one.load, one.server, f"{one.throughput:.1f}", f"{one.goodput:.1f}", *times,
+            f"{one.errors}", f"{1000 * one.cpu_seconds:.0f}", f"{one.memory / 1e6:,.0f}",
+        )  # fmt: skip
+    return table
