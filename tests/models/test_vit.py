@@ -98,7 +98,7 @@ def equations(
     z = torch.cat([*(tokens.repeat(len(images), 1, 1) for tokens in prefix), z], dim=1)[:, seen]
     for layer in range(config.depth):
         own = layer if config.positions_place == "every-layer" else 0
-        if config.positions in ("learned", "learned-2d", "sincos-2d") and (
+        if config.positions in ("learned", "learned-2d", "sincos-2d", "sincos-2d-mae") and (
             layer == 0 or config.positions_place != "stem"
         ):
             z = z + places(weights, config, own)[seen]
@@ -175,7 +175,8 @@ def places(weights: dict[str, Tensor], config: ViTConfig, layer: int) -> Tensor:
                 parts = [weights["positions.columns"][layer, column], weights["positions.rows"][layer, row]]
             else:
                 quarter = config.width // 4
-                steps = [10_000 ** (-i / (quarter - 1)) if quarter > 1 else 1.0 for i in range(quarter)]
+                last = quarter - (config.positions == "sincos-2d")
+                steps = [10_000 ** (-i / max(last, 1)) for i in range(quarter)]
                 parts = [
                     torch.tensor([function(place * step) for step in steps])
                     for place in (column, row) for function in (math.sin, math.cos)
@@ -1043,7 +1044,10 @@ def unchecked() -> Iterator[None]:
         ({"norm_eps": 0.0}, "norm_eps=0.0 is not above 0"),
         ({"norm_eps": math.nan}, "norm_eps=nan is not above 0"),
         ({"pool": "avg"}, "pool='avg' is not one of 'cls', 'gap', 'map', 'cls+gap', 'cls+dist'"),
-        ({"pool": "cls+dist"}, "pool='cls+dist' reads the first register: registers=0 does not fit; choose"),
+        (
+            {"pool": "cls+dist"},
+            "pool='cls+dist' reads the first register: registers=0 does not fit; choose registers=1",
+        ),
         ({"activation": "relu"}, "activation='relu' is not one of 'gelu', 'gelu-tanh', 'swiglu'"),
         ({"registers": -2}, "registers=-2 is negative; 0 means none"),
         ({"layer_scale": -0.5}, "layer_scale=-0.5 is negative; 0 means none"),
