@@ -208,6 +208,24 @@ def test_mistakes_in_starting_from_a_model_are_named(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_plan_is_printed_and_nothing_is_trained(
+    colour_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["folder", "--data", str(colour_folder), "--variant", "ViT-S/16", "--image-size", "96", "128"]
+    words += ["--batch-size", "1024", "--shard", "hybrid", "--plan"]
+    assert run(*words, "1", "8", "64") == 0
+    shown = capsys.readouterr().out
+    assert "ViT-S/16, " in shown and "1,024 images per step, on H100 SXM GPUs with 80 GB, 8 per machine" in shown
+    columns = {line.split("  ")[0].strip(): line.split()[1:] for line in shown.splitlines() if "  " in line}
+    assert columns["GPUs"] == ["1", "8", "64"]
+    assert "sharded by machine" in shown and "images/s" in columns
+    assert [path.name for path in tmp_path.iterdir()] == ["colours"]
+    assert run(*words, "12") == 2
+    assert "--plan: 12 is not a number of GPUs in machines of 8" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_the_default_recipe_follows_the_data() -> None:
     assert recipe_for({}) == recipe_for({"data": "bundled"}) == RECIPES["demo"]()
     assert recipe_for({"data": "fashion-mnist"}) == RECIPES["fashion-mnist"]()

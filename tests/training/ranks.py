@@ -49,6 +49,12 @@ def trained(config: TrainConfig) -> dict[str, float]:
     return train(config).metrics
 
 
+def trained_on_machines(config: TrainConfig, processes: int) -> dict[str, float]:
+    """Train as if each machine had this number of processes, and return the metrics."""
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "LOCAL_RANK": str(launch().rank % processes)}
+    return trained(config)
+
+
 def trained_and_stopped(config: TrainConfig, rank: int, step: int) -> str:
     """Train, and send one process a signal after a step. Return the message of the stop."""
     at_step(rank, step, lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -107,6 +107,30 @@ def test_sharded_weights_train_as_copies_do_and_resume_on_any_number(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("world", "machine", "fields"), [
+    (4, 2, {"shard": "hybrid", "average": 0.9}),
+    (4, 2, {"shard": "hybrid", "task": "masked-patches", "checkpoint_activations": True}),
+    (2, 2, {"shard": "full", "task": "masked-patches", "accumulation": 2}),
+    (2, 2, {"task": "masked-patches", "patch_target": "pixels"}),
+    (2, 2, {"task": "mae", "shard": "full"}),
+], ids=str)  # fmt: skip
+def test_tasks_train_alike_on_machines_of_several_processes(
+    three_splits: Path, tmp_path: Path, world: int, machine: int, fields: dict[str, Any]
+) -> None:
+    alone = ranks.config_of(three_splits, tmp_path / "one", **fields | {"shard": "none"})
+    several = ranks.config_of(three_splits, tmp_path / "more", **fields)
+    assert in_processes(1, ranks.trained, alone)[0].error is None
+    found = in_processes(world, ranks.trained_on_machines, several, machine)
+    assert [one.error for one in found] == [None] * world and found[0].result == found[-1].result
+    rows = []
+    for name in ("one", "more"):
+        events = read_journal(tmp_path / name / "journal.jsonl")
+        steps = [event for event in events if event["event"] == "step"]
+        rows.append([number for event in steps for number in (event["loss"], event["gradient_norm"])])
+    assert len(rows[0]) == 24 and rows[0] == pytest.approx(rows[1], abs=2e-6)
+
+
+@pytest.mark.slow
 def test_weights_that_cannot_be_sharded_are_refused(three_splits: Path, tmp_path: Path) -> None:
     messages = {
         "hybrid": "shard='hybrid' divides weights among the processes of each machine, but 2 of 2 processes are on",

@@ -57,6 +57,8 @@ class ScalePlan:
     whole_bytes: int
     """Bytes of whole weights: of the blocks that are gathered at once, and of the copy that evaluations use."""
     activation_bytes: int
+    bucket_bytes: int
+    """Bytes of the copies of gradients that are sent, at a time when all activations are freed."""
     sent_within: float
     """Bytes that a process sends within its machine in a step."""
     sent_between: float
@@ -69,7 +71,7 @@ class ScalePlan:
     @property
     def memory_bytes(self) -> int:
         """Bytes that a process needs at the peak of a step."""
-        return self.state_bytes + self.whole_bytes + self.activation_bytes
+        return self.state_bytes + max(self.whole_bytes + self.activation_bytes, self.bucket_bytes)
 
     @property
     def compute_seconds(self) -> float:
@@ -141,6 +143,7 @@ def _plan(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> Scal
         + cost.fixed_bytes
         + (0 if shard == "none" else gathered),  # autocast keeps copies in bf16
         activation_bytes=images * config.task.views * (kept + footprint.passing + cost.image_bytes),
+        bucket_bytes=weights if shard == "none" and world > 1 else 0,
         sent_within=within,
         sent_between=between,
         flops=float(part * config.task.views * flops),

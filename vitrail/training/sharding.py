@@ -5,7 +5,8 @@ The whole weights of a block exist only while the block computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard as AxisShard
 from torch.optim import Optimizer
 
 from vitrail.models.network import HasLayers
@@ -22,6 +24,9 @@ from vitrail.training.optimization.optimizer import OptimizerConfig
 __all__ = ["Shard", "ShardedGradients", "gathered_state", "shard", "shard_problems", "whole_weights"]
 
 Shard = Literal["none", "full", "hybrid"]
+
+MOST_PADDED = 1.125
+"""Largest length of a padded first axis, as a multiple of its length, for which a weight is divided along it."""
 
 
 def shard_problems(kind: Shard, optimizer: OptimizerConfig, processes: Processes) -> Iterator[str]:
@@ -57,8 +62,25 @@ def shard(objective: nn.Module, kind: Shard, device: torch.device, processes: Pr
     else:
         mesh = init_device_mesh(device.type, (world,))
     network = next(part for part in objective.modules() if isinstance(part, HasLayers))
+    shards = here if kind == "hybrid" else world
     for part in (*network.layers().blocks, objective):
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=True,
+            shard_placement_fn=lambda parameter: divided_axis(parameter.shape, shards),
+        )
+
+
+def divided_axis(shape: Sequence[int], shards: int) -> AxisShard | None:
+    """Return the axis along which a weight is divided, or None for the first one.
+
+    FSDP2 pads the first axis to a multiple of the number of shards. For position embeddings, whose first axis has
+    length 1, this would multiply what is stored and sent. Only the first axis can be padded.
+    """
+    if math.ceil(shape[0] / shards) * shards <= MOST_PADDED * shape[0]:
+        return None
+    return next((AxisShard(axis) for axis in range(len(shape) - 1, 0, -1) if shape[axis] % shards == 0), None)
 
 
 class ShardedGradients:
