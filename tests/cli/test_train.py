@@ -157,10 +157,16 @@ def test_mistakes_of_masked_patches_are_told(
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_the_recipe_of_a_task_is_for_the_bundled_images() -> None:
-    assert recipe_for({"task": "masked-patches"}) == RECIPES["masked-patches"]()
-    assert recipe_for({"task": "masked-patches", "data": "fashion-mnist"}) == RECIPES["masked-patches"]()
-    assert recipe_for({"task": "masked-patches", "data": "photos"}) == RECIPES["folder"]()
+@pytest.mark.parametrize("task", ["masked-patches", "mae", "simclr"])
+def test_the_recipe_of_a_task_is_for_the_bundled_images(task: str) -> None:
+    assert recipe_for({"task": task}) == RECIPES[task]()
+    assert recipe_for({"task": task, "data": "fashion-mnist"}) == RECIPES[task]()
+    assert recipe_for({"task": task, "data": "photos"}) == RECIPES["folder"]()
+
+
+def test_a_student_has_the_recipe_of_the_data() -> None:
+    assert recipe_for({"task": "distillation"}) == RECIPES["demo"]()
+    assert recipe_for({"task": "distillation", "data": "photos"}) == RECIPES["folder"]()
 
 
 def test_a_model_decides_what_images_are_like_unless_told(

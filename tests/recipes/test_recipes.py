@@ -23,6 +23,7 @@ COMMANDS = {
     "folder": "vitrail train folder --data DIR",
     "masked-patches": "vitrail train masked-patches",
     "mae": "vitrail train mae",
+    "simclr": "vitrail train simclr",
 }
 
 

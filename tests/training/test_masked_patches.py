@@ -1,5 +1,5 @@
-"""Tests of whole runs of masked patch prediction and of masked autoencoders: resume, the best weights, probes, and the
-use of the saved model."""
+"""Tests of whole runs of masked patch prediction, masked autoencoders and contrastive learning: resuming, the best
+weights, probes, and the use of the saved model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ def evaluations(run: Path) -> Events:
     return [{name: value for name, value in event.items() if name != "time"} for event in events]
 
 
-MAE: dict[str, Any] = {"remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "masked-patches": {"task": "masked-patches", "corrupt_fraction": 0.6},
+    "mae": {"remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2},
+    "simclr": {"projection_width": 8, "crop_area": (0.3, 1.0)},
+}
+LOSSES = {"masked-patches": "patch_loss", "mae": "patch_loss", "simclr": "contrast_loss"}
+BESIDE = {"masked-patches": "mask_embedding", "mae": "decoder.mask_token", "simclr": "projection.0.weight"}
 
 
 @pytest.fixture
@@ -37,13 +43,13 @@ def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., T
 
     def make(name: str, **fields: Any) -> TrainConfig:
         chosen: dict[str, Any] = {"steps": 8, "evaluations": 4, "checkpoints": 2}
-        chosen |= MAE if fields.get("task") == "mae" else {"task": "masked-patches", "corrupt_fraction": 0.6}
+        chosen |= SETTINGS[fields.get("task", "masked-patches")]
         return small(tmp_path / name, **{**chosen, **fields})
 
     return make
 
 
-@pytest.mark.parametrize("task", ["masked-patches", "mae"])
+@pytest.mark.parametrize("task", SETTINGS)
 def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
     task: str, masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
@@ -55,11 +61,12 @@ def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
     for name in ("model/model.safetensors", "beside.safetensors"):
         one, other = load_file(straight.folder / name), load_file(stopped.folder / name)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    assert ("mask_embedding" if task == "masked-patches" else "decoder.mask_token") in one
+    assert BESIDE[task] in one
     *during, validation, _ = evaluations(straight.folder)
     assert during == [event for event in evaluations(stopped.folder) if not event.get("kept")]
-    best = min(during, key=lambda event: event["patch_loss"])
-    assert validation["patch_loss"] == best["patch_loss"] == straight.metrics["validation_patch_loss"]
+    loss = LOSSES[task]
+    best = min(during, key=lambda event: event[loss])
+    assert validation[loss] == best[loss] == straight.metrics[f"validation_{loss}"]
     if task == "masked-patches":
         assert validation["colour_accuracy"] == best["colour_accuracy"]
     probes = [event for event in read_journal(straight.folder / "journal.jsonl") if event["event"] == "probe"]
@@ -102,6 +109,7 @@ def test_labels_are_not_needed_but_probes_measure_by_them(
         ({"positions": "none"}, "needs positions"),
         ({"early_patch_dropout": ("0.5:0.5",)}, "patch_dropout=0.5 removes patches"),
         ({"task": "mae", "remove_fraction": 0.97}, r"remove_fraction=0.97 of 16 patches .* leaves no visible patch"),
+        ({"task": "simclr", "head_hidden": 8}, "head_hidden=8 is a layer that task='simclr' does not train"),
         ({"task": "mae", "decoder_heads": 3}, "decoder_width=8 with decoder_heads=3 does not work"),
         ({"corrupt_fraction": 0.03}, r"corrupt_fraction=0.03 of 16 patches \(4 x 4\) leaves no corrupted patch"),
     ],

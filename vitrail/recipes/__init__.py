@@ -13,6 +13,7 @@ from vitrail.recipes.folder import folder
 from vitrail.recipes.mae import MAE_RECIPES, mae
 from vitrail.recipes.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
 from vitrail.recipes.paper import PaperRecipe
+from vitrail.recipes.simclr import simclr
 from vitrail.recipes.vit import VIT_RECIPES
 from vitrail.training.config import TrainConfig
 
@@ -31,6 +32,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "folder": folder,
     "masked-patches": masked_patches,
     "mae": mae,
+    "simclr": simclr,
     **PAPER_RECIPES,
 }
-"""All recipes by name: six of our own, and those of papers."""
+"""All recipes by name: seven of our own, and those of papers."""

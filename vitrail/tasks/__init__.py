@@ -8,11 +8,12 @@ from vitrail.tasks.distillation import Distillation
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.tasks.regression import Regression
+from vitrail.tasks.simclr import SimClr
 from vitrail.tasks.task import Task
 
-__all__ = ["TASKS", "Classification", "Distillation", "Mae", "MaskedPatches", "Regression", "Task"]
+__all__ = ["TASKS", "Classification", "Distillation", "Mae", "MaskedPatches", "Regression", "SimClr", "Task"]
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation)
+    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr)
 }
 """Every task by its name."""

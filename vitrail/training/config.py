@@ -255,6 +255,11 @@ class TrainConfig:
                     f"{name}={alpha} mixes the labels of images, which the task {self.task.name} does not learn; leave "
                     f"{name} out"
                 )
+        if self.task.views > 1 and not self.augment.is_random:
+            yield (
+                f"task={self.task.name!r} compares {self.task.views} views of each image, which are all equal without "
+                "augmentation; set crop_area, such as (0.2, 1.0)"
+            )
         if self.augment.cutmix and self.task.targets == ("numbers",):
             yield (
                 f"cutmix={self.augment.cutmix} cannot be used for regression, because no rule says how a pasted "

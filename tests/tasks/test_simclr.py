@@ -1,0 +1,204 @@
+"""Tests of contrastive learning: the loss against its formula, fixed views, monitors of collapse, unfit settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tasks.images import Pictures, images_of
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.evaluation.outputs import Outputs
+from vitrail.models.variants import create, variant_config
+from vitrail.tasks.simclr import (
+    SimClr,
+    SimClrObjective,
+    contrast_losses,
+    effective_rank,
+    fixed_views,
+    uniformity,
+)
+from vitrail.testing import check_task
+from vitrail.training.config import TrainConfig
+
+
+def two_views(samples: int, valid: list[bool] | None = None) -> Batch:
+    """Return a batch with two random views of each sample, in consecutive rows."""
+    count = 2 * samples
+    return Batch(
+        images=images_of(count),
+        labels=torch.full((count,), -1),
+        valid=torch.tensor(valid or [True] * samples).repeat_interleave(2),
+        samples=torch.arange(samples).repeat_interleave(2),
+        epochs=torch.zeros(count, dtype=torch.int64),
+        views=torch.arange(count) % 2,
+        target_kind="none",
+    )
+
+
+def make_objective(task: SimClr | None = None, variant: str = "ViT-Pico/7") -> SimClrObjective:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+    network = create(variant, image_size=(21, 28), num_classes=0, **(sizes if variant.startswith("ViT") else {}))
+    return SimClrObjective(network, task or SimClr())
+
+
+def formula(vectors: Tensor, rows: list[int], temperature: float) -> tuple[float, float]:
+    """Return the mean loss and accuracy of these rows, in float64 from the paper's equation 1."""
+    losses, hits = [], []
+    points = [row / row.norm() for row in vectors.double()]
+    for i in rows:
+        likeness = {k: math.exp(float(points[i] @ points[k]) / temperature) for k in rows if k != i}
+        partner = i + 1 if i % 2 == 0 else i - 1
+        losses.append(-math.log(likeness[partner] / sum(likeness.values())))
+        hits.append(float(max(likeness, key=lambda k: likeness[k]) == partner))
+    return sum(losses) / len(losses), sum(hits) / len(hits)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5])
+def test_the_loss_is_the_formula(temperature: float) -> None:
+    objective = make_objective(SimClr(contrast_temperature=temperature))
+    batch = two_views(5, [True, False, True, True, True])
+    output = objective(batch)
+    with torch.no_grad():
+        vectors = objective.projection(objective.network.embed(batch.images))
+    loss, right = formula(vectors, [0, 1, 4, 5, 6, 7, 8, 9], temperature)
+    assert output.loss.item() == pytest.approx(loss, rel=1e-4)
+    assert output.metrics["contrast_accuracy"].item() == pytest.approx(right)
+
+
+def test_known_losses() -> None:
+    """Equal vectors are told apart by chance, and orthogonal pairs of equal vectors almost surely."""
+    valid = torch.ones(8, dtype=torch.bool)
+    losses, _ = contrast_losses(torch.ones(8, 4) / 2, valid, 0.1)
+    torch.testing.assert_close(losses, torch.full((8,), math.log(7)))
+    losses, right = contrast_losses(torch.eye(4).repeat_interleave(2, 0), valid, 0.1)
+    torch.testing.assert_close(losses, torch.full((8,), math.log(1 + 6 * math.exp(-10))))
+    assert right.all()
+
+
+def test_an_image_alone_has_no_loss_and_no_image_is_no_error() -> None:
+    objective = make_objective()
+    assert objective(two_views(1)).loss.item() == 0
+    output = objective(two_views(2, [False, False]))
+    output.loss.backward()
+    assert output.loss.item() == 0 and not any(weight.grad.abs().any() for weight in objective.projection.parameters())
+
+
+def test_views_that_are_not_decoded_change_nothing() -> None:
+    objective, batch = make_objective(), two_views(4, [True, True, False, True])
+    images = batch.images.clone()
+    images[4:6] = -images[4:6]
+    assert torch.equal(objective(batch).loss, objective(replace(batch, images=images)).loss)
+
+
+@pytest.mark.slow
+def test_a_batch_is_overfitted() -> None:
+    objective, batch = make_objective(SimClr(contrast_temperature=0.2)), two_views(6)
+    optimizer = torch.optim.Adam(objective.parameters(), lr=5e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        output = objective(batch)
+        output.loss.backward()
+        optimizer.step()
+    assert output.loss.item() < 0.2 and output.metrics["contrast_accuracy"].item() == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"projection_hidden": 24, "projection_width": 8}])
+def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any]) -> None:
+    check_task(SimClr(**settings), Splits(Pictures(9), Pictures(5), None))
+
+
+def test_fixed_views_depend_on_the_sample_alone() -> None:
+    images = images_of(4)
+    first, second = fixed_views(images, torch.tensor([3, 0, 9, 3]))
+    again, _ = fixed_views(images[2:], torch.tensor([9, 3]))
+    torch.testing.assert_close(first[2:], again)
+    assert first.shape == images.shape and not torch.equal(first, second)
+    ramp = torch.linspace(-1, 1, 28).expand(2, 3, 21, 28)
+    usual, mirrored = fixed_views(ramp, torch.tensor([0, 1]))
+    assert (usual.diff(dim=3) >= -1e-6).all() and (mirrored.diff(dim=3) <= 1e-6).all(), "the second view is mirrored"
+    for view in (usual, mirrored):
+        span = (view.amax(dim=(1, 2, 3)) - view.amin(dim=(1, 2, 3))) / 2
+        assert (span > 0.25).all() and (span < 1.01).all(), "the box has 30 to 100 % of the sides"
+
+
+def test_metrics_of_held_out_images_are_the_formulas() -> None:
+    objective = make_objective().eval()
+    preprocess = Preprocess(image_size=(21, 28))
+    bundle = objective.task.bundle(objective, (), preprocess, {})
+    source = Pictures(7)
+    found = objective.task.evaluator(objective)(Outputs(bundle, batch_size=3), source, source)
+    levels = torch.stack([torch.from_numpy(source[index].image).permute(2, 0, 1) for index in range(7)])
+    images = preprocess.normalise(levels)
+    with torch.no_grad():
+        views = torch.stack(fixed_views(images, torch.arange(7)), dim=1).flatten(0, 1)
+        vectors, whole = objective.projection(objective.network.embed(views)), objective.network.embed(images)
+    loss, right = formula(vectors, list(range(14)), 0.1)
+    assert found["contrast_loss"] == pytest.approx(loss, rel=1e-4)
+    assert found["contrast_accuracy"] == pytest.approx(right)
+    assert found["uniformity"] == pytest.approx(uniformity(whole), rel=1e-3)
+    assert found["feature_rank"] == pytest.approx(effective_rank(whole), rel=1e-3)
+    assert (found["images"], found["skipped"]) == (7, 0)
+
+
+def test_monitors_see_a_collapse() -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread, equal = torch.randn(500, 32, generator=generator), torch.ones(500, 32)
+    line = torch.randn(500, 1, generator=generator) * torch.randn(32, generator=generator)
+    assert uniformity(equal) == pytest.approx(0, abs=1e-9) and effective_rank(equal) == 0
+    assert uniformity(spread) < -3.5 and 28 < effective_rank(spread) <= 32
+    assert effective_rank(line) == pytest.approx(1, abs=1e-6) and uniformity(line) > -1
+    axes = torch.cat([torch.eye(4), -torch.eye(4)])
+    assert effective_rank(axes) == pytest.approx(4)
+    assert uniformity(axes[[0, 4]]) == pytest.approx(-8), "opposite points have the distance 2"
+    assert uniformity(axes[:1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"contrast_temperature": 0.0}, "contrast_temperature=0.0 is not above 0"),
+        ({"contrast_temperature": math.nan}, "contrast_temperature=nan is not above 0"),
+        ({"projection_width": 1}, "projection_width=1 is less than 2"),
+        ({"projection_hidden": 0}, "projection_hidden=0 is less than 1"),
+        ({"select": "accuracy"}, "select='accuracy' is not a metric of the task simclr"),
+    ],
+)
+def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SimClr(**fields)
+
+
+def test_unfit_networks_and_data_are_refused() -> None:
+    with pytest.raises(ConfigError, match="which a network of your own class need not have; choose a network of this"):
+        SimClr().check_network(None)
+    with pytest.raises(ConfigError, match="head_hidden=8 is a layer that task='simclr' does not train"):
+        SimClr().check_network(variant_config("ViT-Pico/7", image_size=28, head_hidden=8))
+    with pytest.raises(ConfigError, match="the data has fewer than two training images"):
+        SimClr().check_data(Splits(Pictures(1), None, None))
+
+
+def test_views_must_differ() -> None:
+    with pytest.raises(ConfigError, match="task='simclr' compares 2 views of each image, which are all equal without"):
+        TrainConfig().override(task="simclr", flip=False)
+    assert TrainConfig().override(task="simclr", flip=False, crop_area=(0.2, 1.0)).task.views == 2
+
+
+def test_resnets_are_trained_too() -> None:
+    objective = make_objective(variant="BiT-Pico")
+    objective(two_views(3)).loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in objective.parameters())
+    assert {name for name in objective.state_dict() if not name.startswith("network.")} == {
+        "projection.0.weight",
+        "projection.0.bias",
+        "projection.2.weight",
+        "projection.2.bias",
+    }
