@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.network import block_numbers
 from vitrail.models.predictor import Predictor
 
-__all__ = ["LayerSimilarity", "MinibatchCka", "layer_similarity", "unbiased_hsic"]
+__all__ = ["SMALLEST_BATCH", "LayerSimilarity", "MinibatchCka", "layer_similarity", "unbiased_hsic"]
 
 SMALLEST_BATCH = 4
 """Smallest number of images for which the unbiased estimator is defined."""
@@ -42,22 +42,25 @@ def layer_similarity(
     batches: Iterable[Float[Tensor, "b c h w"]],
     other: nn.Module | None = None,
     *,
+    other_batches: Iterable[Float[Tensor, "b c other_h other_w"]] | None = None,
     layers: Sequence[int] | None = None,
     other_layers: Sequence[int] | None = None,
 ) -> LayerSimilarity:
     """Return the CKA of every two layers, with all tokens of an image as its features.
 
-    Without `other`, layers of the network are compared with each other. Both networks get the same images, so they must
-    take the same size. Networks of different widths, and ResNets, can be compared. `layers` count from 0, or backward
-    from -1. Raises `ConfigError` for a block that does not exist, and for a batch of fewer than four images.
+    Without `other`, layers of the network are compared with each other. `other_batches` are the same images as the
+    other network takes them, for example in another size; by default both networks get `batches`. Networks of different
+    widths, and ResNets, can be compared. `layers` count from 0, or backward from -1. Raises `ConfigError` for a block
+    that does not exist, and for a batch of fewer than four images.
     """
     rows = _layers(network, layers)
     columns = _layers(network, layers) if other is None else _layers(other, other_layers)
     one, two = Predictor(network), None if other is None else Predictor(other)
     total = MinibatchCka(len(rows), len(columns))
-    for batch in batches:
+    pairs = ((batch, batch) for batch in batches) if other_batches is None else zip(batches, other_batches, strict=True)
+    for batch, other_batch in pairs:
         first = _flat(one, batch, rows)
-        total.add(first, first if two is None else _flat(two, batch, columns))
+        total.add(first, first if two is None else _flat(two, other_batch, columns))
     return LayerSimilarity("centred kernel alignment", "CKA", tuple(rows), tuple(columns), total.result())
 
 

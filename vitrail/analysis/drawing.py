@@ -16,7 +16,9 @@ from vitrail.analysis.faithfulness import RandomisedWeights, SaliencyCurves
 from vitrail.analysis.features import LayerProbe, PatchColours, TokenNorms
 from vitrail.analysis.receptive import ReceptiveField
 from vitrail.analysis.statistics import HeadStatistic
+from vitrail.analysis.tracing import Trace
 from vitrail.charts.svg import Series
+from vitrail.data.pixels.geometry import Placement
 
 __all__ = [
     "draw_curves",
@@ -29,6 +31,7 @@ __all__ = [
     "draw_probes",
     "draw_randomised",
     "draw_receptive_field",
+    "on_picture",
     "overlay",
 ]
 
@@ -181,6 +184,22 @@ def overlay(picture: Picture, values: Float[np.ndarray, "height width"], *, opac
     colours = colour_scale((np.where(inside, values, low) - low) / max(high - low, 1e-300))
     mixed = (1 - opacity) * picture + opacity * colours
     return np.where(inside[..., None], np.rint(mixed), picture).astype(np.uint8)
+
+
+def on_picture(
+    values: Float[np.ndarray, "rows columns"], found: Trace, placement: Placement
+) -> Float[np.ndarray, "height width"]:
+    """Return a map of patches as a map of the picture's pixels, by linear interpolation.
+
+    `found` is a trace of the same image, and `placement` says where the picture lies in it. Pixels that the network did
+    not see are NaN.
+    """
+    covered = tuple(side * patch for side, patch in zip(found.grid, found.patch, strict=True))
+    if covered != placement.size:  # some rows or columns of pixels fill no patch
+        values = np.kron(values, np.ones(found.patch))
+        rest = [(0, max(0, size - side)) for size, side in zip(placement.size, covered, strict=True)]
+        values = np.pad(values, rest, mode="edge")[: placement.size[0], : placement.size[1]]
+    return placement.map_back(values.astype(np.float64), fill=float("nan"))
 
 
 def _by_layer(name: str, layers: Sequence[int], values: Sequence[float] | np.ndarray) -> Series:

@@ -24,7 +24,7 @@ from vitrail.models.network import block_numbers
 from vitrail.models.predictor import shared_copy
 from vitrail.models.vit import Block, VisionTransformer
 
-__all__ = ["Kept", "Trace", "TracePrecision", "trace", "traces", "transformer_of"]
+__all__ = ["Kept", "Trace", "TracePrecision", "has_maps", "trace", "traces", "transformer_of"]
 
 Kept = Literal["attention", "queries", "keys", "outputs", "gradients"]
 """Tensors that a trace can contain."""
@@ -159,6 +159,16 @@ def transformer_of(network: nn.Module) -> VisionTransformer:
     raise ConfigError(
         f"a network of the architecture {name!r} has no attention to look into; choose a Vision Transformer or a hybrid"
     )
+
+
+def has_maps(network: nn.Module) -> bool:
+    """Return True if the network has attention whose weights and gradients can be traced."""
+    if not isinstance(network, VisionTransformer):
+        return False
+    block = network.blocks[0]
+    assert isinstance(block, Block)
+    kind = type(block.attention)
+    return kind.weights is not AttentionLayer.weights and kind.operands is not AttentionLayer.operands
 
 
 def _checked_targets(vit: VisionTransformer, targets: Tensor | None) -> Tensor | None:

@@ -24,6 +24,7 @@ VERBS = {
     "optimize": "make a model's predictions faster",
     "predict": "classify images with a model",
     "explain": "show which parts of an image a model looked at",
+    "compare": "compare two models on the same images",
     "embed": "save the features of every image of a data set",
     "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",
@@ -42,6 +43,8 @@ VERBS = {
 }
 
 MODULES = {
+    "explain": "inside.explain",
+    "compare": "inside.compare",
     "data check": "data.check",
     "data pack": "data.pack",
     "runs": "run_tables.listing",

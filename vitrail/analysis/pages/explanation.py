@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,34 +9,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import Image
 
 from vitrail.analysis.charts import colours, mosaic, png
-from vitrail.analysis.drawing import overlay
+from vitrail.analysis.drawing import on_picture, overlay
+from vitrail.analysis.pages.figure import STYLE, figure, image
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.tracing import Trace, trace, transformer_of
 from vitrail.data.pixels.decode import to_pil
-from vitrail.data.pixels.geometry import Placement
 from vitrail.page import document, escape, table
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.prediction import NumberPrediction
 
 __all__ = ["Explainer", "Explanation", "write_explanation"]
 
-PAGE_SIDE = 480
-"""Longest side of a picture on a page, in pixels."""
-
 MAP_SIDE = 56
 """Smallest side of a head's map on a page, in pixels."""
-
-STYLE = """
-.maps { display: grid; gap: 1rem; margin-top: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
-.maps figure { width: auto; } .maps figure img { width: 100%; height: auto; }
-.maps figcaption { color: CanvasText; font-size: .9rem; line-height: 1.4; }
-.layer { display: flex; gap: .7rem; align-items: center; margin: .4rem 0; }
-.layer span { flex: none; width: 5rem; color: var(--dim); } .layer img { display: block; image-rendering: pixelated; }
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +79,7 @@ class Explainer:
         placement = bundle.preprocess.placement(picture.shape[:2])
 
         def full_size(values: np.ndarray) -> np.ndarray:
-            return _on_picture(values, every, placement)
+            return on_picture(values, every, placement)
 
         relevance, explained = None, None
         if bundle.classes:
@@ -157,13 +142,13 @@ def _parts(explanation: Explanation) -> Iterator[str]:
         form = "{:.1%}" if explanation.has_probabilities else "{:.4g}"
         yield table(("prediction", ""), [(label, form.format(value)) for label, value in explanation.ranking])
     yield '<div class="maps">'
-    yield _figure(explanation.picture, "The image.")
-    yield _figure(
+    yield figure(explanation.picture, "The image.")
+    yield figure(
         overlay(explanation.picture, explanation.rollout), "Attention rollout: patches that the output attends to."
     )
     if explanation.relevance is not None:
         text = f"Relevance: patches that speak for {explanation.explained}."
-        yield _figure(overlay(explanation.picture, explanation.relevance), text)
+        yield figure(overlay(explanation.picture, explanation.relevance), text)
     yield "</div>"
     yield "<h2>Heads</h2>"
     yield (
@@ -177,29 +162,8 @@ def _parts(explanation: Explanation) -> Iterator[str]:
         low, high = maps.min(axis=(1, 2), keepdims=True), maps.max(axis=(1, 2), keepdims=True)
         tiles = mosaic(colours((maps - low) / np.maximum(high - low, 1e-300)) / 255, heads, scale=scale, gap=3)
         text = f"Attention maps of layer {layer}, heads 0 to {heads - 1}."
-        yield f'<div class="layer"><span>layer {layer}</span>{_image(tiles, text, "png")}</div>'
+        yield f'<div class="layer"><span>layer {layer}</span>{image(tiles, text, "png")}</div>'
     yield "</div>"
-
-
-def _figure(picture: np.ndarray, text: str) -> str:
-    small = Image.fromarray(picture)
-    small.thumbnail((PAGE_SIDE, PAGE_SIDE))
-    if max(small.size) < PAGE_SIDE // 2:
-        factor = PAGE_SIDE // max(small.size)
-        small = small.resize((small.width * factor, small.height * factor), Image.Resampling.NEAREST)
-    return f"<figure>{_image(np.asarray(small), text, 'jpeg')}<figcaption>{escape(text)}</figcaption></figure>"
-
-
-def _image(picture: np.ndarray, text: str, form: str) -> str:
-    """Return an `img` tag with an embedded picture."""
-    if form == "png":
-        data = png(picture)
-    else:
-        file = io.BytesIO()
-        Image.fromarray(picture).save(file, "JPEG", quality=88)
-        data = file.getvalue()
-    encoded = base64.b64encode(data).decode("ascii")
-    return f'<img alt="{escape(text)}" src="data:image/{form};base64,{encoded}">'
 
 
 def _query_maps(found: Trace) -> Float[np.ndarray, "layers heads rows columns"]:
@@ -208,13 +172,3 @@ def _query_maps(found: Trace) -> Float[np.ndarray, "layers heads rows columns"]:
     weights = found.attention[0, :, :, :, found.prefix :]
     rows = weights[:, :, 0] if found.has_class_token else weights[:, :, found.prefix :].mean(dim=2)
     return rows.reshape(*rows.shape[:-1], *found.grid).cpu().numpy()
-
-
-def _on_picture(values: np.ndarray, found: Trace, placement: Placement) -> np.ndarray:
-    """Return a map of patches as a map of the picture's pixels, by linear interpolation."""
-    covered = tuple(side * patch for side, patch in zip(found.grid, found.patch, strict=True))
-    if covered != placement.size:  # some rows or columns of pixels fill no patch
-        values = np.kron(values, np.ones(found.patch))
-        rest = [(0, max(0, size - side)) for size, side in zip(placement.size, covered, strict=True)]
-        values = np.pad(values, rest, mode="edge")[: placement.size[0], : placement.size[1]]
-    return placement.map_back(values.astype(np.float64), fill=float("nan"))

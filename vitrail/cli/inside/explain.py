@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from vitrail.analysis.explanation import Explainer, write_explanation
+from vitrail.analysis.pages.explanation import Explainer, write_explanation
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional

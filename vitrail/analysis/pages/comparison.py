@@ -1,0 +1,249 @@
+"""The page, figures and tables of a comparison of two models."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vitrail.analysis import charts
+from vitrail.analysis.charts import heat_map, series_chart, standalone
+from vitrail.analysis.comparison import Answer, Comparison, Disagreement, Measured
+from vitrail.analysis.drawing import overlay
+from vitrail.analysis.pages.figure import STYLE, figure
+from vitrail.analysis.statistics import HeadStatistic
+from vitrail.charts.svg import Series
+from vitrail.errors import plural
+from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
+from vitrail.files import write_json
+from vitrail.page import document, escape, table
+from vitrail.plain import to_plain
+
+__all__ = ["FILES", "comparison_as_plain", "verdict", "write_comparison"]
+
+FILES = ("compare.html", "compare.json", "classes.csv", "similarity.svg", "distance.svg")
+"""Files of a comparison."""
+
+NARROW = ".chart svg { max-width: 100%; height: auto; }"
+"""Style of charts on narrow windows."""
+
+SIGNIFICANT = 0.05
+"""Largest p-value of a difference that is called shown."""
+
+COSTS = (("parameters, millions", "parameters", 1e6), ("multiply-accumulates per image, millions", "macs", 1e6))
+"""Name, key and unit of each row of the costs."""
+
+MAX_CLASSES = 20
+"""Maximum number of classes on the page. classes.csv has all of them."""
+
+
+def write_comparison(found: Comparison, folder: Path) -> None:
+    """Write `FILES` into a folder."""
+    drawn = {"similarity.svg": _similarity(found), "distance.svg": _distances(found)}
+    for name, chart in drawn.items():
+        (folder / name).write_text(standalone(chart), encoding="utf-8")
+    page = document(_title(found), _parts(found, drawn), style=STYLE + charts.STYLE + NARROW)
+    (folder / "compare.html").write_text(page, encoding="utf-8")
+    write_json(folder / "compare.json", comparison_as_plain(found))
+    (folder / "classes.csv").write_text(_classes_csv(found), encoding="utf-8")
+
+
+def verdict(found: Comparison) -> str:
+    """Return a sentence that says which model is more accurate, or that the images do not show it."""
+    first, second = found.models
+    paired, images = found.paired, plural(found.paired.images, "image")
+    better, worse, sign = (first, second, 1) if paired.difference.value >= 0 else (second, first, -1)
+    ends = [100 * sign * end for end in (paired.difference.low, paired.difference.high) if end is not None]
+    between = f", {LEVEL:.0%} interval {min(ends):+.2f} to {max(ends):+.2f}" if ends else ""
+    chance = "p < 0.001" if paired.p < 0.001 else f"p = {paired.p:.3f}"
+    size = f"{100 * sign * paired.difference.value:+.2f} points{between}, {chance}"
+    if paired.p > SIGNIFICANT:
+        return f"{images} do not show that {better.name} or {worse.name} is more accurate ({size})."
+    return f"{better.name} is more accurate than {worse.name} on {images} ({size})."
+
+
+def comparison_as_plain(found: Comparison) -> dict[str, Any]:
+    """Return all numbers of a comparison as JSON values."""
+    similarity = found.similarity
+    return {
+        "models": [
+            {"name": one.name}
+            | {name: to_plain(metric) for name, metric, _ in _metrics(one) if metric is not None}
+            | _cost(one)
+            | {"distance": {"unit": one.reach.unit, "name": one.reach.name, "layers": dict(one.distances)}}
+            for one in found.models
+        ],
+        "paired": to_plain(found.paired),
+        "verdict": verdict(found),
+        "images_for_layers": found.looked_at,
+        "similarity": {
+            "name": similarity.name,
+            "rows": list(similarity.rows),
+            "columns": list(similarity.columns),
+            "values": similarity.values.round(6).tolist(),
+        },
+        "disagreements": [
+            {
+                "key": one.key,
+                "label": one.label,
+                "predicted": [answer.label for answer in one.answers],
+                "probability": [answer.probability for answer in one.answers],
+            }
+            for one in found.disagreements
+        ],
+    }
+
+
+def _title(found: Comparison) -> str:
+    return f"{found.models[0].name} and {found.models[1].name} compared"
+
+
+def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
+    first, second = found.models
+    paired = found.paired
+    yield f"<p><strong>{escape(verdict(found))}</strong></p>"
+    yield '<p class="dim">p is from McNemar\'s exact test on the images where one model alone is right.</p>'
+    yield table(("", first.name, second.name), _rows(found))
+    yield table(
+        ("right are", "images", ""),
+        [
+            (name, f"{count:,}", f"{count / paired.images:.1%}")
+            for name, count in (
+                ("both models", paired.both),
+                (f"only {first.name}", paired.only_first),
+                (f"only {second.name}", paired.only_second),
+                ("neither model", paired.neither),
+            )
+        ],
+    )
+    yield "<h2>Layers</h2>"
+    yield '<div class="beside">'
+    yield _captioned(
+        drawn["similarity.svg"],
+        f"Similarity of the features of every two layers (CKA, unbiased, {plural(found.looked_at, 'image')}): 1 for "
+        "features that are equal up to a rotation, 0 for unrelated ones.",
+    )
+    reaches = " ".join(f"{one.name}: {one.reach.name}, mean over {_over(one)}." for one in found.models)
+    yield _captioned(drawn["distance.svg"], f"Distance over which each layer mixes information. {reaches}")
+    yield "</div>"
+    classes = found.classes[:MAX_CLASSES]
+    yield "<h2>Classes, largest difference first</h2>"
+    yield table(
+        ("class", "images", first.name, second.name, "difference, points"),
+        [
+            (name, f"{images:,}", f"{one:.1%}", f"{other:.1%}", f"{100 * (one - other):+.1f}")
+            for name, images, one, other in classes
+        ],
+    )
+    if found.disagreements:
+        yield "<h2>Images on which one model is right</h2>"
+        yield (
+            "<p>The images for which both answers are most certain. Colours show which parts speak for a model's "
+            "answer, from dark (least) to bright (most). A ResNet has no attention, so its pictures are plain.</p>"
+        )
+        for one in found.disagreements:
+            yield from _disagreement(found, one)
+
+
+def _captioned(chart: str, text: str) -> str:
+    return f'<div class="chart">{chart}<p class="dim">{escape(text)}</p></div>'
+
+
+def _disagreement(found: Comparison, one: Disagreement) -> Iterator[str]:
+    yield '<div class="maps">'
+    yield figure(one.picture, f"{one.label} ({one.key})")
+    for model, answer in zip(found.models, one.answers, strict=True):
+        picture = one.picture if answer.relevance is None else overlay(one.picture, answer.relevance)
+        yield figure(picture, f"{model.name}: {_answer(answer, one.label)}")
+    yield "</div>"
+
+
+def _answer(answer: Answer, label: str) -> str:
+    judged = "right" if answer.label == label else "wrong"
+    return f"{answer.label}, {answer.probability:.1%} ({judged})"
+
+
+def _rows(found: Comparison) -> list[tuple[str, str, str]]:
+    """Return the table of metrics and cost."""
+    rows = [
+        (name, _text(metric, form), _text(other, form))
+        for (name, metric, form), (_, other, _) in zip(*map(_metrics, found.models), strict=True)
+        if metric is not None
+    ]
+    one, other = (_cost(each) for each in found.models)
+    for name, field, scale in COSTS:
+        rows.append((name, f"{one[field] / scale:,.2f}", f"{other[field] / scale:,.2f}"))
+    sizes = [" x ".join(map(str, cost["image_size"])) for cost in (one, other)]
+    return [*rows, ("image size, pixels", sizes[0], sizes[1])]
+
+
+def _metrics(one: Measured) -> list[tuple[str, Metric | None, str]]:
+    report = one.report
+    calibration = None if report.calibration is None else report.calibration.error
+    return [
+        ("accuracy", report.accuracy, ".2%"),
+        ("balanced accuracy", report.balanced_accuracy, ".2%"),
+        ("top-5 accuracy", report.top5, ".2%"),
+        ("cross-entropy, nats", report.cross_entropy, ".4f"),
+        ("calibration error", calibration, ".2%"),
+    ]
+
+
+def _text(metric: Metric | None, form: str) -> str:
+    if metric is None:
+        return "-"
+    ends = "" if metric.low is None or metric.high is None else f" ({metric.low:{form}} to {metric.high:{form}})"
+    return f"{metric.value:{form}}{ends}"
+
+
+def _cost(one: Measured) -> dict[str, Any]:
+    config = one.bundle.network.config
+    size = one.bundle.preprocess.image_size
+    return {"image_size": list(size), "parameters": config.parameters(), "macs": config.macs(size)}
+
+
+def _over(one: Measured) -> str:
+    return f"heads and {one.reach.images} images" if isinstance(one.reach, HeadStatistic) else "images"
+
+
+def _similarity(found: Comparison) -> str:
+    similarity = found.similarity
+    first, second = (one.name for one in found.models)
+    return heat_map(
+        similarity.values,
+        label=f"Centred kernel alignment of the layers of {first} with those of {second}.",
+        row_name=f"layer of {first}",
+        column_name=f"layer of {second}",
+        unit=similarity.unit,
+        rows=[str(layer) for layer in similarity.rows],
+        columns=[str(layer) for layer in similarity.columns],
+        bounds=(min(0.0, float(similarity.values.min())), max(1.0, float(similarity.values.max()))),
+    )
+
+
+def _distances(found: Comparison) -> str:
+    """Return a line for each model: the distance over which its layers mix information, by relative depth."""
+    lines = []
+    for one in found.models:
+        last = max(len(one.distances) - 1, 1)
+        side = one.bundle.preprocess.image_size[1]
+        points = [(100 * place / last, 100 * value / side) for place, (_, value) in enumerate(one.distances)]
+        lines.append(Series(one.name, points))
+    return series_chart(
+        lines,
+        label="Distance over which each layer mixes information, by depth.",
+        x_name="depth, % of the layers",
+        y_name="distance, % of the image width",
+        bounds=(0.0, 200.0),
+    )
+
+
+def _classes_csv(found: Comparison) -> str:
+    file = io.StringIO()
+    rows = csv.writer(file, lineterminator="\n")
+    first, second = (one.name for one in found.models)
+    rows.writerow(("class", "images", f"accuracy of {first}", f"accuracy of {second}"))
+    rows.writerows(found.classes)
+    return file.getvalue()

@@ -1,0 +1,50 @@
+"""Pictures with captions on the pages of analyses, and their style."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Literal
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from vitrail.analysis.charts import png
+from vitrail.page import escape
+
+__all__ = ["STYLE", "figure", "image"]
+
+PAGE_SIDE = 480
+"""Longest side of a picture on a page, in pixels."""
+
+STYLE = """
+.maps { display: grid; gap: 1rem; margin-top: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
+.maps figure { width: auto; } .maps figure img { width: 100%; height: auto; }
+.maps figcaption { color: CanvasText; font-size: .9rem; line-height: 1.4; }
+.layer { display: flex; gap: .7rem; align-items: center; margin: .4rem 0; }
+.layer span { flex: none; width: 5rem; color: var(--dim); } .layer img { display: block; image-rendering: pixelated; }
+"""
+
+
+def figure(picture: UInt8[np.ndarray, "height width 3"], text: str) -> str:
+    """Return an HTML figure of a picture above its caption. Small pictures are enlarged by a whole factor."""
+    small = Image.fromarray(picture)
+    small.thumbnail((PAGE_SIDE, PAGE_SIDE))
+    if max(small.size) < PAGE_SIDE // 2:
+        factor = PAGE_SIDE // max(small.size)
+        small = small.resize((small.width * factor, small.height * factor), Image.Resampling.NEAREST)
+    return f"<figure>{image(np.asarray(small), text, 'jpeg')}<figcaption>{escape(text)}</figcaption></figure>"
+
+
+def image(picture: UInt8[np.ndarray, "height width 3"], text: str, form: Literal["jpeg", "png"]) -> str:
+    """Return an `img` tag with an embedded picture."""
+    if form == "png":
+        data = png(picture)
+    else:
+        file = io.BytesIO()
+        Image.fromarray(picture).save(file, "JPEG", quality=88)
+        data = file.getvalue()
+    encoded = base64.b64encode(data).decode("ascii")
+    return f'<img alt="{escape(text)}" src="data:image/{form};base64,{encoded}">'
