@@ -68,9 +68,10 @@ def _sampled(function: Callable[..., Any], decorator: Callable[..., Any]) -> Cal
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         nonlocal checked
+        if jaxtyping.config.jaxtyping_disable:  # first, because the compiler makes a graph for each number of calls
+            return function(*args, **kwargs)
         _calls[key] = number = _calls.get(key, 0) + 1
-        is_left_out = number > 1 if is_inner else number & (number - 1)  # the latter is 0 for powers of two
-        if is_left_out or jaxtyping.config.jaxtyping_disable:
+        if number > 1 if is_inner else number & (number - 1):  # the latter is 0 for powers of two
             return function(*args, **kwargs)
         if checked is None:
             checked = decorator(_copied(function, _resolved(function) if is_inner else annotations))

@@ -59,7 +59,7 @@ def test_every_published_network_is_like_one_of_these() -> None:
     assert {kind(name) for name in PUBLISHED} == {kind(name) for name in DISTINCT}
 
 
-@pytest.mark.parametrize("name", with_slow(DISTINCT, {"R26+ViT-S/32", "R50+ViT-B/16"}))
+@pytest.mark.parametrize("name", with_slow(DISTINCT, {"R26+ViT-S/32", "R50+ViT-B/16", "BiT-R50x1"}))
 def test_published_networks_keep_the_contract(name: str) -> None:
     if name.startswith("BiT"):
         config, sizes = variant_config(name, image_size=(40, 72)), [(40, 72), (33, 1)]

@@ -11,6 +11,7 @@ import pytest
 import vitrail
 
 
+@pytest.mark.slow
 def test_all_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     guide = (Path(vitrail.__file__).parent.parent / "docs" / "inside.md").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ BIT = {"variant": "BiT-R26x1", "image_size": (33, 40)}
 def in_both(*fields: dict[str, Any]) -> list[Any]:
     """Return settings in both precisions as parameters. The slow ones are marked."""
     return [
-        pytest.param(each, precision, marks=[pytest.mark.slow] if each == BIT and precision == "bf16" else [])
+        pytest.param(each, precision, marks=[pytest.mark.slow] if each == BIT else [])
         for each in fields
         for precision in ("float32", "bf16")
     ]

@@ -67,6 +67,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
         measure_reading({"f": fractals}, SMALL, images=9, batch_size=7, readers=Readers(0), repetitions=1, warmup=0)
 
 
+@pytest.mark.slow
 def test_opening_is_measured_in_processes_of_its_own() -> None:
     found = measure_opening(10_020)
     assert found.images == 10_020 and found.again_seconds > 0 and found.first_seconds > 0

@@ -59,7 +59,7 @@ def test_dropped_colours_are_told(words: list[str], advice: str, capsys: pytest.
         assert DROPPED in page and "To learn from colours, train with --channels 3." in page
 
 
-@pytest.mark.parametrize("verb", ["train", "finetune"])
+@pytest.mark.parametrize("verb", ["train", pytest.param("finetune", marks=pytest.mark.slow)])
 def test_three_channels_keep_the_colours_of_a_grey_start(
     verb: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def labelled(trained: RunResult, tmp_path: Path) -> Path:
     return tmp_path / "labelled"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fewer_bundled")
 def test_the_test_split_gives_what_the_run_reported(
     model: Path, trained: RunResult, capsys: pytest.CaptureFixture[str]
@@ -55,6 +56,7 @@ def test_the_validation_split_is_the_one_that_training_held_out(
     assert "has no validation split" in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fewer_bundled")
 def test_all_measures_every_image(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(model), "--data", "bundled", "--split", "all"]) == 0

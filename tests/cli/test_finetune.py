@@ -51,9 +51,10 @@ def badges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param("vitrail", marks=pytest.mark.slow), "google", pytest.param("huggingface", marks=pytest.mark.slow)],
+    ["vitrail", "google", "huggingface"],
 )
 def test_it_works_untouched_from_every_layout(
     layout: str, model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
@@ -115,6 +116,7 @@ def test_options_replace_what_the_rule_says(
     assert not torch.equal(before.blocks[1].mlp.up.weight, after.blocks[1].mlp.up.weight)
 
 
+@pytest.mark.slow
 def test_what_a_file_does_not_say_is_said_once(
     badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +131,7 @@ def test_what_a_file_does_not_say_is_said_once(
     assert f"vitrail predict '{tmp_path}/my run/model' '{tmp_path}/my run/examples'" in out
 
 
+@pytest.mark.slow
 def test_several_labels_have_figures_of_their_own(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +202,7 @@ def test_what_cannot_work_is_said_at_once(
     assert code == 2 and message in error and "Traceback" not in error and not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_epochs_replace_the_rules_steps(model: Path, badges: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [str(model), "--data", str(badges), "--run", str(run), "--epochs", "1", "--batch-size", "8", *QUICK[2:]]
@@ -243,6 +247,7 @@ def test_the_papers_protocol_and_a_stopped_trial_that_goes_on_with_the_same_comm
     assert config["optimizer"]["kind"] == "sgd" and config["data"]["validation_share"] == 0
 
 
+@pytest.mark.slow
 def test_images_that_chose_the_weights_are_not_called_unseen(
     model: Path, badges: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

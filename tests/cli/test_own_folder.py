@@ -36,6 +36,7 @@ def messy(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_check_train_predict(messy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     code = main(["data", "check", str(messy), "--page", str(page), "--max-skipped", "0.1", "--json"])

@@ -169,6 +169,7 @@ def test_a_student_has_the_recipe_of_the_data() -> None:
     assert recipe_for({"task": "distillation", "data": "photos"}) == RECIPES["folder"]()
 
 
+@pytest.mark.slow
 def test_a_model_decides_what_images_are_like_unless_told(
     model: Path, colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +249,7 @@ def test_help_shows_a_recipes_own_defaults(capsys: pytest.CaptureFixture[str]) -
     assert "Default: chosen from the data." in shown and "Default: 40." not in shown
 
 
+@pytest.mark.slow
 def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, tmp_path: Path) -> None:
     words = ("--schedule", "staircase", "--stair-at", "0.4", "8 steps", "--stair-factors", "0.5", "0.25", "--warmup",
              "2steps", "--warmup-from-zero", "--learning-rate", "0.01", "--cooldown", "20%")  # fmt: skip

@@ -73,6 +73,7 @@ def test_threads_have_no_say_in_the_order(numbered: Callable[[int], Source], thr
     assert_same(list(islice(training(source, batch_size=batch_size, threads=threads), steps)), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(count=st.integers(1, 25), batch_size=st.integers(1, 30), seed=st.integers(0, 2**32 - 1))
 def test_batch_size_has_no_say_in_the_order(
@@ -103,6 +104,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(numbered: Callable[[int], Sou
     assert tuple(range(16)) not in orders
 
 
+@pytest.mark.slow
 def test_orders_are_mixed_well(numbered: Callable[[int], Source]) -> None:
     orders = np.array([batch.samples.tolist() for batch in islice(training(numbered(20), batch_size=20), 40)])
     assert np.abs(orders.mean(0) - 9.5).max() < 4.5 * np.sqrt((20**2 - 1) / 12 / 40)

@@ -117,6 +117,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Bundle], list[int]]:
 # --- the layer of features
 
 
+@pytest.mark.slow
 def test_few_shot_learns_from_the_layer_of_the_original_and_the_others_from_the_embedding() -> None:
     bundle, train, held_out = make_bundle(head_hidden=5), Pictures(36), Pictures(20, seed=5)
     for evaluator, layer in (

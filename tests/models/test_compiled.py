@@ -81,10 +81,9 @@ def step(
     return logits.detach().float(), {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pool", "graphs"), [("cls", 2), ("gap", 1)])
-@pytest.mark.parametrize(
-    "fields", [{"stochastic_depth": 0.4}, slow({}), slow({"dropout": 0.1, "layer_scale": 0.1})], ids=str
-)
+@pytest.mark.parametrize("fields", [{"stochastic_depth": 0.4}, {}, {"dropout": 0.1, "layer_scale": 0.1}], ids=str)
 def test_all_blocks_share_a_graph_and_a_last_one_that_reads_has_another(
     pool: str, graphs: int, fields: dict[str, Any]
 ) -> None:
@@ -163,6 +162,7 @@ def test_each_layers_chance_is_its_own_in_one_graph() -> None:
     assert compiler.count == 1
 
 
+@pytest.mark.slow
 def test_names_and_files_do_not_change(tmp_path: Path) -> None:
     plain, made = network(stochastic_depth=0.2), network(stochastic_depth=0.2)
     compile_blocks(made, "on", backend=Graphs())

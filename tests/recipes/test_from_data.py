@@ -110,6 +110,7 @@ def test_boxes_hide_parts_of_images_that_are_seen_often() -> None:
     assert planned(digits).config.augment.erase == 0.5 and planned(digits, steps=3).config.augment.erase == 0.5
 
 
+@pytest.mark.slow
 def test_photographs_are_in_colour_larger_and_mirrored() -> None:
     config = planned(photographs).config
     assert config.images.channels == 3 and config.images.image_size == (96, 96) and config.images.resize == "crop"

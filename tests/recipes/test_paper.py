@@ -18,9 +18,9 @@ from vitrail.training.run import train
 IMAGENET = 1_281_167
 FAMILIES = {
     "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked", "vit-l16-i1k-mae",
-    "augreg-ti16-i1k", "plain-vit-s16-90", "bit-r50x1-i1k",
+    "augreg-ti16-i1k", "plain-vit-s16-90",
 }  # fmt: skip
-"""A recipe of each kind but hybrids, for the fast tests."""
+"""A recipe of each kind of transformer, for the fast tests."""
 
 
 def network_of(config: TrainConfig, num_classes: int) -> AnyConfig:

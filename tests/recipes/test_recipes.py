@@ -41,6 +41,7 @@ def test_the_names_agree(name: str) -> None:
     assert RECIPES[name]() == RECIPES[name](), "a recipe is the same every time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_network_is_built_and_takes_two_steps(
     name: str, tiny: Callable[..., TrainConfig], colour_folder: Path, tmp_path: Path

@@ -187,6 +187,7 @@ def test_the_step_that_went_bad_is_named_and_never_saved(
     assert not list(run.rglob("*-partial"))
 
 
+@pytest.mark.slow
 def test_a_run_that_went_bad_can_go_on_from_the_last_good_state(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

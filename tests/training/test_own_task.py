@@ -121,7 +121,8 @@ def weights_of(result: RunResult) -> dict[str, Any]:
     return state.objective.state_dict()
 
 
-@pytest.mark.parametrize("average", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
+@pytest.mark.slow
+@pytest.mark.parametrize("average", [0.0, 0.9])
 def test_modules_beside_the_network_are_trained_saved_and_resumed(
     average: float, colour_config: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_run_learns_numbers_in_the_units_of_the_data(
     assert all("height" in example.label for example in result.examples)
 
 
+@pytest.mark.slow
 def test_the_lowest_error_can_choose_the_weights(number_config: Callable[..., TrainConfig]) -> None:
     config = number_config(select="mean_absolute_error", steps=12, evaluations=6)
     result = train(config)
@@ -73,6 +74,7 @@ def test_the_lowest_error_can_choose_the_weights(number_config: Callable[..., Tr
     assert result.metrics["validation_mean_absolute_error"] == pytest.approx(min(errors), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_of_numbers_is_trained_further(number_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     first = train(number_config(steps=5, evaluations=1))
     fields = {"init": str(first.folder), "variant": None, "position_std": None, "width": None, "heads": None}

@@ -66,25 +66,15 @@ def test_the_straight_run_is_worth_comparing_with(straight: dict[str, Any]) -> N
     assert [row[0] for row in straight["evaluations"][:6]] == [4, 8, 12, 16, 20, 24]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [
-    pytest.param({"optimizer": "sgd", "keep": "last", "loss": "sigmoid"}, marks=pytest.mark.slow),
+    {"optimizer": "sgd", "keep": "last", "loss": "sigmoid"},
     {"optimizer": "adafactor", "momentum_format": "bfloat16", "width": 32, "heads": 1, "mlp_width": 48, "average": 0.9},
-    pytest.param(
-        {"momentum_format": "bfloat16", "weight_decay_rule": "independent", "schedule": "rsqrt", "cooldown": "5 steps"},
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        {"optimizer": "sgd", "weight_decay_rule": "decoupled", "momentum_format": "bfloat16", "layer_decay": 0.7},
-        marks=pytest.mark.slow,
-    ),
+    {"momentum_format": "bfloat16", "weight_decay_rule": "independent", "schedule": "rsqrt", "cooldown": "5 steps"},
+    {"optimizer": "sgd", "weight_decay_rule": "decoupled", "momentum_format": "bfloat16", "layer_decay": 0.7},
     {"optimizer": "muon", "momentum_format": "bfloat16", "layer_decay": 0.7, "accumulation": 3, "average": 0.9},
-    pytest.param(
-        {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-        {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
-        marks=pytest.mark.slow,
-    ),
+    {"accumulation": 3, "clip": 0.0, "pool": "gap", "shift": 3, "head_hidden": 8},
+    {"variant": "Conv+ViT-Pico/8", "image_size": (32, 32), "registers": 1, "positions": "relative-bias"},
 ], ids=str)  # fmt: skip
 def test_stopping_changes_no_bit_of_other_configs(
     fields: dict[str, Any], small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path
@@ -104,6 +94,7 @@ def test_checkpoints_in_the_background_change_no_bit(
     assert steps == [5, 8, 16, 18, 24]
 
 
+@pytest.mark.slow
 def test_stopping_changes_no_bit_of_a_run_by_onednn(
     small: Small, outcome: Outcome, stop_at: StopAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +109,8 @@ def test_stopping_changes_no_bit_of_a_run_by_onednn(
     assert outcome(stopped) == outcome(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("threads", [0, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [0, 5])
 def test_other_thread_counts_change_no_bit(
     threads: int, small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
 ) -> None:
@@ -132,6 +124,7 @@ def test_other_thread_counts_change_no_bit(
     assert outcome(run) == straight
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_from_which_step(small: Small, stop_at: StopAt, tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -187,6 +180,7 @@ def test_a_crash_goes_back_to_the_newest_checkpoint(
     assert outcome(run) == straight
 
 
+@pytest.mark.slow
 def test_a_moved_run_can_be_resumed(
     small: Small, straight: dict[str, Any], outcome: Outcome, stop_at: StopAt, tmp_path: Path
 ) -> None:
@@ -233,6 +227,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
             resume(folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
     small: Small, straight: dict[str, Any], outcome: Outcome, tmp_path: Path
 ) -> None:
@@ -256,6 +251,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(
     assert outcome(run) == straight
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_in_its_last_measurements_is_finished(
     small: Small, straight: dict[str, Any], outcome: Outcome, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def finished(
     return config, train(config)
 
 
+@pytest.mark.slow
 def test_run_json_is_enough_to_do_it_again(finished: tuple[TrainConfig, RunResult]) -> None:
     config, result = finished
     record = json.loads((result.folder / "run.json").read_text(encoding="utf-8"))
@@ -295,6 +296,7 @@ def test_a_mistake_overwrites_nothing(tiny: Tiny, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "journal.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_folders_name_themselves(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     short = {"run": None, "steps": 1, "evaluations": 1, "checkpoints": 1}
@@ -328,6 +330,7 @@ def break_images(folder: Path) -> set[str]:
     return set(broken)
 
 
+@pytest.mark.slow
 def test_broken_images_are_skipped_and_named_once(
     folder_config: Tiny, colour_folder: Path, stop_at: Callable[[int], Display], outcome: Callable[[Path], Any]
 ) -> None:

@@ -134,6 +134,7 @@ def test_positions_are_resized_to_the_images(
     assert "the image size was changed from (21, 28) to (35, 14), and the positions were resized" in notes.notes
 
 
+@pytest.mark.slow
 def test_what_changes_no_weight_can_be_set(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     fields = {"dropout": 0.25, "stochastic_depth": 0.5, "patch_dropout": 0.3}
     config = load(train(from_model(initial(), colour_folder, **ONE_STEP, **fields)).folder).network.config
@@ -319,6 +320,7 @@ def test_adapters_are_merged_into_what_is_saved(
     assert changed == {f"blocks.{n}.{part}.weight" for n in range(3) for part in ("attention.qkv", "mlp.up")}
 
 
+@pytest.mark.slow
 def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     result = train(from_model(initial(), colour_folder, lora_rank=2, learning_rate=0.1, steps=24, evaluations=8))
     events = [event for event in read_journal(result.folder / "journal.jsonl") if event["event"] == "evaluation"]
@@ -331,6 +333,7 @@ def test_the_best_adapters_are_kept_merged(initial: Initial, from_model: FromMod
     assert all(torch.equal(network.state_dict()[n], t) for n, t in result.bundle.network.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_frozen_model_learns_the_colours(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     notes = Notes()
     config = from_model(initial(), colour_folder, train_blocks=0, steps=60, learning_rate=0.1)

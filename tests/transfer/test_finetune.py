@@ -60,6 +60,7 @@ def test_the_plan_is_for_this_model_and_this_data(tiny_bundle: Bundle, model: Pa
     assert planned(tiny_bundle, model, colours, image_size=(28, 35)).images.image_size == (28, 35)
 
 
+@pytest.mark.slow
 def test_a_model_learns_another_task_and_is_looked_at(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_model_learns_another_task_and_is_looked_at(
     )
 
 
+@pytest.mark.slow
 def test_held_out_images_are_predicted_once(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +283,7 @@ def test_numbers_are_learned_and_reported(
     assert page.names.count("img") == min(len(found.report.worst), 20) > 0
 
 
+@pytest.mark.slow
 def test_the_papers_protocol_learns_numbers(
     tiny_bundle: Bundle, model: Path, brightness: Path, in_folder: Path
 ) -> None:
@@ -305,6 +308,7 @@ def test_a_folder_that_is_there_is_said_before_rates_are_tried(
     assert not list(in_folder.glob("*-learning-rates"))
 
 
+@pytest.mark.slow
 def test_data_that_is_mixed_in_may_bring_classes(
     tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path
 ) -> None:
@@ -342,6 +346,7 @@ def test_a_test_split_without_labels_is_not_measured(
     assert found.split == "validation" and set(found.run.metrics) == {"validation_accuracy"}
 
 
+@pytest.mark.slow
 def test_the_next_commands_can_be_pasted(tiny_bundle: Bundle, model: Path, colours: Path, in_folder: Path) -> None:
     config = planned(tiny_bundle, model, colours).override(steps=2, precision="float32", run="my run")
     page = finetuned(config, tiny_bundle).page

@@ -101,6 +101,7 @@ def tuned(tiny_bundle: Bundle, model: Path, tmp_path: Path) -> Callable[..., Sui
     return finetuned
 
 
+@pytest.mark.slow
 def test_vtab_is_fine_tuned_as_in_the_paper(
     vtab: Suite, downloads: Path, tuned: Callable[..., SuiteResult], tmp_path: Path
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_stopped_suite_continues_and_what_is_finished_stays(
     assert tuned(small) == result and (tmp_path / "runs" / "near" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_task_that_comes_later_is_added(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
     tuned(small)
     (tmp_path / "data" / "gone").mkdir()
@@ -232,6 +234,7 @@ def test_the_users_settings_replace_the_suites(small: Suite, tuned: Callable[...
     assert (config.augment.flip, config.augment.crop_area, config.data.validation_share) == (True, (0.5, 1.0), 0.25)
 
 
+@pytest.mark.slow
 def test_bits_rule_fine_tunes_a_suite(small: Suite, tuned: Callable[..., SuiteResult], tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = build(ResNetConfig(depths=(1, 1), width=32, image_size=(32, 32), num_classes=4))
@@ -254,6 +257,7 @@ def test_numbers_are_fine_tuned(tuned: Callable[..., SuiteResult], brightness: P
     assert result.rows[1].reason is not None and "there is nothing to fine-tune" in result.rows[1].reason
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_skipped_with_the_reason(small: Suite, tuned: Callable[..., SuiteResult]) -> None:
     explicit = {"learning_rate": 1e30, "optimizer": "sgd", "steps": 6, "clip": 0.0}
     with pytest.raises(DataError, match=r"suite small: no task could be measured:\n  near: .*the run diverged"):

@@ -131,6 +131,7 @@ def test_the_rule_is_for_resnets() -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_small_resnet_is_fine_tuned(colours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

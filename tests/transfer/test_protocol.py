@@ -157,6 +157,7 @@ def tried(
     return choose_rate(config, config.data.open_whole(), rates, folder, initial=bundle, **others)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     heard: list[Trial] = []
     trials = tried(tiny_bundle, base, (0.01, 1e-5, 0.1), tmp_path / "rates", on_trial=heard.append)
@@ -174,6 +175,7 @@ def test_each_rate_has_a_run_and_the_test_split_no_part(base: TrainConfig, tiny_
         assert splits == {"validation"}
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_trials_with_other_settings(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     tried(tiny_bundle, base, (0.01,), tmp_path / "rates")
     changed = base.override(steps=2)
@@ -186,6 +188,7 @@ def test_overwrite_replaces_trials_with_other_settings(base: TrainConfig, tiny_b
     assert again[0].folder == tmp_path / "rates" / "0.01"
 
 
+@pytest.mark.slow
 def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
     base: TrainConfig, tiny_bundle: Bundle, colours: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +207,7 @@ def test_rates_of_several_labels_are_chosen_by_mean_average_precision(
         assert trial.metric.name == "mean_average_precision" and trial.value == last["mean_average_precision"]
 
 
+@pytest.mark.slow
 def test_runs_that_are_there_are_not_done_again(base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path) -> None:
     first = tried(tiny_bundle, base, (0.01, 0.02), tmp_path / "rates")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "rates").rglob("journal.jsonl")}
@@ -244,6 +248,7 @@ def test_runs_from_other_weights_or_on_other_data_are_not_taken_for_these(
         tried(tiny_bundle, config, (0.01,), tmp_path / "rates")
 
 
+@pytest.mark.slow
 def test_a_stopped_trial_continues(
     base: TrainConfig, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def trained(evil: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return result.folder, result.bundle
 
 
+@pytest.mark.slow
 def test_the_report_of_a_real_run(trained: tuple[Path, Bundle], evil: Path, read_page: Callable[[str], Any]) -> None:
     folder, bundle = trained
     source = open_data(str(evil), validation_share=0.2).test

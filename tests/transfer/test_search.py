@@ -175,6 +175,7 @@ def test_a_trial_that_is_stopped_continues_with_the_same_command(
     assert "is a trial of settings; to continue, give the first command again" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colours: Path) -> None:
     config = planned(tiny_bundle, model, colours, run="runs/one", validation_share=0.3).config.override(steps=2 * FEW)
     search = Search((LOW, HIGH), 1e6, is_limited=True, may_thin_evaluations=True)
@@ -187,9 +188,9 @@ def test_the_report_shows_what_was_tried(tiny_bundle: Bundle, model: Path, colou
 @pytest.mark.parametrize(
     "given",
     [
-        {"patience": 2, "probe": "knn", "validation": "train[-9:]"},
+        pytest.param({"patience": 2, "probe": "knn", "validation": "train[-9:]"}, marks=pytest.mark.slow),
         {"select": "cross_entropy", "validation_share": 0.3, "average": 0.9},
-        {"mix": ("0.5:fractals:2:20",), "validation_share": 0.3, "per_class": 4},
+        pytest.param({"mix": ("0.5:fractals:2:20",), "validation_share": 0.3, "per_class": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_trials_work_with_settings_that_they_do_not_have(

@@ -52,6 +52,7 @@ def test_operations_are_those_of_the_closed_form(measured: CellResult) -> None:
     assert measured.points[1].flops == 8 * 8 * config.training_flops()
 
 
+@pytest.mark.slow
 def test_operations_of_cheaper_early_steps_are_counted(tmp_path: Path) -> None:
     config = tiny(
         early_image_size=("8:0.25",), early_patch_dropout=("0.5:0.5",), early_batch_size=("5:0.75",),

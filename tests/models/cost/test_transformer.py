@@ -161,7 +161,8 @@ def test_macs_of_another_size(
     assert config.training_flops(size) == replace(config, image_size=size).training_flops()
 
 
-@pytest.mark.parametrize("name", ["ViT-B/16", pytest.param("R50+ViT-B/16", marks=pytest.mark.slow), "BiT-R50x1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ViT-B/16", "R50+ViT-B/16", "BiT-R50x1"])
 def test_training_is_three_forward_passes_but_for_the_image(name: str) -> None:
     config = variant_config(name)
     forward = config.inference_flops()

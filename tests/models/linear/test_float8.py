@@ -166,6 +166,7 @@ def test_every_such_layer_trains_in_8_bits(
     assert not calls, "predictions are in the precision that they were asked for"
 
 
+@pytest.mark.slow
 @needs_float8
 def test_a_network_learns_as_in_bf16() -> None:
     images = torch.randn(12, 3, 35, 21, generator=torch.Generator().manual_seed(0))

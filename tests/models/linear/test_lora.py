@@ -49,6 +49,7 @@ def predict(network: VisionTransformer, images: Tensor) -> Tensor:
     return Predictor(network).logits(images).clone()
 
 
+@pytest.mark.slow
 @given(
     fields=st.data(),
     names=st.lists(st.sampled_from(NAMES), min_size=1, unique=True),

@@ -27,7 +27,7 @@ from vitrail.serving.export.write import FORMATS
 from vitrail.weights.bundle import Bundle, NumberPrediction
 
 
-@pytest.mark.parametrize("to", ["pt2", "onnx"])
+@pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_an_exported_file_predicts_like_the_model(
     to: str, bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
 ) -> None:

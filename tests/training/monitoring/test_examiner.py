@@ -94,6 +94,7 @@ def test_the_mean_of_the_weights_is_measured_and_kept(
     assert measured["cross_entropy"] == pytest.approx(during[2]["cross_entropy"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_averaging_changes_no_step(
     tiny: Callable[..., TrainConfig], weights_by_step: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_averaging_changes_no_step(
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_folder: Path) -> None:
     notes: list[str] = []
 
@@ -135,6 +137,7 @@ def test_patience_ends_the_run(initial: Initial, from_model: FromModel, colour_f
     assert (early["step"], longer.summary["steps"]) == (21, 21), "patience counts again from the extension on"
 
 
+@pytest.mark.slow
 def test_patience_changes_no_learning_rate_and_lasts_while_there_is_progress(
     initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +148,7 @@ def test_patience_changes_no_learning_rate_and_lasts_while_there_is_progress(
     assert [len(each) for each in rates] == [12, 24] and rates[0] == rates[1][:12]
 
 
+@pytest.mark.slow
 def test_patience_is_remembered(
     initial: Initial, from_model: FromModel, colour_folder: Path, stop_at: Callable[[int], Display]
 ) -> None:
@@ -171,11 +175,12 @@ def test_a_run_that_ended_early_and_was_killed_in_its_last_measurements_takes_no
     assert len(events_of(result.folder, "ended early")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"average": 0.5}, marks=pytest.mark.slow),
+        {},
+        {"average": 0.5},
         {"lora_rank": 2, "average": 0.5},
         {"train_blocks": 1},
     ],
@@ -215,6 +220,7 @@ def test_probes_see_the_model_that_would_be_kept_and_change_nothing(
     assert events[-2]["sum"] == pytest.approx(float(logits.sum()), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_probes_go_on_when_a_run_is_resumed(
     tiny: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
@@ -225,6 +231,7 @@ def test_probes_go_on_when_a_run_is_resumed(
     assert [event["step"] for event in events_of(tmp_path / "run", "probe")] == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_evaluators_are_run_by_their_names(
     initial: Initial, from_model: FromModel, colour_folder: Path, tmp_path: Path
 ) -> None:

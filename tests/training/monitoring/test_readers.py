@@ -90,6 +90,7 @@ def test_a_run_records_its_choice_and_computes_the_same(
     assert read_record(tmp_path / "auto").config.run.threads == count
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_as_the_run_chose(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReaderTrials, "SECONDS", 0.0)
     monkeypatch.setattr(ReaderTrials, "STEPS", 1)

@@ -84,6 +84,7 @@ def test_without_evaluations_the_steps_alone_are_left() -> None:
     assert left.seconds(3) == pytest.approx(4 * 1.5)
 
 
+@pytest.mark.slow
 def test_a_run_shows_the_time_left_from_its_second_step(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
     class Shown(Display):
         def __init__(self) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.models.networks import with_slow
 from vitrail.errors import ConfigError
 from vitrail.models.layers import StochasticDepth
 from vitrail.models.linear.lora import LowRank
@@ -66,7 +67,7 @@ def test_layers_are_those_of_beit() -> None:
         assert {name: numbers[id(named[name])] for name in expected} == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, {"BiT"}))
 @given(data=st.data())
 def test_the_last_blocks_are_trained_and_what_is_above_them(kind: str, data: st.DataObject) -> None:
     network, depth = network_of(kind), KINDS[kind][2]

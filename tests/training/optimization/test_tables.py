@@ -36,6 +36,7 @@ def test_filters_of_convolutions_are_read_as_in_the_original() -> None:
     assert torch.equal(tables[id(weight)].read(weight), weight.permute(2, 3, 1, 0)[None])
 
 
+@pytest.mark.slow
 def test_writing_undoes_reading() -> None:
     network = create("R26+ViT-Ti/32", image_size=(32, 64), num_classes=3, width=24, depth=1, heads=3, qk_norm=True)
     tables = tables_of(network)

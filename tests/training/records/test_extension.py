@@ -44,6 +44,7 @@ def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length
     assert result.summary["steps"] == 31 and result.bundle.provenance["steps"] == 31
 
 
+@pytest.mark.slow
 def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: Path) -> None:
     train(small(tmp_path / "whole", steps=40, **FEW))
     train(small(tmp_path / "longer", steps=20, **FEW))
@@ -55,6 +56,7 @@ def test_the_rate_is_that_of_a_run_of_the_whole_length(small: Small, tmp_path: P
     assert longer[20] < longer[21], "the cosine had fallen to its end, and rises again"
 
 
+@pytest.mark.slow
 def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small(run, steps=8, **FEW))
@@ -83,6 +85,7 @@ def test_the_record_and_the_journal_tell_of_the_extension(small: Small, tmp_path
         resume(run)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_can_be_made_longer_and_stopped_again(
     small: Small, stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_other_suffixes_are_refused(golden: Callable[..., Any], write_file: Writ
         BIT_TORCH.write(bundle, tmp_path / "out.npz")
 
 
+@pytest.mark.slow
 def test_depths_are_counted(random_bundle: Callable[..., Any], tmp_path: Path) -> None:
     config = ResNetConfig(image_size=(9, 17), depths=(2, 11, 1), width=32, num_classes=0)
     for layout, path in ((BIT, tmp_path / "x.npz"), (BIT_TORCH, tmp_path / "x.pth")):
