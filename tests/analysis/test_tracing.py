@@ -232,6 +232,17 @@ def test_kinds_of_attention(make: Make, images_of: Images) -> None:
         trace(uniform, images_of(), keep=("attention", "keys"))
 
 
+def test_sparse_attention_has_a_map_with_zeros(make: Make, images_of: Images) -> None:
+    network, images = make(attention="strided"), images_of(2)
+    found = trace(network, images, keep=("attention", "keys", "gradients"), targets=torch.tensor([0, 1]))
+    assert found.attention is not None and found.gradients is not None
+    torch.testing.assert_close(found.attention.sum(dim=-1), torch.ones(found.attention.shape[:-1]))
+    torch.testing.assert_close(found.logits, network(images), atol=1e-5, rtol=1e-5)
+    for name in ("axial:sum=on", "local:window=2:padding=zero"):
+        with pytest.raises(ConfigError, match=f"^attention='{name}' has no dense map of weights, so it cannot be"):
+            trace(make(attention=name), images)
+
+
 def test_what_is_refused(make: Make, images_of: Images) -> None:
     network, images = make(), images_of()
     with pytest.raises(ConfigError, match="architecture 'BiT' has no attention to look into; choose a Vision Tr"):

@@ -58,8 +58,9 @@ class VisionTransformer(nn.Module):
         self.patches = PatchEmbedding(config.patch_size, channels, config.width, bias=config.patch_bias)
         self.prefix = PrefixTokens(config.width, class_token=config.has_class_token, registers=config.registers)
         self.positions = config.position_embedding.build()
+        self.context = config.attention_kind.context()
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.depth))
+        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.num_blocks))
         self.norm = nn.LayerNorm(config.width if config.final_norm == "tokens" else config.embed_width, config.norm_eps)
         self.attention_pool = (
             AttentionPool(config.width, config.heads, config.mlp_width, config.activation, config.norm_eps)
@@ -107,7 +108,7 @@ class VisionTransformer(nn.Module):
         grid = self._grid(images)
         if layers is None:
             return self._split(self._encode(images), grid)
-        chosen, found = block_numbers(layers, self.config.depth), dict[int, Features]()
+        chosen, found = block_numbers(layers, self.config.num_blocks), dict[int, Features]()
 
         def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
             if layer in chosen:
@@ -141,7 +142,8 @@ class VisionTransformer(nn.Module):
         first. The weights are computed in addition to the forward pass, so this method is for analysis. Raises
         `ConfigError` as `features` does.
         """
-        chosen = block_numbers(range(self.config.depth) if layers is None else layers, self.config.depth)
+        count = self.config.num_blocks
+        chosen = block_numbers(range(count) if layers is None else layers, count)
         found: dict[int, Tensor] = {}
 
         def visit(layer: int, before: Tensor, inside: AttentionPositions | None, after: Tensor) -> None:
@@ -174,11 +176,13 @@ class VisionTransformer(nn.Module):
         grid = self._grid(images)
         kept = self._draw_kept(images, grid) if keep is None else keep
         z = self._embedded(images, grid, kept, replace)
-        insides = self.positions.for_attention(grid, self.config.depth, images.device, kept)
+        insides = self.positions.for_attention(grid, len(self.blocks), images.device, kept)
+        if self.context is not None:
+            insides = self.context.join(insides, grid, images.device, kept)
         for layer, (block, inside) in enumerate(zip(self.blocks, insides, strict=True)):
             if layer:
                 z = self.positions(z, grid, layer, kept)  # adds positions if they act at every layer
-            before, arguments = z, (z, inside, read if layer == self.config.depth - 1 else None)
+            before, arguments = z, (z, inside, read if layer == len(self.blocks) - 1 else None)
             if self.checkpoints_activations and self.training:
                 z = checkpoint(block, *arguments, use_reentrant=False)
             else:
@@ -238,7 +242,7 @@ class VisionTransformer(nn.Module):
             return [module for module in modules if module is not None]
 
         return Layers(
-            existing(self.root, self.patches, self.prefix, self.positions, self.dropout),
+            existing(self.root, self.patches, self.prefix, self.positions, self.context, self.dropout),
             list(self.blocks),
             existing(self.norm, self.attention_pool),
             existing(self.head_hidden, self.head),
@@ -251,6 +255,8 @@ class VisionTransformer(nn.Module):
         """
         config = self.config.with_image_size(image_size)
         resized = {f"positions.{name}": tensor for name, tensor in self.positions.resized(config.grid).items()}
+        if self.context is not None:
+            resized |= {f"context.{name}": tensor for name, tensor in self.context.resized(config.grid).items()}
         return with_weights(self, config, self.state_dict() | resized)
 
     def with_head(self, num_classes: int, *, drop_hidden: bool = False) -> VisionTransformer:
@@ -269,6 +275,8 @@ class VisionTransformer(nn.Module):
             elif isinstance(module, HybridRoot | PrefixTokens | AttentionLayer | Mlp | SwiGlu | LayerScale):
                 module.initialise()
         self.positions.initialise(self.config.position_std)
+        if self.context is not None:
+            self.context.initialise()
         if self.attention_pool is not None:
             self.attention_pool.initialise()
         if self.head_hidden is not None:
@@ -363,7 +371,7 @@ def make_block(config: ViTConfig, layer: int) -> Block:
     """Return a new block for a network of this config. `layer` is the number of the block, from 0."""
     return Block(
         width=config.width,
-        attention=config.attention_kind.build(),
+        attention=config.attention_in(layer).build(),
         mlp=make_mlp(config.width, config.mlp_width, config.activation, bias=config.dense_bias, dropout=config.dropout),
         norm_eps=config.norm_eps,
         dropout=config.dropout,

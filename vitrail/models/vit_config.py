@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 from vitrail.errors import ConfigError
 from vitrail.models.attention import ATTENTION, AttentionKind
+from vitrail.models.attention.settings import attention_name
 from vitrail.models.cost import transformer
 from vitrail.models.cost.footprint import Footprint, FootprintPrecision
 from vitrail.models.layers import Activation
@@ -53,7 +54,7 @@ class ViTConfig:
     heads: int = 12
     """Number of attention heads, which must divide the width."""
     attention: str = "full"
-    """Kind of attention: a name of `vitrail.models.attention.ATTENTION`."""
+    """Kind of attention: a name of `vitrail.models.attention.ATTENTION`, and its settings: "local:window=9"."""
     mlp_width: int = 3072
     """Hidden units of each block's MLP. With "swiglu", the gate and the value each have this many units."""
     num_classes: int = 1000
@@ -153,8 +154,8 @@ class ViTConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks, which is `depth`."""
-        return self.depth
+        """Number of blocks: `depth`, or twice as many with attention along rows and columns in turn."""
+        return self.depth * self.attention_kind.blocks_per_layer
 
     @property
     def stream_width(self) -> int:
@@ -163,8 +164,8 @@ class ViTConfig:
 
     @property
     def weights_depend_on_size(self) -> bool:
-        """True if positions have weights that are made for one grid of patches."""
-        return self.position_embedding.depends_on_grid
+        """True if positions or attention have weights that are made for one grid of patches."""
+        return self.position_embedding.depends_on_grid or self.attention_kind.depends_on_grid
 
     @property
     def head_inputs(self) -> int:
@@ -178,13 +179,17 @@ class ViTConfig:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """The attention that `attention` names: layer, validation and cost."""
-        return ATTENTION[self.attention](self)
+        """The attention that `attention` names, in the first block: layer, validation and cost."""
+        return self.attention_in(0)
 
     @property
     def position_embedding(self) -> PositionEmbedding:
         """The position embedding that `positions` names: module, validation and cost."""
         return POSITIONS[self.positions](self)
+
+    def attention_in(self, block: int) -> AttentionKind:
+        """Return the attention of a block, counted from 0."""
+        return ATTENTION[attention_name(self.attention)](self, block)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
         """Return the numbers of rows and columns of patches in an image. Raise `ConfigError` if the patch size does not
@@ -212,7 +217,7 @@ class ViTConfig:
 
     def depth_rate(self, layer: int) -> float:
         """Return the probability that a branch of block `layer`, counted from 0, is dropped for an image."""
-        return self.stochastic_depth * layer / max(self.depth - 1, 1)
+        return self.stochastic_depth * layer / max(self.num_blocks - 1, 1)
 
     def kept_of(self, patches: int, dropout: float | None = None) -> int:
         """Return the number of patches that patch dropout keeps in training, for an image with this many patches.
@@ -278,17 +283,21 @@ def _not_a_choice(config: ViTConfig) -> list[str]:
     for name, choices in (*CHOICES.items(), *([("positions_at", PositionPlace)] if config.positions_at else [])):
         if getattr(config, name) not in get_args(choices):
             found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, get_args(choices)))}")
-    tables: dict[str, Iterable[str]] = {"attention": ATTENTION, "positions": POSITIONS}
-    for name, table in tables.items():
-        if getattr(config, name) not in table:
-            found.append(f"{name}={getattr(config, name)!r} is not one of {', '.join(map(repr, table))}")
+    names: dict[str, tuple[str, Iterable[str]]] = {
+        "attention": (attention_name(config.attention), ATTENTION),
+        "positions": (config.positions, POSITIONS),
+    }
+    for name, (value, table) in names.items():
+        if value not in table:
+            found.append(f"{name}={value!r} is not one of {', '.join(map(repr, table))}")
     return found
 
 
 def _misfits(config: ViTConfig) -> list[str]:
     """Return messages for fields that are valid by themselves but do not fit together."""
-    found = config.attention_kind.problems() if config.attention in ATTENTION else []
-    found += config.position_embedding.problems() if config.positions in POSITIONS else []
+    found = config.position_embedding.problems() if config.positions in POSITIONS else []
+    if attention_name(config.attention) in ATTENTION:
+        found = [*_misfits_of_attention(config), *found]
     if config.reduction is not None:
         found += _misfits_of_reduction(config)
     if config.class_token is False and config.pool.startswith("cls"):
@@ -305,11 +314,27 @@ def _misfits(config: ViTConfig) -> list[str]:
     return found
 
 
+def _misfits_of_attention(config: ViTConfig) -> list[str]:
+    """Return messages for fields that do not fit the attention."""
+    try:
+        kind = config.attention_kind
+    except ConfigError as error:
+        return [str(error)]
+    found = kind.problems()
+    if kind.needs_grid and config.patch_dropout:
+        found.append(
+            f"patch_dropout={config.patch_dropout} does not fit attention={config.attention!r}, which needs the whole "
+            "grid of patches; set it to 0, or choose attention='full'"
+        )
+    return found
+
+
 def _misfits_of_reduction(config: ViTConfig) -> list[str]:
     """Return messages for fields that do not fit merging or pruning of tokens."""
     assert config.reduction is not None
     found, by = [], config.reduction.by
-    if config.attention in ATTENTION and not getattr(ATTENTION[config.attention], "can_reduce", False):
+    name = attention_name(config.attention)
+    if name in ATTENTION and not ATTENTION[name].can_reduce:
         found.append(f"attention={config.attention!r} cannot {by} tokens; leave the reduction out")
     if config.positions in POSITIONS:
         is_inside = config.position_embedding.inside_attention != "none"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError
@@ -15,7 +16,7 @@ from vitrail.models.resnet_config import ResNetConfig, RootConfig
 from vitrail.models.vit import ViTConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.layouts.carried import KEPT, Table, bare_loss, carried, nested, only, other_architecture, own
-from vitrail.weights.load import LAYOUTS
+from vitrail.weights.load import LAYOUTS, load
 
 Make = Callable[..., Bundle]
 Place = Callable[[str, Path], Path]
@@ -68,6 +69,19 @@ def test_a_new_option_of_a_transformer_is_not_exported(
     with pytest.raises(BundleError, match=message):
         LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("layout", ["google", "big-vision", "timm", "huggingface", "torchvision"])
+def test_attention_that_is_not_full_is_not_exported(
+    layout: str, random_bundle: Make, place_of: Place, tmp_path: Path
+) -> None:
+    bundle = random_bundle(ViTConfig(**VIT, attention="local:window=3"))
+    with pytest.raises(BundleError, match=r"cannot store attention='local:window=3' \(only 'full'\)"):
+        LAYOUTS[layout].write(bundle, place_of(layout, tmp_path / "new"))
+    bundle.save(tmp_path / "own")
+    again, images = load(tmp_path / "own"), torch.randn(2, 3, 12, 12)
+    assert again.network.config == bundle.network.config
+    assert torch.equal(again.network.eval()(images), bundle.network.eval()(images))
 
 
 @pytest.mark.parametrize("layout", ["google", "timm"])

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from vitrail.models.attention.axial import AxialAttention
+from vitrail.models.attention.blocks import BlockAttention
 from vitrail.models.attention.full import FullAttention
-from vitrail.models.attention.kind import AttentionKind, AttentionLayer, AttentionOperands, AttentionPositions
+from vitrail.models.attention.kind import (
+    AttentionContext,
+    AttentionKind,
+    AttentionLayer,
+    AttentionOperands,
+    AttentionPositions,
+)
+from vitrail.models.attention.local import LocalAttention
+from vitrail.models.attention.strided import FixedAttention, StridedAttention
 
-__all__ = ["ATTENTION", "AttentionKind", "AttentionLayer", "AttentionOperands", "AttentionPositions"]
+__all__ = [
+    "ATTENTION",
+    "AttentionContext",
+    "AttentionKind",
+    "AttentionLayer",
+    "AttentionOperands",
+    "AttentionPositions",
+]
 
-ATTENTION: dict[str, type[AttentionKind]] = {"full": FullAttention}
+ATTENTION: dict[str, type[AttentionKind]] = {
+    "full": FullAttention,
+    "local": LocalAttention,
+    "blocks": BlockAttention,
+    "axial": AxialAttention,
+    "strided": StridedAttention,
+    "fixed": FixedAttention,
+}
 """All attention mechanisms, by the name that `ViTConfig.attention` uses."""

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vitrail.models.attention.kernels import attend, attend_fused
-from vitrail.models.attention.kind import AttentionLayer, AttentionOperands, AttentionPositions
+from vitrail.models.attention.kind import AttentionKind, AttentionLayer, AttentionOperands, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import fuses
 
-if TYPE_CHECKING:
-    from vitrail.models.vit_config import ViTConfig
-
 __all__ = ["FullAttention", "SelfAttention"]
 
 
-class FullAttention:
+class FullAttention(AttentionKind):
     """Full attention as an `AttentionKind`: its layer, validation and cost for a config."""
 
-    can_reduce: ClassVar[bool] = True
-    """True because the layer has `with_operands`."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        self.config = config
+    can_reduce = True
 
     def problems(self) -> list[str]:
         width, heads = self.config.width, self.config.heads
         return [f"width={width} is not divisible by heads={heads}"] if heads >= 1 and width % heads else []
 
-    def build(self) -> SelfAttention:
+    def build(self) -> AttentionLayer:
         config = self.config
         return SelfAttention(
             config.width,

@@ -14,11 +14,11 @@ __all__ = ["attend", "attend_fused"]
 
 
 def attend(
-    q: Float[Tensor, "b heads m d"],
-    k: Float[Tensor, "b heads n d"],
-    v: Float[Tensor, "b heads n d"],
-    bias: Float[Tensor, "*images #heads #m n"] | None = None,
-) -> Float[Tensor, "b heads m d"]:
+    q: Float[Tensor, "*batch m d"],
+    k: Float[Tensor, "*batch n d"],
+    v: Float[Tensor, "*batch n d"],
+    bias: Float[Tensor, "*#batch #m n"] | None = None,
+) -> Float[Tensor, "*batch m d"]:
     """Return `softmax(q k^T / sqrt(d) + bias) v` (equations 6 and 7) by the faster kernel for these tensors.
 
     In bfloat16 on a CPU, plain matrix products are faster than PyTorch's fused kernel for the sequences of a ViT

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from vitrail.errors import ConfigError
+from vitrail.models.attention.settings import NoSettings, settings_of
 from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.linear.dense import Linear
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
 
-__all__ = ["AttentionKind", "AttentionLayer", "AttentionOperands", "AttentionPositions"]
+__all__ = ["AttentionContext", "AttentionKind", "AttentionLayer", "AttentionOperands", "AttentionPositions"]
 
 
 class AttentionPositions(NamedTuple):
-    """Positions that act inside attention (see `vitrail.models.positions`)."""
+    """Positions that act inside attention (see `vitrail.models.positions`), and what its mechanism needs besides."""
 
     bias: Float[Tensor, "*images #heads #n n"] | None = None
     """Bias that is added to the attention logits. All images have the same bias, or each image has its own."""
     rotation: tuple[Float[Tensor, "*images n d"], Float[Tensor, "*images n d"]] | None = None
     """Cosines and sines of the angles by which queries and keys are rotated. If each image has its own angles, the
     shape is (b, 1, n, d)."""
+
+    offset_bias: Float[Tensor, "heads down across"] | None = None
+    """Bias for each offset between two patches, from which a mechanism with `takes_offsets` reads the bias of the pairs
+    that it computes."""
+    context: Any = None
+    """The tables or weights that the mechanism's `AttentionContext` gives to this block."""
 
     def of_images(self, kept: Int64[Tensor, " k"]) -> AttentionPositions:
         """Return the positions of some images of the batch."""
@@ -33,7 +42,7 @@ class AttentionPositions(NamedTuple):
             bias = bias[kept]
         if rotation is not None and rotation[0].ndim == 4:
             rotation = rotation[0][kept], rotation[1][kept]
-        return AttentionPositions(bias, rotation)
+        return self._replace(bias=bias, rotation=rotation)
 
 
 class AttentionOperands(NamedTuple):
@@ -96,32 +105,110 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
 
-@runtime_checkable
-class AttentionKind(Protocol):
-    """An attention mechanism for one config.
+class AttentionContext(nn.Module):
+    """The tables or weights that the attention of all blocks shares, such as the windows of a grid of patches.
 
-    `ViTConfig.attention` chooses the class, which is constructed from the config. To add a mechanism, write a file like
-    `full.py` and add the class to `ATTENTION`. A class attribute `can_reduce = True` says that its layer has
-    `with_operands` and accepts a bias of the logits, so that tokens can be merged or pruned in inference.
+    The network computes them once in each forward pass. A subclass overrides `for_blocks`. If it has weights, it also
+    overrides `initialise`, and `resized` if they are made for one grid.
     """
 
-    def __init__(self, config: ViTConfig) -> None: ...
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def join(
+        self,
+        insides: Sequence[AttentionPositions | None],
+        grid: tuple[int, int],
+        device: torch.device,
+        kept: Int64[Tensor, "b k"] | None,
+    ) -> list[AttentionPositions]:
+        """Return the positions of every block together with its part of the context. Raise `ConfigError` if the patches
+        are not a whole grid."""
+        if kept is not None:
+            raise ConfigError(
+                f"attention={self.name!r} needs the whole grid of patches, but only some patches are encoded; keep all "
+                "patches, or choose attention='full'"
+            )
+        given = self.for_blocks(grid, len(insides), device)
+        return [
+            (inside or AttentionPositions())._replace(context=part) for inside, part in zip(insides, given, strict=True)
+        ]
+
+    def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[Any]:
+        """Return the part of each block. Raise `ConfigError` if the grid does not fit."""
+        raise NotImplementedError
+
+    def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
+        """Return the weights that depend on the grid, resized to another grid, by their names."""
+        return {}
+
+    def initialise(self) -> None:
+        """Draw new weights."""
+
+
+class AttentionKind:
+    """An attention mechanism for one block of one config.
+
+    `ViTConfig.attention` chooses the class, which is constructed from the config and the number of the block. To add a
+    mechanism, write a file like `full.py` and add the class to `ATTENTION`.
+    """
+
+    Settings: ClassVar[type[Any]] = NoSettings
+    """Frozen dataclass of the settings that may follow the name in `ViTConfig.attention`: `local:window=9`."""
+    can_reduce: ClassVar[bool] = False
+    """True if the layer has `with_operands` and accepts a bias of the logits, so that tokens can be merged or pruned in
+    inference."""
+    needs_grid: ClassVar[bool] = False
+    """True if the layer needs all patches of the grid, so that training cannot drop patches."""
+    takes_offsets: ClassVar[bool] = False
+    """True if the layer reads a bias of offsets from `AttentionPositions.offset_bias` instead of a bias for every
+    pair of tokens."""
+
+    def __init__(self, config: ViTConfig, block: int = 0) -> None:
+        self.config = config
+        self.block = block
+        self.settings: Any = settings_of(config.attention, self.Settings)
+
+    @property
+    def blocks_per_layer(self) -> int:
+        """Number of blocks for each layer of `ViTConfig.depth`."""
+        return 1
+
+    @property
+    def depends_on_grid(self) -> bool:
+        """True if some weights are made for one grid of patches and resized for others."""
+        return False
 
     def problems(self) -> list[str]:
         """Return a message for every field of the config that does not fit this attention."""
+        return []
+
+    def context(self) -> AttentionContext | None:
+        """Return a new module of what all blocks share, or None."""
+        return None
+
+    def context_parameters(self) -> int:
+        """Return the number of weights of the context."""
+        return 0
 
     def build(self) -> AttentionLayer:
         """Return a new layer."""
+        raise NotImplementedError
 
     def parameters(self) -> int:
         """Return the number of the layer's weights."""
+        raise NotImplementedError
 
     def macs(self, tokens: int, read: int) -> int:
         """Return the multiply-accumulates for a sequence of `tokens` tokens if only the first `read` outputs are
         computed."""
+        raise NotImplementedError
 
     def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
         """Return the bytes per image that the layer keeps for the backward pass, not counting the layer's input."""
+        raise NotImplementedError
 
     def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
         """Return the peak extra bytes per image during the layer's backward pass, or 0 if they are negligible."""
+        raise NotImplementedError

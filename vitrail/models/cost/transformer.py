@@ -39,19 +39,23 @@ def parameters(config: ViTConfig) -> int:
         attention_pool = width + 4 * width * (width + 1) + 2 * width + _mlp_parameters(config, bias=True)
     hidden = config.head_hidden * (config.embed_width + 1)
     head = config.num_classes * (config.head_inputs + 1)
-    blocks = config.depth * _block_parameters(config)
+    attention = sum(config.attention_in(block).parameters() for block in range(config.num_blocks))
+    attention += config.attention_kind.context_parameters()
+    blocks = attention + config.num_blocks * _rest_of_block_parameters(config)
     return root + stem + prefix + positions + blocks + norm + attention_pool + hidden + head
 
 
 def macs(config: ViTConfig, size: tuple[int, int]) -> int:
     """Return the multiply-accumulates of the forward pass of one image. As in the literature, all tokens are counted in
     every block."""
-    return _macs(config, size, math.prod(config.grid_of(*size)))
+    config = config.with_image_size(size)
+    return _macs(config, size, math.prod(config.grid))
 
 
 def inference_flops(config: ViTConfig, size: tuple[int, int]) -> int:
     """Return the FLOPs that are computed to predict one image."""
-    patches = math.prod(config.grid_of(*size))
+    config = config.with_image_size(size)
+    patches = math.prod(config.grid)
     return 2 * (macs(config, size) - _unread_macs(config, patches + config.prefix) - _removed_macs(config, patches))
 
 
@@ -62,13 +66,14 @@ def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
     computed. Patches that `patch_dropout` removes are not counted, nor are branches that `skip_dropped` skips. The
     number of images that skip a branch is not rounded here.
     """
-    patches = config.kept_of(math.prod(config.grid_of(*size)))
+    config = config.with_image_size(size)
+    patches = config.kept_of(math.prod(config.grid))
     unread = _unread_macs(config, patches + config.prefix)
     forward = _macs(config, size, patches) - unread
     if config.skip_dropped:
-        block, last = _block_macs(config, patches + config.prefix), config.depth - 1
-        skipped = sum(config.depth_rate(layer) for layer in range(config.depth)) * block
-        forward -= round(skipped - config.depth_rate(last) * unread)
+        blocks, n = range(config.num_blocks), patches + config.prefix
+        skipped = sum(config.depth_rate(block) * _block_macs(config, block, n) for block in blocks)
+        forward -= round(skipped - config.depth_rate(blocks[-1]) * unread)
     root = config.root
     first = resnet.root_first_macs(root, config.channels, size) if root else _stem_macs(config, patches)
     return 2 * (3 * forward - first)
@@ -77,15 +82,16 @@ def training_flops(config: ViTConfig, size: tuple[int, int]) -> int:
 def footprint(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> Footprint:
     """Return the memory that a training step needs."""
     count, copies = parameters(config), 2 * (precision == "bf16")
+    config = config.with_image_size(size)
     activations, passing = _activations(config, size, precision), _passing_bytes(config, size, precision)
-    gaps, filters, remaining, in_root, standardised = GAPS[precision] + 1 / config.depth, 0, 0, 0, 0
+    gaps, filters, remaining, in_root, standardised = GAPS[precision] + 1 / config.num_blocks, 0, 0, 0, 0
     if config.root:
         in_root = resnet.root_parameters(config.root, config.channels)
         standardised = resnet.standardised_bytes(precision) * in_root
         remaining = resnet.root_bytes(config.root, config.channels, size, precision, backward=True)
         filters, gaps = resnet.filter_bytes(config.root), resnet.GAPS
     else:
-        remaining = activations // config.depth + passing
+        remaining = activations // config.num_blocks + passing
     return Footprint(
         parameters=count,
         activations=activations,
@@ -103,16 +109,16 @@ def _macs(config: ViTConfig, size: tuple[int, int], patches: int) -> int:
     """Return the multiply-accumulates for an image of this size if this many patches are kept."""
     n = patches + config.prefix
     root = resnet.root_macs(config.root, config.channels, size) if config.root else 0
-    block = _block_macs(config, n)
+    blocks = sum(_block_macs(config, block, n) for block in range(config.num_blocks))
     attention_pool = _attention_pool_macs(config, n)
     hidden = config.head_hidden * config.embed_width
     head = config.num_classes * config.head_inputs
-    return root + _stem_macs(config, patches) + config.depth * block + attention_pool + hidden + head
+    return root + _stem_macs(config, patches) + blocks + attention_pool + hidden + head
 
 
-def _block_macs(config: ViTConfig, n: int) -> int:
+def _block_macs(config: ViTConfig, block: int, n: int) -> int:
     """Return the multiply-accumulates of a block for n tokens."""
-    return config.attention_kind.macs(n, n) + n * _mlp_macs(config)
+    return config.attention_in(block).macs(n, n) + n * _mlp_macs(config)
 
 
 def _unread_macs(config: ViTConfig, n: int) -> int:
@@ -122,7 +128,7 @@ def _unread_macs(config: ViTConfig, n: int) -> int:
     """
     if config.pool != "cls":
         return 0
-    attention = config.attention_kind
+    attention = config.attention_in(config.num_blocks - 1)
     return attention.macs(n, n) - attention.macs(n, 1) + (n - 1) * _mlp_macs(config)
 
 
@@ -171,10 +177,11 @@ def _mlp_parameters(config: ViTConfig, *, bias: bool) -> int:
     return config.width * (up + config.mlp_width) + bias * (up + config.width)
 
 
-def _block_parameters(config: ViTConfig) -> int:
+def _rest_of_block_parameters(config: ViTConfig) -> int:
+    """Return the number of weights of a block without its attention."""
     scales = 2 * config.width * (config.layer_scale > 0)
     norms = 4 * config.width
-    return config.attention_kind.parameters() + norms + scales + _mlp_parameters(config, bias=config.dense_bias)
+    return norms + scales + _mlp_parameters(config, bias=config.dense_bias)
 
 
 def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
@@ -184,7 +191,8 @@ def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintP
     read = 1 if config.pool == "cls" else n
     stem = patches * math.prod(config.patch_size) * _stem_channels(config)
     kept = each * stem
-    kept += (config.depth - 1) * _block_bytes(config, n, n, precision) + _block_bytes(config, n, read, precision)
+    last = config.num_blocks - 1
+    kept += sum(_block_bytes(config, block, n, n if block < last else read, precision) for block in range(last + 1))
     kept += 4 * read * (width + 2) if config.final_norm == "tokens" else 4 * config.embed_width
     if config.dropout:
         kept += 4 * n * width
@@ -201,7 +209,7 @@ def _activations(config: ViTConfig, size: tuple[int, int], precision: FootprintP
     return kept
 
 
-def _block_bytes(config: ViTConfig, n: int, read: int, precision: FootprintPrecision) -> int:
+def _block_bytes(config: ViTConfig, block: int, n: int, read: int, precision: FootprintPrecision) -> int:
     """Return the bytes that a block keeps for n tokens if only the first `read` output tokens are computed."""
     bf16 = precision == "bf16"
     all_tokens, results, hidden = n * config.width, read * config.width, read * config.mlp_width
@@ -213,7 +221,7 @@ def _block_bytes(config: ViTConfig, n: int, read: int, precision: FootprintPreci
         kept += 2 * results
     if config.dropout:
         kept += 2 * results + hidden
-    return 4 * exact + bytes_each(precision) * kept + config.attention_kind.kept_bytes(n, read, precision)
+    return 4 * exact + bytes_each(precision) * kept + config.attention_in(block).kept_bytes(n, read, precision)
 
 
 def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:
@@ -236,7 +244,7 @@ def _passing_bytes(config: ViTConfig, size: tuple[int, int], precision: Footprin
     if config.pool != "cls":
         return whole
     keys_and_values = each * 2 * n * width
-    return max(keys_and_values, whole - _block_bytes(config, n, 1, precision))
+    return max(keys_and_values, whole - _block_bytes(config, config.num_blocks - 1, n, 1, precision))
 
 
 def _predicting_bytes(config: ViTConfig, size: tuple[int, int], precision: FootprintPrecision) -> int:

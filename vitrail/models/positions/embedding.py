@@ -63,7 +63,7 @@ class PositionEmbedding:
     @property
     def layers(self) -> int:
         """Number of layers with separate positions."""
-        return self.config.depth if self.config.positions_place == "every-layer" else 1
+        return self.config.num_blocks if self.config.positions_place == "every-layer" else 1
 
     def problems(self) -> list[str]:
         """Return a message for every field of the config that does not fit this position embedding."""

@@ -29,7 +29,12 @@ class Relative(PositionEmbedding):
     def build(self) -> Positions:
         config = self.config
         return RelativeBias(
-            config.grid, config.heads, prefix=config.prefix, layers=self.layers, resize=config.position_resize
+            config.grid,
+            config.heads,
+            prefix=config.prefix,
+            layers=self.layers,
+            resize=config.position_resize,
+            of_pairs=not config.attention_kind.takes_offsets,
         )
 
     def parameters(self) -> int:
@@ -65,7 +70,7 @@ class Rotary(PositionEmbedding):
         """Return the bytes of the rotation's cosines and sines for one image. In bf16, every block keeps a rounded copy
         of its own."""
         head_width, tokens = self.config.width // self.config.heads, patches + self.config.prefix
-        return 2 * tokens * head_width * (4 if precision == "float32" else 2 * self.config.depth)
+        return 2 * tokens * head_width * (4 if precision == "float32" else 2 * self.config.num_blocks)
 
 
 def _not_at_the_stem(embedding: PositionEmbedding) -> list[str]:
@@ -78,13 +83,22 @@ def _not_at_the_stem(embedding: PositionEmbedding) -> list[str]:
 class RelativeBias(Positions):
     """A learned number for each head and each offset between two patches, added to attention's logits.
 
-    Pairs with a class or register token have no offset and no bias.
+    Pairs with a class or register token have no offset and no bias. If `of_pairs` is False, attention is given the
+    table of offsets, and reads the bias of the pairs that it computes.
     """
 
     def __init__(
-        self, grid: tuple[int, int], heads: int, *, prefix: int, layers: int, resize: PositionResize = "linear-corners"
+        self,
+        grid: tuple[int, int],
+        heads: int,
+        *,
+        prefix: int,
+        layers: int,
+        resize: PositionResize = "linear-corners",
+        of_pairs: bool = True,
     ) -> None:
         super().__init__()
+        self.of_pairs = of_pairs
         self.grid = grid
         self.prefix = prefix
         self.resize = resize
@@ -96,6 +110,10 @@ class RelativeBias(Positions):
         """Return the bias of each layer. If the module has a single table of biases, all layers share it. For another
         grid, the table is resized."""
         table = self._table(self.bias, grid)
+        if not self.of_pairs:
+            offsets_of_heads = table.transpose(1, 2).reshape(*self.bias.shape[:2], 2 * grid[0] - 1, 2 * grid[1] - 1)
+            found = [AttentionPositions(offset_bias=one) for one in offsets_of_heads]
+            return found * depth if len(found) == 1 else found
         offsets = _offsets(grid, device)
         if kept is not None:
             offsets = offsets[kept[:, :, None], kept[:, None, :]]  # b k k
