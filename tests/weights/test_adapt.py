@@ -293,3 +293,18 @@ def test_a_reduction_that_does_not_fit(vit: Callable[..., Bundle], random_bundle
     resnet = random_bundle(ResNetConfig(depths=(1,), width=32, num_classes=3, image_size=(32, 32)))
     with pytest.raises(BundleError, match="tokens can be merged or pruned in a ViT only; this model is a BiT"):
         with_reduction(resnet, TokenReduction(tokens=1))
+
+
+def test_a_model_with_projections_for_another_size_says_so(random_bundle: Callable[..., Bundle]) -> None:
+    config = ViTConfig(
+        image_size=(10, 14), patch_size=(2, 2), width=8, depth=2, heads=2, mlp_width=6, attention="linformer:rows=4"
+    )
+    bundle = random_bundle(config)
+    larger = adapted(bundle, image_size=(12, 8))
+    assert larger.notes[-1] == (
+        "the image size was changed from (10, 14) to (12, 8), and the positions were resized, and the projections of "
+        "attention='linformer:rows=4' were interpolated"
+    )
+    again = adapted(larger, image_size=(10, 14))  # from the first projections, not from the interpolated ones
+    for name, tensor in bundle.network.state_dict().items():
+        assert torch.equal(again.network.state_dict()[name], tensor), name

@@ -51,9 +51,7 @@ def adapted(
         old = network.config.image_size
         network, first = _resized(bundle, image_size)
         preprocess = replace(preprocess, image_size=image_size)
-        resized = network.config.weights_depend_on_size
-        positions = ", and the positions were resized" if resized else ""
-        notes.append(f"the image size was changed from {old} to {image_size}{positions}")
+        notes.append(f"the image size was changed from {old} to {image_size}{_resized_weights(network)}")
     config = network.config
     hidden = bool(config.head_hidden and drop_head_hidden)
     names = bundle.classes
@@ -120,8 +118,21 @@ def _resized(bundle: Bundle, image_size: tuple[int, int]) -> tuple[AnyNetwork, F
     resized = resize_network(network, image_size)
     if not network.config.weights_depend_on_size:
         return resized, None
-    positions = {name: tensor for name, tensor in network.state_dict().items() if name.startswith("positions.")}
+    positions = {
+        name: tensor for name, tensor in network.state_dict().items() if name.startswith(("positions.", "context."))
+    }
     return resized, FirstPositions(network.config.image_size, positions)
+
+
+def _resized_weights(network: AnyNetwork) -> str:
+    """Return a text about the weights that another image size has resized."""
+    config = network.config
+    if config.architecture != "ViT":
+        return ""
+    found = ", and the positions were resized" if config.position_embedding.depends_on_grid else ""
+    if config.attention_kind.depends_on_grid:
+        found += f", and the projections of attention={config.attention!r} were interpolated"
+    return found
 
 
 def in_colour(network: AnyNetwork, channels: int) -> AnyNetwork:

@@ -57,7 +57,9 @@ def test_groups_equal_dense_attention_with_a_mask(attention: str, name: str) -> 
             torch.testing.assert_close(layer.combine(mixed), ours, atol=1e-4, rtol=1e-4)
 
 
-EVERY = [*SEEN, "local:window=3:padding=zero", "axial:sum=on"]
+LINFORMER = [f"linformer:rows=4:share={share}" for share in ("none", "heads", "keys-values", "layers")]
+LSH = ["lsh:chunk=4", "lsh:chunk=20:rounds=1"]
+EVERY = [*SEEN, "local:window=3:padding=zero", "axial:sum=on", *LINFORMER, *LSH]
 
 
 @pytest.mark.parametrize("attention", EVERY)
@@ -65,7 +67,7 @@ EVERY = [*SEEN, "local:window=3:padding=zero", "axial:sum=on"]
 def test_cost_equals_the_counted_products(attention: str, fields: dict[str, Any]) -> None:
     config = config_of(attention, **fields)
     for size in ((10, 14), (8, 10)):
-        network, images = VisionTransformer(config).eval(), torch.zeros(1, 1, *size)
+        network, images = VisionTransformer(config).eval().requires_grad_(False), torch.zeros(1, 1, *size)
         assert sum(parameter.numel() for parameter in network.parameters()) == config.parameters()
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
             network(images)
@@ -115,6 +117,18 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "dropped patches": (
         {"attention": "axial", "patch_dropout": 0.5},
         r"^patch_dropout=0.5 does not fit attention='axial', which needs the whole grid of patches; set it to 0",
+    ),
+    "rows": ({"attention": "linformer:rows=0"}, r"rows=0 is less than 1"),
+    "rotated keys": (
+        {"attention": "linformer", "positions": "rotary-2d"},
+        r"^positions='rotary-2d' acts on pairs of patches, but attention='linformer' mixes the keys of all patches; ",
+    ),
+    "chunk": ({"attention": "lsh:chunk=0"}, r"chunk=0 is less than 1"),
+    "buckets": ({"attention": "lsh:buckets=3"}, r"buckets=3 is not an even number; 0 is about one for each chunk"),
+    "norms": ({"attention": "lsh", "qk_norm": True}, r"^qk_norm=True does not fit attention='lsh', whose keys have"),
+    "bias": (
+        {"attention": "lsh", "positions": "relative-bias"},
+        r"^positions='relative-bias' adds to logits, but attention='lsh' chooses pairs without them; choose ",
     ),
     "unknown setting": (
         {"attention": "local:windw=3"},
@@ -202,7 +216,9 @@ def test_an_axial_layer_is_two_blocks() -> None:
     assert len(VisionTransformer(config).features(torch.zeros(1, 1, 10, 14), layers=(5,))) == 1
 
 
-@pytest.mark.parametrize("attention", ["local:window=3", "blocks:size=3:shift=1", "axial", "axial:sum=on", "fixed"])
+@pytest.mark.parametrize(
+    "attention", ["local:window=3", "blocks:size=3:shift=1", "axial", "axial:sum=on", "fixed", *LINFORMER[:2], *LSH]
+)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_bytes_that_are_kept(attention: str, precision: Any) -> None:
     from tests.models.cost.test_footprint import saved_per_image

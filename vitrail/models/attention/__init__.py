@@ -12,7 +12,9 @@ from vitrail.models.attention.kind import (
     AttentionOperands,
     AttentionPositions,
 )
+from vitrail.models.attention.linformer import LinformerAttention
 from vitrail.models.attention.local import LocalAttention
+from vitrail.models.attention.lsh import LshAttention
 from vitrail.models.attention.strided import FixedAttention, StridedAttention
 
 __all__ = [
@@ -29,7 +31,9 @@ ATTENTION: dict[str, type[AttentionKind]] = {
     "local": LocalAttention,
     "blocks": BlockAttention,
     "axial": AxialAttention,
+    "linformer": LinformerAttention,
     "strided": StridedAttention,
     "fixed": FixedAttention,
+    "lsh": LshAttention,
 }
 """All attention mechanisms, by the name that `ViTConfig.attention` uses."""

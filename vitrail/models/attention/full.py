@@ -14,7 +14,7 @@ from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
 from vitrail.models.linear.kernels import fuses
 
-__all__ = ["FullAttention", "SelfAttention"]
+__all__ = ["FullAttention", "SelfAttention", "rotate"]
 
 
 class FullAttention(AttentionKind):
@@ -129,7 +129,7 @@ class SelfAttention(AttentionLayer):
             q, k = _normalise(q, self.query_norm), _normalise(k, self.key_norm)
         if positions is not None and positions.rotation is not None:
             cosine, sine = (part.to(v.dtype) for part in positions.rotation)
-            q, k = _rotate(q, cosine[..., :m, :], sine[..., :m, :]), _rotate(k, cosine, sine)
+            q, k = rotate(q, cosine[..., :m, :], sine[..., :m, :]), rotate(k, cosine, sine)
         return q, k, v, None if positions is None or positions.bias is None else positions.bias[..., :m, :]
 
     def _queries_keys_values(
@@ -165,7 +165,7 @@ def _normalise(x: Float[Tensor, "b heads n d"], norm: nn.LayerNorm) -> Float[Ten
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
-def _rotate(
+def rotate(
     x: Float[Tensor, "b heads n d"], cosine: Float[Tensor, "*images n d"], sine: Float[Tensor, "*images n d"]
 ) -> Float[Tensor, "b heads n d"]:
     """Rotate each pair of channels (i, i + d / 2) by its token's angle (2104.09864)."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from vitrail.models.attention.kind import AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision
+from vitrail.models.grids import GridResize, resize_grid
 
 if TYPE_CHECKING:
     from vitrail.models.vit_config import ViTConfig
@@ -31,15 +31,7 @@ PositionPlace = Literal["stem", "every-layer", "shared"]
 positions before every block. "shared" adds the same positions before every block."""
 Covered = Literal["all", "class", "patches"]
 """Tokens that have learned positions: all tokens, class token and patches without registers, or patches only."""
-PositionResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias"]
-
-RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias
-    "linear-corners": ("bilinear", True, False),  # vision_transformer and big_vision
-    "bilinear": ("bilinear", False, False),
-    "bicubic": ("bicubic", False, False),  # DINO, DINOv2, Hugging Face
-    "bicubic-corners": ("bicubic", True, False),  # torchvision
-    "bicubic-antialias": ("bicubic", False, True),  # timm
-}
+PositionResize = GridResize
 
 
 class PositionEmbedding:
@@ -114,19 +106,6 @@ class Positions(nn.Module):
     def initialise(self, std: float) -> None:
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=std)
-
-
-def resize_grid(
-    embedding: Float[Tensor, "l n width"], old: tuple[int, int], new: tuple[int, int], how: PositionResize
-) -> Float[Tensor, "l m width"]:
-    """Resize a grid of vectors in row-major order from `old` (rows, columns) to `new`. Equal sizes change nothing."""
-    if old == new:
-        return embedding
-    layers, _, width = embedding.shape
-    mode, corners, antialias = RESIZES[how]
-    image = embedding.reshape(layers, *old, width).permute(0, 3, 1, 2).float()
-    image = F.interpolate(image, size=new, mode=mode, align_corners=corners, antialias=antialias)
-    return image.permute(0, 2, 3, 1).reshape(layers, new[0] * new[1], width).to(embedding.dtype)
 
 
 def patch_places(grid: tuple[int, int], device: torch.device | None) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:

@@ -1,0 +1,191 @@
+"""Linformer (2006.04768): the keys and values of all patches are projected to a fixed number of rows.
+
+Each row is a learned weighted sum over the grid of patches. Class token and registers are keys of their own. At another
+resolution, the weights are interpolated over the grid, and scaled so that their sums stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vitrail.models.attention.full import FullAttention, SelfAttention
+from vitrail.models.attention.kernels import attend
+from vitrail.models.attention.kind import AttentionContext, AttentionLayer, AttentionPositions
+from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
+from vitrail.models.grids import GridResize, resize_grid
+
+__all__ = ["LinformerAttention", "LinformerSettings"]
+
+Share = Literal["none", "heads", "keys-values", "layers"]
+
+
+@dataclass(frozen=True)
+class LinformerSettings:
+    """The settings of "linformer"."""
+
+    rows: int = 64
+    """Number of rows to which keys and values are projected."""
+    share: Share = "heads"
+    """Sharing of the projections: none; by all heads; also by keys and values; also by all layers."""
+
+
+class LinformerAttention(FullAttention):
+    """Each token sees `rows` weighted sums of all patches, and class token and registers."""
+
+    Settings = LinformerSettings
+    can_reduce = False
+    needs_grid = True
+    settings: LinformerSettings
+
+    @property
+    def depends_on_grid(self) -> bool:
+        return True
+
+    def problems(self) -> list[str]:
+        found, name = super().problems(), f"attention={self.config.attention!r}"
+        if self.settings.rows < 1:
+            found.append(f"{name}: rows={self.settings.rows} is less than 1")
+        if self.config.position_embedding.inside_attention != "none":
+            found.append(
+                f"positions={self.config.positions!r} acts on pairs of patches, but {name} mixes the keys of all "
+                "patches; choose positions that are added to tokens"
+            )
+        return found
+
+    def context(self) -> AttentionContext:
+        config, share = self.config, self.settings.share
+        return LinformerContext(
+            config.attention,
+            config.grid,
+            layers=1 if share == "layers" else config.num_blocks,
+            parts=2 if share in ("none", "heads") else 1,
+            heads=config.heads if share == "none" else 1,
+            rows=self.settings.rows,
+            resize=config.position_resize,
+        )
+
+    def context_parameters(self) -> int:
+        context_shape = {
+            "none": self.config.num_blocks * 2 * self.config.heads,
+            "heads": self.config.num_blocks * 2,
+            "keys-values": self.config.num_blocks,
+            "layers": 1,
+        }
+        return context_shape[self.settings.share] * self.settings.rows * prod(self.config.grid)
+
+    def build(self) -> AttentionLayer:
+        config = self.config
+        return LinformerSelfAttention(
+            config.width,
+            config.heads,
+            prefix=config.prefix,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.dense_bias,
+            qk_norm_eps=config.norm_eps if config.qk_norm else 0.0,
+        )
+
+    def macs(self, tokens: int, read: int) -> int:
+        width, rows, prefix = self.config.width, self.settings.rows, self.config.prefix
+        projected = 2 * rows * (tokens - prefix) * width
+        return (2 * tokens + 2 * read) * width * width + projected + 2 * read * (rows + prefix) * width
+
+    def kept_bytes(self, tokens: int, read: int, precision: FootprintPrecision) -> int:
+        config, seen = self.config, self.settings.rows + self.config.prefix
+        if precision == "bf16":
+            kept, weights = 2 * tokens + 2 * read, config.heads * read * seen
+        else:  # queries, keys and values are one tensor, besides the copies for the projections
+            kept, weights = 4 * tokens + 2 * read, config.heads * read
+        return bytes_each(precision) * ((kept + 2 * seen) * config.width + weights)
+
+    def backward_bytes(self, tokens: int, precision: FootprintPrecision) -> int:
+        return 0
+
+
+class LinformerContext(AttentionContext):
+    """The projections of all layers, with the shape (layers, keys and values, heads, rows, patches).
+
+    An axis has length 1 if its members share their projections.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        *,
+        layers: int,
+        parts: int,
+        heads: int,
+        rows: int,
+        resize: GridResize,
+    ) -> None:
+        super().__init__(name)
+        self.grid = grid
+        self.resize = resize
+        self.projections = nn.Parameter(torch.empty(layers, parts, heads, rows, prod(grid)))
+
+    def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[Tensor]:
+        found = list(self._for_grid(self.projections, grid))
+        return found * blocks if len(found) == 1 else found
+
+    def resized(self, grid: tuple[int, int]) -> dict[str, Tensor]:
+        return {} if grid == self.grid else {"projections": self._for_grid(self.projections.detach(), grid)}
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw projections that leave the size of keys and values as it is."""
+        nn.init.normal_(self.projections, std=prod(self.grid) ** -0.5)
+
+    def _for_grid(self, projections: Tensor, grid: tuple[int, int]) -> Float[Tensor, "layers parts heads rows n"]:
+        """Return the projections for a grid."""
+        if grid == self.grid:
+            return projections
+        *shape, rows, patches = projections.shape
+        columns = projections.reshape(-1, rows, patches).transpose(1, 2)
+        found = resize_grid(columns, self.grid, grid, self.resize) * (prod(self.grid) / prod(grid))
+        return found.transpose(1, 2).reshape(*shape, rows, prod(grid))
+
+
+class LinformerSelfAttention(SelfAttention):
+    """Multi-head self-attention over projected keys and values. It has no weight for each pair of tokens."""
+
+    weights = AttentionLayer.weights
+    operands = AttentionLayer.operands
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        prefix: int,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        qk_norm_eps: float = 0.0,
+    ) -> None:
+        super().__init__(width, heads, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm_eps=qk_norm_eps)
+        self.prefix = prefix
+
+    def forward(
+        self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
+    ) -> Float[Tensor, "b m width"]:
+        assert positions is not None
+        q, k, v, _ = self._operands(tokens, None, read)
+        of_keys, of_values = positions.context[0], positions.context[-1]
+        return self.combine(attend(q, self._projected(k, of_keys), self._projected(v, of_values)))
+
+    def _projected(
+        self, x: Float[Tensor, "b heads n d"], projection: Float[Tensor, "#heads rows patches"]
+    ) -> Float[Tensor, "b heads m d"]:
+        """Return the keys or values of class token and registers, and the weighted sums of those of the patches."""
+        of_patches = x[:, :, self.prefix :]
+        if len(projection) == 1:
+            rows = torch.einsum("rn,bhnd->bhrd", projection[0], of_patches)
+        else:
+            rows = torch.einsum("hrn,bhnd->bhrd", projection, of_patches)
+        return torch.cat([x[:, :, : self.prefix], rows], dim=2)

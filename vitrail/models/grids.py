@@ -1,0 +1,34 @@
+"""Vectors on a grid of patches, and their interpolation for another grid."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["GridResize", "resize_grid"]
+
+GridResize = Literal["linear-corners", "bilinear", "bicubic", "bicubic-corners", "bicubic-antialias"]
+
+RESIZES: dict[str, tuple[str, bool, bool]] = {  # mode, corners aligned, antialias
+    "linear-corners": ("bilinear", True, False),  # vision_transformer and big_vision
+    "bilinear": ("bilinear", False, False),
+    "bicubic": ("bicubic", False, False),  # DINO, DINOv2, Hugging Face
+    "bicubic-corners": ("bicubic", True, False),  # torchvision
+    "bicubic-antialias": ("bicubic", False, True),  # timm
+}
+
+
+def resize_grid(
+    embedding: Float[Tensor, "l n width"], old: tuple[int, int], new: tuple[int, int], how: GridResize
+) -> Float[Tensor, "l m width"]:
+    """Resize a grid of vectors in row-major order from `old` (rows, columns) to `new`. Equal sizes change nothing."""
+    if old == new:
+        return embedding
+    layers, _, width = embedding.shape
+    mode, corners, antialias = RESIZES[how]
+    image = embedding.reshape(layers, *old, width).permute(0, 3, 1, 2).float()
+    image = F.interpolate(image, size=new, mode=mode, align_corners=corners, antialias=antialias)
+    return image.permute(0, 2, 3, 1).reshape(layers, new[0] * new[1], width).to(embedding.dtype)
