@@ -72,6 +72,9 @@ def test_a_truncated_network_is_the_smaller_network() -> None:
             truncated(bundle, depth)
     with pytest.raises(BundleError, match="only a ViT whose positions are added once"):
         truncated(model(positions_at="every-layer"), 2)
+    with pytest.raises(BundleError, match="attention='linformer' has weights of all blocks, so no block can be"):
+        truncated(model(attention="linformer"), 2)
+    assert len(truncated(model(attention="axial"), 2).network.blocks) == 4
 
 
 def test_steps_and_their_costs(images: Images) -> None:

@@ -282,6 +282,7 @@ def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> Non
         ("Conv+ViT-Pico/8", {}, {}, "the tokens of a hybrid do, so that the neighbours of a removed patch"),
         ("ViT-Pico/8", {"positions": "none"}, {}, "needs positions, because nothing else tells removed patches apart"),
         ("ViT-Pico/8", {"patch_dropout": 0.25}, {}, "patch_dropout=0.25 removes patches that task='mae'"),
+        ("ViT-Pico/8", {"attention": "axial"}, {}, "attention='axial' needs the whole grid of patches, but task='mae'"),
         ("ViT-Pico/16", {}, {"remove_fraction": 0.1}, r"of 4 patches \(2 x 2\) leaves no removed patch; choose"),
         ("ViT-Pico/16", {}, {"remove_fraction": 0.9}, r"remove_fraction=0.9 of 4 patches .* leaves no visible patch"),
         ("ViT-Pico/8", {}, {"decoder_heads": 5}, "decoder_width=.* with decoder_heads=5 does not work, because"),

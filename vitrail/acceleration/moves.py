@@ -71,7 +71,7 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     if lower is not None:
         yield _move("precision", config, lower, lambda: replace(bundle, precision=lower, metrics={}))
     smaller = config.nearest_size(*(int(side * SIZE_FACTOR) for side in config.image_size))
-    if smaller != config.image_size and min(config.grid_of(*smaller)) >= MIN_GRID:
+    if smaller != config.image_size and min(config.grid_of(*smaller)) >= MIN_GRID and _fits(config, smaller):
         yield _move(
             "image size",
             config.with_image_size(smaller),
@@ -81,7 +81,8 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
     if config.architecture != "ViT":
         return
     fewer = config.depth - max(1, start.depth // DEPTH_STEPS)
-    if fewer >= 1 and config.positions_place == "stem" and config.num_classes:
+    is_cuttable = config.positions_place == "stem" and not config.attention_kind.depends_on_grid
+    if fewer >= 1 and is_cuttable and config.num_classes:
         yield _move(
             "blocks",
             replace(config, depth=fewer),
@@ -98,6 +99,15 @@ def moves(bundle: Bundle, original: Bundle, train: Source) -> Iterator[Move]:
             continue
         if reduced.inference_flops() < config.inference_flops():
             yield _move(axis, reduced, bundle.precision, functools.partial(with_reduction, bundle, reduction))
+
+
+def _fits(config: Any, image_size: tuple[int, int]) -> bool:
+    """Return True if the network can have this image size. The windows of some attention need a larger grid."""
+    try:
+        config.with_image_size(image_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def _lower_precision(bundle: Bundle) -> Precision | None:
@@ -122,12 +132,15 @@ def truncated(bundle: Bundle, depth: int) -> Bundle:
     config: Any = network.config
     if config.architecture != "ViT" or config.positions_place != "stem":
         raise BundleError("only a ViT whose positions are added once can lose its last blocks")
+    if config.attention_kind.depends_on_grid:
+        raise BundleError(f"attention={config.attention!r} has weights of all blocks, so no block can be removed")
     if not 1 <= depth <= config.depth:
         raise BundleError(f"depth={depth} is not a number of blocks from 1 to {config.depth}")
+    blocks = depth * config.attention_kind.blocks_per_layer
     weights = {
         name: tensor
         for name, tensor in network.state_dict().items()
-        if not name.startswith("blocks.") or int(name.split(".")[1]) < depth
+        if not name.startswith("blocks.") or int(name.split(".")[1]) < blocks
     }
     smaller = with_weights(network, replace(config, depth=depth), weights)
     return replace(bundle, network=smaller, metrics={})

@@ -73,8 +73,8 @@ def position_similarity(
     """
     vit = transformer_of(network)
     rows, columns = grid or vit.config.grid
-    if not 0 <= layer < vit.config.depth:
-        raise ConfigError(f"layer={layer} does not exist; choose from 0 to {vit.config.depth - 1}")
+    if not 0 <= layer < vit.config.num_blocks:
+        raise ConfigError(f"layer={layer} does not exist; choose from 0 to {vit.config.num_blocks - 1}")
     prefix = vit.config.prefix
     with torch.no_grad():
         blank = torch.zeros(1, prefix + rows * columns, vit.config.width, device=vit.norm.weight.device)

@@ -143,7 +143,7 @@ def traces(
     unknown = sorted(set(keep) - set(get_args(Kept)))
     if unknown:
         raise ConfigError(f"keep={unknown[0]!r} is not one of {', '.join(map(repr, get_args(Kept)))}")
-    chosen = block_numbers(range(vit.config.depth) if layers is None else layers, vit.config.depth)
+    chosen = block_numbers(range(vit.config.num_blocks) if layers is None else layers, vit.config.num_blocks)
     if not chosen:
         raise ConfigError("layers is empty; name at least one block, or leave it out to trace all of them")
     tracer = _Tracer(vit, tuple(chosen), heads, frozenset(keep), precision)
@@ -294,7 +294,7 @@ class _Tracer:
         vectors = len(self.keep & {"queries", "keys", "outputs"}) * tokens * config.width
         working = 3 * config.heads * tokens**2
         if "gradients" in self.keep:
-            working += config.depth * (3 * config.heads * tokens**2 + 30 * tokens * config.width)
+            working += config.num_blocks * (3 * config.heads * tokens**2 + 30 * tokens * config.width)
         return max(1, PIECE_BYTES // (4 * (len(self.layers) * (maps + vectors) + working)))
 
     def _found(self, part: slice) -> dict[str, Any]:

@@ -70,6 +70,11 @@ class Mae(PatchTask):
         """Raise `ConfigError` as `PatchTask.check_network`, and if the decoder's sizes do not fit together."""
         super().check_network(network)
         assert isinstance(network, ViTConfig)
+        if network.attention_kind.needs_grid:
+            raise ConfigError(
+                f"attention={network.attention!r} needs the whole grid of patches, but task={self.name!r} encodes some "
+                "of them; choose attention='full'"
+            )
         self.decoder_of(network)
 
     def decoder_of(self, network: ViTConfig) -> ViTConfig:
