@@ -19,7 +19,7 @@ from vitrail.models.attention.sparse import SparseAttention
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 from vitrail.models.linear.dense import Linear
 
-__all__ = ["AxialAttention", "AxialSettings"]
+__all__ = ["AxialAttention", "AxialSettings", "SummedAttention"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from vitrail.models.attention.kernels import attend
 from vitrail.models.attention.kind import AttentionContext, AttentionLayer, AttentionOperands, AttentionPositions
 from vitrail.models.cost.footprint import FootprintPrecision, bytes_each
 
-__all__ = ["PaddedSelfAttention", "SparseAttention", "SparseSelfAttention"]
+__all__ = ["GroupContext", "PaddedSelfAttention", "SparseAttention", "SparseSelfAttention"]
 
 
 class SparseAttention(FullAttention):
