@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -177,6 +179,23 @@ def test_the_access_log(limited: Running, capfd: pytest.CaptureFixture[str], ima
         "client": "127.0.0.1", "method": "POST", "path": "/", "status": 404, "bytes": len(images[0]),
     }  # fmt: skip
     assert "secret" not in json.dumps(line)
+
+
+def test_answers_do_not_wait_for_acknowledgements() -> None:
+    async def accepted_socket() -> int:
+        """The option TCP_NODELAY of an accepted connection."""
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken = writer.get_extra_info("socket")
+            found.set_result(taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(serve, sock=open_socket(ServeSettings(port=0))) as server:
+            with socket.create_connection(server.sockets[0].getsockname()):
+                return await found
+
+    assert asyncio.run(accepted_socket()) != 0
 
 
 def test_a_port_in_use(server: Running) -> None:

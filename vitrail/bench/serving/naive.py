@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Any
 
@@ -39,8 +40,9 @@ def main(model: str, precision: str) -> None:
     async def answer(request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(predict, await request.body()))
 
-    config = uvicorn.Config(Starlette(routes=[Route("/", answer, methods=["POST"])]), port=0, log_level="error")
-    with config.bind_socket() as listening:
+    config = uvicorn.Config(Starlette(routes=[Route("/", answer, methods=["POST"])]), log_level="error")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        listening.bind(("127.0.0.1", 0))
         listening.listen()
         print(f"http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
         uvicorn.Server(config).run(sockets=[listening])

@@ -66,7 +66,8 @@ def open_socket(settings: ServeSettings) -> socket.socket:
     """Return a socket that is bound to the address. Raise `ConfigError` if the address is not free or does not
     exist."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    opened = socket.socket(family, socket.SOCK_STREAM)
+    # Without the number of the protocol, asyncio does not set TCP_NODELAY, and answers wait for acknowledgements.
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((settings.host, settings.port))
