@@ -30,9 +30,11 @@ class Export:
     model: Annotated[str, Positional("MODEL")]
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     to: str
-    """Format to write: pt2 (torch.export) or onnx."""
+    """Format to write: pt2 (torch.export), onnx, or triton (the folder of a model for Triton and KServe, with an ONNX
+    file)."""
     out: Path | None = None
-    """File to write. The default is the model's name with the format's suffix, in the current folder."""
+    """File or folder to write. The default is the model's name with the format's suffix in the current folder, and
+    triton/NAME for Triton, where triton is the model repository."""
     output: Contents | None = None
     """Result of the exported file: logits (with probabilities), embedding or tokens. The default is logits, or
     embedding for a model without a head."""
@@ -77,9 +79,7 @@ def main(call: Call) -> int:
     options = Export(**call.options)
     if options.images < 1:
         raise ConfigError(f"images={options.images} is less than 1; the comparison needs at least one image")
-    path = options.out or Path(
-        model_name(options.model) + (FORMATS[options.to].suffix if options.to in FORMATS else "")
-    )
+    path = options.out or _default_path(options.model, options.to)
     check_export(path, options.to, opset=options.opset, overwrite=options.overwrite)
     bundle = load(options.model, device="cpu", image_size=options.image_size)
     samples = comparison_samples(options.data, bundle, options.images)
@@ -98,6 +98,13 @@ def main(call: Call) -> int:
     for line in _lines(result):
         console.print(line, markup=False)
     return 0
+
+
+def _default_path(model: str, to: str) -> Path:
+    name = model_name(model)
+    if to not in FORMATS or FORMATS[to].suffix:
+        return Path(name + (FORMATS[to].suffix if to in FORMATS else ""))
+    return Path(to) / name
 
 
 def _accuracy(result: ExportResult) -> dict[str, float | None] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from google.protobuf import text_format
 from torch import nn
 
 from tests.serving.conftest import CLASSES, make_bundle, make_samples
@@ -113,6 +116,58 @@ def test_a_file_that_differs_fails(bundle: Bundle, samples: list[Sample], export
     assert parity.relative < 1e-4
 
 
+def test_the_folder_for_triton(
+    bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "repository" / "flowers-2.0"
+    result = export(bundle, path, "triton", samples)
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    assert names == ["1/model.onnx", "config.pbtxt", "labels.txt"] and result.bytes > 10_000
+    assert (path / "1" / "model.onnx").read_bytes() == exported("onnx").read_bytes()
+    images = [sample.image for sample in samples]
+    assert [one.label for one in load(path).predict(images)] == [one.label for one in bundle.predict(images)]
+    config = triton_config(path)
+    assert [list(output.dims) for output in config.output] == [[3], [3]]
+    assert json.loads(config.parameters["vitrail"].string_value)["classes"] == list(CLASSES)
+    assert (path / "labels.txt").read_text(encoding="utf-8").splitlines() == list(CLASSES)
+    with pytest.raises(DestinationError, match="exists already"):
+        export(bundle, path, "triton", samples)
+    (path / "mine.txt").touch()
+    with pytest.raises(DestinationError, match=r"Vitrail did not write \(mine.txt\)"):
+        export(bundle, path, "triton", samples, overwrite=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("contents", "shape"), [("embedding", [12]), ("tokens", [-1, 12])])
+def test_the_folder_for_triton_of_features(
+    contents: Any, shape: list[int], bundle: Bundle, samples: list[Sample], tmp_path: Path
+) -> None:
+    for overwrite in (False, True):
+        export(bundle, tmp_path / "flowers", "triton", samples, contents=contents, overwrite=overwrite)
+    (output,) = triton_config(tmp_path / "flowers").output
+    assert (output.name, list(output.dims)) == (contents, shape)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "1", "config.pbtxt", "flowers", "labels.txt", "model.onnx",
+    ]  # fmt: skip
+
+
+def triton_config(folder: Path) -> Any:
+    """Read `config.pbtxt` by Triton's own schema, which is in its client, and check what all models share."""
+    package = importlib.util.find_spec("tritonclient")
+    assert package is not None and package.submodule_search_locations is not None
+    path = Path(package.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
+    assert spec is not None and spec.loader is not None
+    schema = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(schema)
+    config = text_format.Parse((folder / "config.pbtxt").read_text(encoding="utf-8"), schema.ModelConfig())
+    (images,) = config.input
+    assert (images.name, list(images.dims)) == ("images", [12, 10, 3])
+    assert images.data_type == schema.DataType.Value("TYPE_UINT8")
+    assert config.backend == "onnxruntime" and config.max_batch_size == 16 and config.HasField("dynamic_batching")
+    return config
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path: Path, samples: list[Sample], bundle: Bundle) -> None:
     with pytest.raises(ConfigError, match="to='onnxx' is not a format; nearest: onnx"):
         export(bundle, tmp_path / "a.onnx", "onnxx", samples)
@@ -184,7 +239,7 @@ NETWORKS: dict[str, Any] = {
         *(
             (name, to)
             for name in (*NETWORKS, "grey", "hybrid", "bit", "numbers", "sigmoid", "lora", "fractions")
-            for to in FORMATS
+            for to in ("pt2", "onnx")  # the folder for Triton has the same file as onnx
         ),
     ],
 )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.serving.http.conftest import Running, data_uri
+from tests.serving.http.conftest import Running, data_uri, serving
+from vitrail import load
 from vitrail.serving.http.protocol_v2 import HEADER
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -111,6 +114,19 @@ def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
     assert server.ask("GET", "/v2").json["name"] == "vitrail"
     for path in ("/health/live", "/health/ready", "/health/startup", "/v2/health/live", "/v2/health/ready"):
         assert server.ask("GET", path).status == 200
+
+
+def test_exported_files_are_served(exported: Callable[[str], Path], bundle: Bundle, images: list[bytes]) -> None:
+    file = load(exported("onnx"))
+    with serving({"file": file, "flowers": bundle}) as running:
+        found, wanted = (running.ask("POST", f"/?model={name}", images[0]) for name in ("file", "flowers"))
+        assert found.headers["x-model-sha256"] != wanted.headers["x-model-sha256"]
+        assert {one["label"]: one["score"] for one in found.json} == pytest.approx(
+            {one["label"]: one["score"] for one in wanted.json}, abs=1e-5
+        )
+        answer = running.ask_json("/v1/embeddings", {"input": data_uri(images[0]), "model": "file"})
+        assert answer.status == 400
+        assert answer.json["error"] == "model 'file' computes no embedding; it computes classes"
 
 
 def test_metrics(server: Running, images: list[bytes]) -> None:

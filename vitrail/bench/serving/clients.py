@@ -15,6 +15,9 @@ __all__ = ["Load", "Outcome", "send_load"]
 TIMEOUT = 60.0
 """Seconds after which a request without an answer counts as an error."""
 
+STALE = 2.0
+"""Seconds after which an unused connection is not used again, because the server may be closing it."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -89,6 +92,7 @@ class _Connection:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self._used = 0.0
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, image: bytes) -> int:
@@ -107,8 +111,11 @@ class _Connection:
             self._streams = None
 
     async def _ask(self, image: bytes) -> int:
+        if time.perf_counter() - self._used > STALE:
+            self.close()
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        self._used = time.perf_counter()
         reader, writer = self._streams
         head = f"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/jpeg\r\nContent-Length: {len(image)}\r\n\r\n"
         writer.write(head.encode() + image)

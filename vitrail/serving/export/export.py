@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 from vitrail.data.source import Sample
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, nearest
-from vitrail.files import check_new_file, partial_path, saving
+from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
 from vitrail.serving.export.parity import TOLERANCE, Parity, compare, expected_outputs, spread_samples
 from vitrail.serving.export.program import describe, trace
-from vitrail.serving.export.write import FORMATS, OPSETS
+from vitrail.serving.export.write import FORMATS, OPSETS, Format
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.description import Contents
 from vitrail.weights.exported.read import load_exported
@@ -23,10 +24,11 @@ __all__ = ["ExportResult", "check_export", "comparison_samples", "export"]
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A written file, and its comparison with the network."""
+    """A written file or folder, and its comparison with the network."""
 
     path: Path
     bytes: int
+    """Size of all files."""
     parity: Parity
 
 
@@ -36,9 +38,13 @@ def check_export(path: Path, to: str, *, opset: int = OPSETS[0], overwrite: bool
         raise ConfigError(f"to={to!r} is not a format; {nearest(to, FORMATS)}")
     if opset not in OPSETS:
         raise ConfigError(f"opset={opset} is not one of {', '.join(map(str, OPSETS))}")
-    if path.suffix != FORMATS[to].suffix:
-        raise ConfigError(f"out={str(path)!r} must end in {FORMATS[to].suffix!r}, by which the file is recognised")
-    check_new_file(path, overwrite=overwrite)
+    chosen = FORMATS[to]
+    if chosen.folder_files:
+        check_new_folder(path, chosen.folder_files, overwrite=overwrite)
+    elif path.suffix != chosen.suffix:
+        raise ConfigError(f"out={str(path)!r} must end in {chosen.suffix!r}, by which the file is recognised")
+    else:
+        check_new_file(path, overwrite=overwrite)
     FORMATS[to].check()
 
 
@@ -74,16 +80,29 @@ def export(
     exported = describe(bundle, contents)
     expected = expected_outputs(bundle, exported, samples)
     program = trace(bundle, exported)
-    partial = partial_path(path).with_suffix(path.suffix)
-    try:
+    with _replacing(path, FORMATS[to]) as partial:
         with saving("the exported model", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
             FORMATS[to].write(program, exported, partial, opset)
         written: Any = load_exported(partial)
         written.network.path = str(path)  # for messages
         parity = compare(expected, written.network, tolerance)
+    files = [file for file in (path, *path.rglob("*")) if file.is_file()]
+    return ExportResult(path, sum(file.stat().st_size for file in files), parity)
+
+
+@contextmanager
+def _replacing(path: Path, chosen: Format) -> Iterator[Path]:
+    """Yield a path that replaces `path` if the block succeeds: an empty folder, or the path of a file to write."""
+    if chosen.folder_files:
+        with replacing_folder("the exported model", path, chosen.folder_files) as partial:
+            yield partial
+        return
+    partial = partial_path(path).with_suffix(path.suffix)
+    try:
+        with saving("the exported model", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
         with saving("the exported model", path):
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return ExportResult(path, path.stat().st_size, parity)

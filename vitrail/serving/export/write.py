@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from vitrail.weights.exported.description import KEY, Exported, output_names, te
 from vitrail.weights.exported.runtimes import OUTPUTS, optional_module, pt2_parts
 from vitrail.weights.exported.seal import BLANK, SEAL, digest, sealed
 
-__all__ = ["FORMATS", "OPSETS", "Format", "write_onnx", "write_pt2"]
+__all__ = ["FORMATS", "OPSETS", "Format", "write_onnx", "write_pt2", "write_triton"]
 
 OPSETS = (20, 23)
 """Versions of ONNX's operators that can be written."""
@@ -29,15 +30,24 @@ LARGEST_ONNX = 2**31 - 1
 """Largest size in bytes of one ONNX file, which protobuf limits."""
 
 
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+TRITON_BATCH = 16
+"""Largest batch that Triton collects."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of exported files."""
 
     suffix: str
+    """End of the file's name, or "" for a folder."""
     write: Callable[[ExportedProgram, Exported, Path, int], None]
     """Function that writes a program with its description to a path. The last argument is ONNX's opset."""
     needs: tuple[str, ...] = ()
     """Packages that have to be installed, which are in the extra `export`."""
+    folder_files: tuple[str, ...] = ()
+    """Names in the folder that is written. Empty for formats of one file."""
 
     def check(self) -> None:
         """Raise `ConfigError` with the command that installs a missing package."""
@@ -91,9 +101,51 @@ def write_onnx(program: ExportedProgram, exported: Exported, path: Path, opset: 
     path.write_bytes(sealed(content))
 
 
+def write_triton(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+    """Write the folder of a model in a repository of Triton or KServe, with an ONNX file as version 1. Raise
+    `ExportFailed` as `write_onnx` does."""
+    (path / "1").mkdir()
+    write_onnx(program, exported, path / "1" / "model.onnx", opset)
+    (path / "config.pbtxt").write_text(_triton_config(exported), encoding="utf-8")
+    names = [" ".join(name.split()) for name in exported.classes]
+    (path / "labels.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+
+
+def _triton_config(exported: Exported) -> str:
+    """Return the text of `config.pbtxt`. It has no name, so that the folder can be renamed."""
+    dtype = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}[exported.dtype]
+    outputs = []
+    for name in output_names(exported.contents, exported.output):
+        labels = ' label_filename: "labels.txt"' if name == "probabilities" else ""
+        sizes = ", ".join(map(str, _output_shape(exported)))
+        outputs.append(f'  {{ name: "{name}" data_type: TYPE_FP32 dims: [ {sizes} ]{labels} }}')
+    description = json.dumps(text_of(exported), ensure_ascii=False)
+    return "\n".join(
+        [
+            'backend: "onnxruntime"',
+            f"max_batch_size: {TRITON_BATCH}",
+            f'input [ {{ name: "images" data_type: {dtype} dims: [ {", ".join(map(str, exported.shape))} ] }} ]',
+            "output [",
+            ",\n".join(outputs),
+            "]",
+            "dynamic_batching { }",
+            f'parameters {{ key: "{KEY}" value: {{ string_value: {description} }} }}',
+            "",
+        ]
+    )
+
+
+def _output_shape(exported: Exported) -> tuple[int, ...]:
+    """Return the shape of an output of one image. The number of tokens is not stated, so it is -1."""
+    if exported.contents == "logits":
+        return (len(exported.classes),)
+    return (exported.config.embed_width,) if exported.contents == "embedding" else (-1, exported.config.stream_width)
+
+
 FORMATS: dict[str, Format] = {
     "pt2": Format(".pt2", write_pt2),
-    "onnx": Format(".onnx", write_onnx, ("onnx", "onnxscript", "onnxruntime")),
+    "onnx": Format(".onnx", write_onnx, ONNX_PACKAGES),
+    "triton": Format("", write_triton, ONNX_PACKAGES, ("config.pbtxt", "labels.txt", "1")),
 }
 """Formats by the names that `vitrail export --to` uses."""
 

@@ -18,10 +18,14 @@ __all__ = ["exported_file", "load_exported"]
 OPENERS: dict[str, Callable[[Path], Loaded]] = {".onnx": open_onnx, ".pt2": open_pt2}
 """The function that opens a file, by the suffix of the file's name."""
 
+IN_FOLDER = Path("1/model.onnx")
+"""The file in the folder of a model for Triton."""
+
 
 def exported_file(path: Path) -> Path | None:
-    """Return the file of an exported model, or None if `path` is something else."""
-    return path if path.suffix.lower() in OPENERS and path.is_file() else None
+    """Return the path if it is an exported model, or None: a file, or the folder of a model for Triton."""
+    is_folder = (path / "config.pbtxt").is_file() and (path / IN_FOLDER).is_file()
+    return path if is_folder or (path.suffix.lower() in OPENERS and path.is_file()) else None
 
 
 def load_exported(path: Path) -> Bundle:
@@ -30,7 +34,8 @@ def load_exported(path: Path) -> Bundle:
 
     The file normalises pixels itself, so the bundle's preprocessing leaves their levels as they are.
     """
-    text, seal, session = OPENERS[path.suffix.lower()](path)
+    file = path / IN_FOLDER if path.is_dir() else path
+    text, seal, session = OPENERS[file.suffix.lower()](file)
     exported = parse(text, str(path))
     network: Any = ExportedNetwork(exported, session, str(path), seal).eval()
     if exported.classes and exported.config.num_classes != len(exported.classes):
