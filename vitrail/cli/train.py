@@ -36,10 +36,10 @@ from vitrail.tasks import Distillation
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.display import ConsoleDisplay
+from vitrail.training.parallel.scale import scale_plans, scale_table
 from vitrail.training.records.folder import check_request
 from vitrail.training.records.record import read_record
 from vitrail.training.run import resume, train
-from vitrail.training.scale import scale_plans, scale_table
 from vitrail.training.setup import OwnObjects, check_columns, prepare
 from vitrail.transfer.budget import seconds_of
 from vitrail.weights.bundle import Bundle, Prediction

@@ -26,7 +26,7 @@ from vitrail.tasks import TASKS, Classification, Task
 from vitrail.training.early import EarlyConfig
 from vitrail.training.faults import FaultConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
-from vitrail.training.sharding import Shard
+from vitrail.training.parallel.sharding import Shard
 from vitrail.training.start import StartConfig
 
 __all__ = ["RESOLVED", "RunConfig", "TrainConfig"]

@@ -41,7 +41,6 @@ from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import own_config
 from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
-from vitrail.training.gradients import GradientSum
 from vitrail.training.linear_head import head_outputs, start_head
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.duration import RunLength
@@ -49,10 +48,11 @@ from vitrail.training.optimization.layers import check_choice, choose_weights
 from vitrail.training.optimization.optimizer import check_names, make_optimizer
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.own import check_network, check_settings, named_splits
+from vitrail.training.parallel.gradients import GradientSum
+from vitrail.training.parallel.sharding import ShardedGradients, shard, shard_problems
 from vitrail.training.phases import Phase, phases_of
 from vitrail.training.plan import Plan
 from vitrail.training.records.record import FORMAT
-from vitrail.training.sharding import ShardedGradients, shard, shard_problems
 from vitrail.training.start import Origin, fitted, network_from
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import process_seed

@@ -14,8 +14,8 @@ from vitrail.data.pipeline import TrainingBatches
 from vitrail.processes.parts import whole
 from vitrail.tasks.task import Objective
 from vitrail.training.faults import Faults
-from vitrail.training.gradients import GradientSum
-from vitrail.training.sharding import ShardedGradients, gathered_state, whole_weights
+from vitrail.training.parallel.gradients import GradientSum
+from vitrail.training.parallel.sharding import ShardedGradients, gathered_state, whole_weights
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import random_state, restore_random_state
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.several import in_processes
-from tests.training.simulation import HERE, simulated
+from tests.training.parallel.simulation import HERE, simulated
 from vitrail.models.variants import variant_config
 from vitrail.recipes import RECIPES
-from vitrail.training.scale import scale_plans
+from vitrail.training.parallel.scale import scale_plans
 
 WORLD = 64
 

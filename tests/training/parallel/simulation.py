@@ -26,8 +26,8 @@ from vitrail.models.variants import AnyConfig, build
 from vitrail.processes.group import Processes
 from vitrail.processes.launch import Launch
 from vitrail.processes.parts import local
-from vitrail.training import sharding
-from vitrail.training.gradients import GradientSum
+from vitrail.training.parallel import sharding
+from vitrail.training.parallel.gradients import GradientSum
 
 __all__ = ["simulated"]
 

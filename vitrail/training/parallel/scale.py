@@ -16,7 +16,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.training.config import TrainConfig
-from vitrail.training.sharding import Shard
+from vitrail.training.parallel.sharding import Shard
 
 __all__ = ["H100", "Gpu", "ScalePlan", "scale_plans", "scale_table"]
 
