@@ -15,7 +15,8 @@ WEIGHTS = 4 * NETWORK.parameters()
 
 
 def config(**fields: object) -> TrainConfig:
-    return RECIPES["folder"]().override(variant="ViT-H/14", image_size=(224, 224), batch_size=4096, **fields)
+    defaults: dict[str, object] = {"variant": "ViT-H/14", "image_size": (224, 224), "batch_size": 4096}
+    return RECIPES["folder"]().override(**defaults | fields)
 
 
 def test_copies_keep_everything_and_add_gradients_by_two_rings() -> None:
