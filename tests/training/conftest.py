@@ -21,6 +21,7 @@ from vitrail.data.sources.idx import find_idx, read_idx
 from vitrail.models.variants import create
 from vitrail.models.vit import VisionTransformer
 from vitrail.recipes import RECIPES
+from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
@@ -29,7 +30,6 @@ from vitrail.training.optimization.optimizer import make_optimizer
 from vitrail.training.plan import Plan
 from vitrail.training.records.record import read_record
 from vitrail.training.run import train
-from vitrail.training.setup import make_network, make_state
 from vitrail.training.setup import prepare as prepare_run
 from vitrail.training.state.average import Average
 from vitrail.training.state.checkpoint import Checkpoints

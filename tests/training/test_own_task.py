@@ -22,13 +22,14 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.settings import at_least
 from vitrail.tasks import TASKS, Task
 from vitrail.tasks.task import LossOutput, Objective, TaskMetric, mean_of_counted
+from vitrail.training.assembly import make_network, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.records.record import read_record
 from vitrail.training.run import resume, train
-from vitrail.training.setup import make_network, make_state, prepare
+from vitrail.training.setup import prepare
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.weights.load import load
 

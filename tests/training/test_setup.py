@@ -13,8 +13,9 @@ import torch
 
 from vitrail.data.augmentation.crop import tensorflow_crop
 from vitrail.errors import ConfigError
+from vitrail.training.assembly import make_network, make_plan, make_state
 from vitrail.training.config import TrainConfig
-from vitrail.training.setup import make_network, make_plan, make_state, prepare
+from vitrail.training.setup import prepare
 
 
 def test_training_crops_as_the_original_code(small: Callable[..., TrainConfig], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.machine import keep_freed_memory
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
+from vitrail.training.assembly import make_bundle, make_plan, make_state
 from vitrail.training.forecast import evaluation_batch
 from vitrail.training.loop import fit
 from vitrail.training.monitoring.display import Display
@@ -31,12 +32,7 @@ from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.phases import cost_text
 from vitrail.training.records.extension import record_extension
 from vitrail.training.records.record import replace_config
-from vitrail.training.setup import (
-    Setup,
-    make_bundle,
-    make_plan,
-    make_state,
-)
+from vitrail.training.setup import Setup
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle

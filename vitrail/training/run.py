@@ -19,6 +19,7 @@ from vitrail.errors import ConfigError, RunError, SaveError
 from vitrail.files import recover_folder, saving, write_json
 from vitrail.models.linear.float32 import float32_products
 from vitrail.processes.group import Processes, join_processes
+from vitrail.training.assembly import make_network
 from vitrail.training.config import TrainConfig
 from vitrail.training.execution import Execution, RunResult
 from vitrail.training.forecast import check_run_memory
@@ -29,13 +30,7 @@ from vitrail.training.records.extension import Length, check_extension
 from vitrail.training.records.folder import new_folder
 from vitrail.training.records.lock import locked
 from vitrail.training.records.record import Record, read_record
-from vitrail.training.setup import (
-    OwnObjects,
-    Setup,
-    make_network,
-    prepare,
-    record_of,
-)
+from vitrail.training.setup import OwnObjects, Setup, prepare, record_of
 from vitrail.training.start import open_again, open_initial
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.weights.bundle import Bundle, load_bundle

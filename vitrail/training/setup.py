@@ -1,28 +1,21 @@
-"""Preparation of a run from its config: the open data, the network, the training state and the plan.
+"""Preparation of a run from its config: the checks of its settings, and its open data.
 
 All of this happens before any file is written, so a run whose settings cannot work leaves no files behind.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD
 
 from vitrail.data.pipeline import (
-    Ranks,
     Readers,
-    Stage,
-    TrainingBatches,
     check_divisible,
     default_threads,
-    skips_allowed,
 )
 from vitrail.data.source import Source, fingerprint
 from vitrail.data.sources import OpenedData
@@ -30,46 +23,28 @@ from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Together, evaluators_of
 from vitrail.machine import TrainingPrecision, describe, pick_device, resolve_precision
-from vitrail.models.compiled import Compiled, compile_blocks, resolve_compile
+from vitrail.models.compiled import Compiled, resolve_compile
 from vitrail.models.config import ModelConfig
-from vitrail.models.linear.float8 import check_float8, use_float8
+from vitrail.models.linear.float8 import check_float8
 from vitrail.models.linear.float32 import resolve_float32_products
-from vitrail.models.variants import AnyConfig, build
+from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import own_config
-from vitrail.tasks.task import Objective
 from vitrail.training.config import TrainConfig
-from vitrail.training.linear_head import head_outputs, start_head
 from vitrail.training.monitoring.examiner import Probe
 from vitrail.training.optimization.duration import RunLength
-from vitrail.training.optimization.layers import check_choice, choose_weights
-from vitrail.training.optimization.optimizer import check_names, make_optimizer
+from vitrail.training.optimization.layers import check_choice
 from vitrail.training.optimization.schedule import Schedule
-from vitrail.training.own import check_network, check_settings, named_splits
-from vitrail.training.parallel.gradients import GradientSum
-from vitrail.training.parallel.sharding import ShardedGradients, shard, shard_problems
+from vitrail.training.own import check_settings, named_splits
+from vitrail.training.parallel.sharding import shard_problems
 from vitrail.training.phases import Phase, phases_of
-from vitrail.training.plan import Plan
 from vitrail.training.records.record import FORMAT
-from vitrail.training.start import Origin, fitted, network_from
-from vitrail.training.state.average import Average
-from vitrail.training.state.random import process_seed
-from vitrail.training.state.state import TrainState
-from vitrail.weights.bundle import Bundle, weights_sha256
+from vitrail.training.start import Origin, fitted
+from vitrail.weights.bundle import Bundle
 
-__all__ = [
-    "OwnObjects",
-    "Setup",
-    "check_columns",
-    "make_bundle",
-    "make_network",
-    "make_plan",
-    "make_state",
-    "prepare",
-    "record_of",
-]
+__all__ = ["OwnObjects", "Setup", "check_columns", "network_config_of", "prepare", "record_of", "schedule_of"]
 
 
 @dataclass(frozen=True)
@@ -146,31 +121,16 @@ def prepare(
     if objects.network is not None:
         check_settings(config)
         config = replace(config, model=ModelConfig())
-    else:  # check the network's settings before opening the data, whose number of classes changes none of these checks
-        network_config = _network_config(config, model, origin, num_classes=2)
+    else:  # before opening the data, whose number of classes changes none of these checks
+        network_config = network_config_of(config, model, origin, num_classes=2)
+        _check_network_settings(config, network_config)
         compiled = resolve_compile(config.run.compile, device, network_config)
-        if config.run.precision == "float8":
-            check_float8(network_config)
-        check_choice(config.start, network_config)
-        if config.run.checkpoint_activations and not isinstance(network_config, ViTConfig):
-            raise ConfigError(
-                "checkpoint_activations=True computes blocks of a transformer again, but a ResNet has none; leave it "
-                "out"
-            )
-    if objects.data is None:
-        check_columns(config)
-        splits = config.data.open(unlabelled="none" in config.task.targets)
-    elif isinstance(objects.data, OpenedData):
-        splits = config.data.cut(objects.data)
-    else:
-        own = named_splits(objects.data)
-        config = config.override(data=own.title)
-        splits = config.data.cut(own)
+    config, splits = _opened(config, objects.data)
     config.task.check_data(splits)
     config.task.selection(splits)
     _check_choosing(config, splits)
     steps = config.total_steps(len(splits.train))
-    _schedule(config, splits, steps)  # checks that its parts fit into the run
+    schedule_of(config, splits, steps)  # checks that its parts fit into the run
     phases = phases_of(config, network_config, steps)
     raise_problems(shard_problems(config.run.shard, config.optimizer, processes))
     check_divisible((phase.batch_size for phase in phases), processes.world)
@@ -192,6 +152,29 @@ def prepare(
         phases=phases,
         processes=processes,
     )
+
+
+def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
+    """Raise `ConfigError` for settings that do not fit the kind of network."""
+    if config.run.precision == "float8":
+        check_float8(network)
+    check_choice(config.start, network)
+    if config.run.checkpoint_activations and not isinstance(network, ViTConfig):
+        raise ConfigError(
+            "checkpoint_activations=True computes blocks of a transformer again, but a ResNet has none; leave it out"
+        )
+
+
+def _opened(config: TrainConfig, data: Source | Splits | OpenedData | None) -> tuple[TrainConfig, Splits]:
+    """Return the config with the name of the data, and the splits. `data` replaces the data that the config names."""
+    if data is None:
+        check_columns(config)
+        return config, config.data.open(unlabelled="none" in config.task.targets)
+    if isinstance(data, OpenedData):
+        return config, config.data.cut(data)
+    own = named_splits(data)
+    config = config.override(data=own.title)
+    return config, config.data.cut(own)
 
 
 def _check_equal(processes: Processes, found: str, config: TrainConfig) -> None:
@@ -218,129 +201,6 @@ def check_columns(config: TrainConfig) -> None:
         )
 
 
-def make_network(
-    setup: Setup, model: Bundle | None, on_progress: Callable[[int, int], None] | None = None
-) -> tuple[Any, Setup, tuple[str, ...]]:
-    """Return the network on its device, the setup with the network's origin, and notes for the user.
-
-    The weights are those of `model`. Without a `model`, the weights are random. If the setup has an origin, a
-    checkpoint replaces the random weights later. `on_progress` is that of `head_outputs`.
-    """
-    config, task, splits = setup.config, setup.config.task, setup.splits
-    notes: tuple[str, ...] = ()
-    names = task.output_names(splits)
-    if setup.objects.network is not None:
-        network: Any = setup.objects.network.to(setup.device)
-        check_network(network, config.images, len(names))
-        check_names(network, config.optimizer)
-        return network, setup, notes
-    if model is not None:
-        network, kept, notes = network_from(model, config.start, config.images, config.model.overrides, task, names)
-        if config.start.linear_head:
-            outputs = head_outputs(network.to(setup.device), names, config, on_progress)
-            notes = (*notes, start_head(outputs, splits, kept=kept))
-        if kept or config.start.linear_head:
-            task.load_head(network, splits)
-        origin = setup.origin or Origin(weights_sha256(model.network), network.config)
-        setup = replace(setup, origin=origin)
-    else:
-        network = build(_network_config(config, None, setup.origin, num_classes=len(names)))
-    choose_weights(network, config.start)
-    if config.run.checkpoint_activations:
-        network.checkpoints_activations = True
-    check_names(network, config.optimizer)
-    network.to(setup.device)
-    if config.run.precision == "float8":
-        use_float8(network)
-    compile_blocks(network, setup.compile)
-    return network, setup, notes
-
-
-def make_state(setup: Setup, network: nn.Module) -> TrainState:
-    """Return the state before the first step."""
-    config = setup.config
-    optimizer = config.optimizer.for_batch_size(config.run.batch_size)
-    objective = config.task.objective(network, setup.splits).to(setup.device)
-    setup.processes.copy_from_first((*objective.parameters(), *objective.buffers()))
-    objective.begin(config.images, config.run.seed)
-    copied = None
-    if config.run.shard != "none" and setup.processes.are_several:
-        copied = copy.deepcopy(objective).requires_grad_(False)
-        shard(objective, config.run.shard, setup.device, setup.processes)
-    if setup.processes.rank:
-        torch.manual_seed(process_seed(config.run.seed, setup.processes.rank))
-    first, *later = _stages(setup)
-    batches = TrainingBatches(
-        setup.splits.train,
-        first.preprocess,
-        batch_size=first.batch_size,
-        seed=config.run.seed,
-        readers=setup.readers,
-        ranks=Ranks(setup.processes.rank, setup.processes.world),
-        partners=config.augment.mixes,
-        crop=config.augment.crop(config.run.seed),
-        views=config.task.views,
-        later=later,
-    )
-    average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
-    made = make_optimizer(objective, optimizer, config.run.precision)
-    if copied is not None and isinstance(made, SGD):  # PyTorch's fused SGD does not take sharded weights
-        for group in made.param_groups:
-            group |= {"fused": False, "foreach": True}
-    gradients: GradientSum | ShardedGradients | None = None
-    if setup.processes.are_several:
-        gradients = GradientSum(objective, setup.processes) if copied is None else ShardedGradients(setup.processes)
-    return TrainState(objective, made, batches, average=average, gradients=gradients, copy=copied)
-
-
-def make_plan(setup: Setup) -> Plan:
-    """Return the plan of the run."""
-    config, optimizer = setup.config, setup.config.optimizer
-    return Plan(
-        steps=setup.steps,
-        schedule=_schedule(config, setup.splits, setup.steps),
-        accumulation=config.run.accumulation,
-        clip=optimizer.clip,
-        seed=config.run.seed,
-        augment=config.augment,
-        preprocess=config.images,
-        precision=config.run.precision,
-        device=setup.device,
-        batch_size=config.run.batch_size,
-        classes=len(setup.splits.classes),
-        patience=config.run.patience,
-        most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),
-        # The worker processes of a run are not told apart from other programs.
-        adapts_threads=config.run.compute_threads is None
-        and setup.device.type == "cpu"
-        and not config.run.processes
-        and not setup.processes.are_several,
-        chooses_readers=config.run.threads == "auto" and not setup.processes.are_several,
-        processes=setup.processes,
-        faults=config.faults,
-        phases=setup.phases,
-    )
-
-
-def make_bundle(setup: Setup, objective: Objective) -> Bundle:
-    """Return the model as it would be saved now. `objective` contains the network in training."""
-    config, splits = setup.config, setup.splits
-    provenance: dict[str, Any] = {
-        "data": config.data.spec,
-        "data_fingerprint": setup.fingerprint,
-        "validation": config.data.validation,
-        "validation_share": config.data.validation_share if splits.validation is not None else 0.0,
-        "cut_method": config.data.cut_method,
-        "recipe": config.run.name,
-        "seed": config.run.seed,
-        "steps": setup.steps,
-        "kept": config.run.keep,
-    }
-    if setup.origin is not None:
-        provenance |= {"init": config.start.init, "init_sha256": setup.origin.sha256}
-    return config.task.bundle(objective, config.task.output_names(splits), config.images, provenance)
-
-
 def record_of(setup: Setup) -> dict[str, Any]:
     """Return the content of `run.json`: the config, the data and the machine, which are enough to repeat the run."""
     splits = {"train": setup.splits.train, "validation": setup.splits.validation, "test": setup.splits.test}
@@ -360,7 +220,10 @@ def record_of(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _network_config(config: TrainConfig, model: Bundle | None, origin: Origin | None, *, num_classes: int) -> AnyConfig:
+def network_config_of(
+    config: TrainConfig, model: Bundle | None, origin: Origin | None, *, num_classes: int
+) -> AnyConfig:
+    """Return the config of the run's network: that of the model to start from, or of its record, or of the settings."""
     images = config.images
     if model is not None:
         return fitted(model.network.config, config.start.init, images, config.model.overrides, num_classes)
@@ -379,23 +242,10 @@ def _fixed_threads(setting: int | None, precision: TrainingPrecision, device: to
     return setting
 
 
-def _schedule(config: TrainConfig, splits: Splits, steps: int) -> Schedule:
+def schedule_of(config: TrainConfig, splits: Splits, steps: int) -> Schedule:
     """Return the schedule of the learning rate. Raises `ConfigError` if parts of it do not fit into the run."""
     optimizer = config.optimizer.for_batch_size(config.run.batch_size)
     return optimizer.schedule_of(RunLength(steps, config.mean_batch_size, len(splits.train)))
-
-
-def _stages(setup: Setup) -> list[Stage]:
-    """Return the stages of the training batches, one for each phase."""
-    config = setup.config
-    return [
-        Stage(
-            phase.first,
-            config.augment.training_preprocess(replace(config.images, image_size=phase.image_size)),
-            phase.batch_size,
-        )
-        for phase in setup.phases
-    ]
 
 
 def _probes(config: TrainConfig, splits: Splits, steps: int) -> tuple[Probe, ...]:

@@ -13,10 +13,11 @@ from vitrail.bench.accuracy.cell import Cell, CellResult
 from vitrail.bench.accuracy.recipe_run import measure_recipe, optimizer_flops
 from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
+from vitrail.training.assembly import make_network, make_plan, make_state
 from vitrail.training.config import TrainConfig
 from vitrail.training.loop import train_step
 from vitrail.training.phases import use_patch_dropout
-from vitrail.training.setup import make_network, make_plan, make_state, prepare
+from vitrail.training.setup import prepare
 
 
 def tiny(**changes: Any) -> TrainConfig:
