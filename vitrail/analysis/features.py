@@ -161,11 +161,13 @@ def probe_layers(
 
 def _mean_patches(
     network: nn.Module, images: Tensor, layers: Sequence[int], batch_size: int
-) -> Float32[np.ndarray, "layers n width"]:
-    """Return the mean patch token of each image after each layer."""
-    batches = _features(network, images, layers, batch_size)
-    rows = [torch.stack([one.patches.mean(dim=1).float().cpu() for one in batch]) for batch in batches]
-    return torch.cat(rows, dim=1).numpy()
+) -> list[Float32[np.ndarray, "n _"]]:
+    """Return the mean patch token of each image after each layer. The layers of a ResNet differ in width."""
+    rows: list[list[Tensor]] = [[] for _ in layers]
+    for batch in _features(network, images, layers, batch_size):
+        for place, one in enumerate(batch):
+            rows[place].append(one.patches.mean(dim=1).float().cpu())
+    return [torch.cat(each).numpy() for each in rows]
 
 
 def _layers(network: nn.Module, layers: Sequence[int] | None) -> list[int]:

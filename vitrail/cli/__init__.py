@@ -25,6 +25,7 @@ VERBS = {
     "predict": "classify images with a model",
     "explain": "show which parts of an image a model looked at",
     "compare": "compare two models on the same images",
+    "report": "show how good a model is, what its layers do and where it errs",
     "embed": "save the features of every image of a data set",
     "nearest": "find the images that resemble given images",
     "convert": "convert models between Vitrail's and other libraries' formats",
@@ -45,6 +46,7 @@ VERBS = {
 MODULES = {
     "explain": "inside.explain",
     "compare": "inside.compare",
+    "report": "inside.report",
     "data check": "data.check",
     "data pack": "data.pack",
     "runs": "run_tables.listing",

@@ -10,10 +10,11 @@ from typing import Any
 
 from vitrail.analysis import charts
 from vitrail.analysis.charts import heat_map, series_chart, standalone
-from vitrail.analysis.comparison import Answer, Comparison, Disagreement, Measured
 from vitrail.analysis.drawing import overlay
-from vitrail.analysis.pages.figure import STYLE, figure
+from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure
 from vitrail.analysis.statistics import HeadStatistic
+from vitrail.analysis.summaries.comparison import Comparison, Disagreement, Measured
+from vitrail.analysis.summaries.samples import Answer
 from vitrail.charts.svg import Series
 from vitrail.errors import plural
 from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
@@ -25,9 +26,6 @@ __all__ = ["FILES", "comparison_as_plain", "verdict", "write_comparison"]
 
 FILES = ("compare.html", "compare.json", "classes.csv", "similarity.svg", "distance.svg")
 """Files of a comparison."""
-
-NARROW = ".chart svg { max-width: 100%; height: auto; }"
-"""Style of charts on narrow windows."""
 
 SIGNIFICANT = 0.05
 """Largest p-value of a difference that is called shown."""
@@ -120,13 +118,13 @@ def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
     )
     yield "<h2>Layers</h2>"
     yield '<div class="beside">'
-    yield _captioned(
+    yield captioned(
         drawn["similarity.svg"],
         f"Similarity of the features of every two layers (CKA, unbiased, {plural(found.looked_at, 'image')}): 1 for "
         "features that are equal up to a rotation, 0 for unrelated ones.",
     )
     reaches = " ".join(f"{one.name}: {one.reach.name}, mean over {_over(one)}." for one in found.models)
-    yield _captioned(drawn["distance.svg"], f"Distance over which each layer mixes information. {reaches}")
+    yield captioned(drawn["distance.svg"], f"Distance over which each layer mixes information. {reaches}")
     yield "</div>"
     classes = found.classes[:MAX_CLASSES]
     yield "<h2>Classes, largest difference first</h2>"
@@ -145,10 +143,6 @@ def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
         )
         for one in found.disagreements:
             yield from _disagreement(found, one)
-
-
-def _captioned(chart: str, text: str) -> str:
-    return f'<div class="chart">{chart}<p class="dim">{escape(text)}</p></div>'
 
 
 def _disagreement(found: Comparison, one: Disagreement) -> Iterator[str]:

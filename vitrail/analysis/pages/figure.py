@@ -13,7 +13,7 @@ from PIL import Image
 from vitrail.analysis.charts import png
 from vitrail.page import escape
 
-__all__ = ["STYLE", "figure", "image"]
+__all__ = ["NARROW", "STYLE", "captioned", "figure", "image"]
 
 PAGE_SIDE = 480
 """Longest side of a picture on a page, in pixels."""
@@ -26,6 +26,15 @@ STYLE = """
 .layer { display: flex; gap: .7rem; align-items: center; margin: .4rem 0; }
 .layer span { flex: none; width: 5rem; color: var(--dim); } .layer img { display: block; image-rendering: pixelated; }
 """
+
+
+NARROW = ".chart svg { max-width: 100%; height: auto; }"
+"""Style of charts on narrow windows."""
+
+
+def captioned(chart: str, text: str) -> str:
+    """Return an SVG chart above a text."""
+    return f'<div class="chart">{chart}<p class="dim">{escape(text)}</p></div>'
 
 
 def figure(picture: UInt8[np.ndarray, "height width 3"], text: str) -> str:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vitrail.analysis.cka import SMALLEST_BATCH
-from vitrail.analysis.comparison import check_comparable, compare
 from vitrail.analysis.pages.comparison import FILES, comparison_as_plain, verdict, write_comparison
+from vitrail.analysis.summaries.comparison import check_comparable, compare
 from vitrail.cli.evaluating.common import common_images
 from vitrail.cli.evaluating.data import open_for_head
 from vitrail.cli.options.command import Call, Command, Example

@@ -11,9 +11,9 @@ import torch
 
 from tests.conftest import make_colour_folder
 from vitrail.analysis.cka import layer_similarity
-from vitrail.analysis.comparison import Comparison, check_comparable, compare
 from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.statistics import attention_distance
+from vitrail.analysis.summaries.comparison import Comparison, check_comparable, compare
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source
 from vitrail.data.sources import open_whole

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from jaxtyping import Float, Int64, UInt8
-from torch import Tensor
+from jaxtyping import Int64, UInt8
 
 from vitrail.analysis.cka import SMALLEST_BATCH, LayerSimilarity, layer_similarity
-from vitrail.analysis.drawing import on_picture
-from vitrail.analysis.receptive import ReceptiveField, effective_receptive_field
-from vitrail.analysis.saliency import class_relevance
-from vitrail.analysis.statistics import HeadStatistic, attention_distance
-from vitrail.analysis.tracing import has_maps, trace
-from vitrail.data.pixels.decode import to_pil
+from vitrail.analysis.receptive import ReceptiveField
+from vitrail.analysis.statistics import HeadStatistic
+from vitrail.analysis.summaries.samples import (
+    Answer,
+    answer_about,
+    distances,
+    evenly,
+    in_batches,
+    inputs_of,
+    picture_of,
+    reach_of,
+)
 from vitrail.data.source import Source
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
@@ -27,13 +30,7 @@ from vitrail.evaluation.predictions.report import ClassificationReport, report
 from vitrail.evaluation.truth import SingleLabels
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Answer", "Comparison", "Disagreement", "Measured", "check_comparable", "compare"]
-
-BATCH = 16
-"""Number of images whose features are compared at once."""
-
-RECEPTIVE_IMAGES = 8
-"""Number of images over which the effective receptive field of a ResNet is averaged."""
+__all__ = ["Comparison", "Disagreement", "Measured", "check_comparable", "compare"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +46,7 @@ class Measured:
     @property
     def distances(self) -> list[tuple[int, float]]:
         """Each layer with the mean distance in pixels over which it mixes information."""
-        each = self.reach.mean.mean(axis=1) if isinstance(self.reach, HeadStatistic) else self.reach.distance
-        return [(layer, float(value)) for layer, value in zip(self.reach.layers, each, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """What a model says about an image."""
-
-    label: str
-    probability: float
-    relevance: Float[np.ndarray, "height width"] | None
-    """Relevance of each pixel of the picture for this answer, or None for a ResNet."""
+        return distances(self.reach)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +123,11 @@ def compare(
     first, second = _aligned(outputs[0].predictions(sources[0]), outputs[1].predictions(sources[1]))
     judged = tuple(per_sample(each.logits, _labels(each), scores=each.scores) for each in (first, second))
     right = tuple(each.truth.hits(one.predicted) for each, one in zip((first, second), judged, strict=True))
-    chosen = np.unique(np.linspace(0, len(first) - 1, min(images, len(first))).round().astype(np.int64))
-    seen = [_inputs(one.bundle, source, each.indices[chosen]) for one, source, each in
+    chosen = evenly(len(first), images)
+    seen = [inputs_of(one.bundle, source, each.indices[chosen]) for one, source, each in
             zip(outputs, sources, (first, second), strict=True)]  # fmt: skip
     models = [
-        Measured(name, one.bundle, report(each, bootstrap=bootstrap, worst=0), _reach(one.bundle, inputs))
+        Measured(name, one.bundle, report(each, bootstrap=bootstrap, worst=0), reach_of(one.bundle, inputs))
         for name, one, each, inputs in zip(names, outputs, (first, second), seen, strict=True)
     ]
     rows = _most_certain(judged[0], judged[1], right[0], right[1], examples)
@@ -150,9 +136,9 @@ def compare(
         paired=paired_difference(right[0], right[1], resamples=bootstrap),
         similarity=layer_similarity(
             outputs[0].bundle.network,
-            _batches(seen[0]),
+            in_batches(seen[0]),
             outputs[1].bundle.network,
-            other_batches=_batches(seen[1]),
+            other_batches=in_batches(seen[1]),
         ),
         looked_at=len(chosen),
         disagreements=tuple(
@@ -160,10 +146,10 @@ def compare(
                 key=first.keys[row],
                 label=first.classes[int(_labels(first)[row])],
                 first_is_right=bool(right[0][row]),
-                picture=np.asarray(to_pil(sources[0][int(first.indices[row])].image, 3)),
+                picture=picture_of(sources[0], int(first.indices[row])),
                 answers=(
-                    _answer(outputs[0].bundle, sources[0], int(first.indices[row]), judged[0], row),
-                    _answer(outputs[1].bundle, sources[1], int(second.indices[row]), judged[1], row),
+                    answer_about(outputs[0].bundle, sources[0], int(first.indices[row]), judged[0], row),
+                    answer_about(outputs[1].bundle, sources[1], int(second.indices[row]), judged[1], row),
                 ),
             )
             for row in rows
@@ -196,23 +182,6 @@ def _labels(predictions: Predictions) -> Int64[np.ndarray, " n"]:
     return predictions.truth.values
 
 
-def _inputs(bundle: Bundle, source: Source, indices: Int64[np.ndarray, " n"]) -> Float[Tensor, "n c h w"]:
-    """Return images as the network takes them."""
-    pixels = np.stack([bundle.preprocess.pixels(source[int(index)].image) for index in indices])
-    return bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))
-
-
-def _batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c h w"]]:
-    """Yield batches for CKA, without a last batch that is too small for it."""
-    return (batch for batch in torch.split(images, BATCH) if len(batch) >= SMALLEST_BATCH)
-
-
-def _reach(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic | ReceptiveField:
-    if has_maps(bundle.network):
-        return attention_distance(bundle.network, images).pixels
-    return effective_receptive_field(bundle.network, images[:RECEPTIVE_IMAGES])
-
-
 def _most_certain(
     first: PerSample,
     second: PerSample,
@@ -230,16 +199,3 @@ def _most_certain(
     while len(rows) < count and any(sides):
         rows += [side.pop(0) for side in sides if side]
     return rows[:count]
-
-
-def _answer(bundle: Bundle, source: Source, index: int, judged: PerSample, row: int) -> Answer:
-    """Return a model's answer for an image, with the relevance of the predicted class."""
-    number = int(judged.predicted[row])
-    relevance = None
-    if has_maps(bundle.network):
-        inputs = _inputs(bundle, source, np.array([index]))
-        found = trace(bundle.network, inputs, layers=(-1,))
-        values = class_relevance(bundle.network, inputs, torch.tensor([number], device=inputs.device)).values[0]
-        size = to_pil(source[index].image, 3).size
-        relevance = on_picture(values, found, bundle.preprocess.placement((size[1], size[0])))
-    return Answer(bundle.classes[number], float(judged.confidence[row]), relevance)

@@ -1,0 +1,218 @@
+"""An overview of one model on a data set: its metrics, what its layers do, and where it errs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+
+from vitrail.analysis.cka import SMALLEST_BATCH, LayerSimilarity, layer_similarity
+from vitrail.analysis.embedding import (
+    Filters,
+    PositionSimilarity,
+    embedding_filters,
+    position_similarity,
+    principal_components,
+)
+from vitrail.analysis.features import LayerProbe, PatchColours, TokenNorms, patch_colours, probe_layers, token_norms
+from vitrail.analysis.receptive import ReceptiveField
+from vitrail.analysis.statistics import HeadStatistic, attention_entropy
+from vitrail.analysis.summaries.samples import (
+    Answer,
+    answer_about,
+    evenly,
+    in_batches,
+    inputs_of,
+    picture_of,
+    reach_of,
+)
+from vitrail.data.source import Source
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluation.outputs import Outputs
+from vitrail.evaluation.predictions.calibration import per_sample
+from vitrail.evaluation.predictions.predict import Predictions
+from vitrail.evaluation.predictions.report import ClassificationReport, report
+from vitrail.evaluation.truth import SingleLabels
+from vitrail.weights.bundle import Bundle
+
+__all__ = ["EmbeddingMap", "Error", "Overview", "overview"]
+
+COLOURED = 8
+"""Number of images whose patches are shown in the colours of their principal components."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingMap:
+    """The embeddings of images along their first two principal components."""
+
+    points: Float[np.ndarray, "n 2"]
+    explained: tuple[float, float]
+    """Fraction of the variance along each component."""
+    labels: tuple[str, ...]
+    """Class of each image."""
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Error:
+    """An image whose predicted class is wrong."""
+
+    key: str
+    label: str
+    picture: UInt8[np.ndarray, "height width 3"]
+    answer: Answer
+
+
+@dataclass(frozen=True, eq=False)
+class Overview:
+    """The result of `overview`. What the model does not have is None, and `notes` says why."""
+
+    name: str
+    bundle: Bundle = field(repr=False)
+    report: ClassificationReport = field(repr=False)
+    looked_at: int
+    """Number of images whose features and attention were computed."""
+    reach: HeadStatistic | ReceptiveField
+    """Attention distance of each layer and head, or the effective receptive field of each layer."""
+    entropy: HeadStatistic | None
+    filters: Filters | None
+    positions: PositionSimilarity | None
+    similarity: LayerSimilarity
+    norms: TokenNorms | None
+    colours: PatchColours
+    colour_pictures: tuple[UInt8[np.ndarray, "height width 3"], ...]
+    """The images whose patches are in `colours`."""
+    probes: tuple[LayerProbe, ...]
+    """Accuracy of a linear model of each layer's tokens, or nothing if it was not asked for."""
+    embedding: EmbeddingMap
+    errors: tuple[Error, ...]
+    """The wrong predictions of which the model is most certain."""
+    notes: tuple[str, ...]
+
+
+def overview(
+    outputs: Outputs,
+    source: Source,
+    train: Source,
+    name: str,
+    *,
+    images: int = 64,
+    probe_images: int = 500,
+    examples: int = 12,
+    bootstrap: int = 1000,
+) -> Overview:
+    """Measure a model of classes on the images of `source`.
+
+    Features and attention are computed for `images` of them at equal distances in the data. A linear model of each
+    layer learns from at most `probe_images` of the training images `train` and is measured on as many images of
+    `source`; 0 leaves it out. `examples` is the largest number of errors with pictures.
+
+    Raises `ConfigError` for a model without classes and for fewer than four `images`, and `DataError` if no image has
+    one label.
+    """
+    bundle = outputs.bundle
+    if bundle.output == "numbers" or not bundle.classes:
+        raise ConfigError("this model has no classes to report on; choose a model of classes")
+    if images < SMALLEST_BATCH:
+        raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
+    found = _single(outputs.predictions(source))
+    chosen = evenly(len(found), images)
+    inputs = inputs_of(bundle, source, found.indices[chosen])
+    notes: list[str] = []
+
+    def optional(measure: Callable[[], T]) -> T | None:
+        try:
+            return measure()
+        except ConfigError as reason:  # the model does not have what is measured
+            notes.append(str(reason))
+            return None
+
+    coloured = chosen[evenly(len(chosen), COLOURED)]
+    return Overview(
+        name=name,
+        bundle=bundle,
+        report=report(found, bootstrap=bootstrap, worst=0),
+        looked_at=len(chosen),
+        reach=reach_of(bundle, inputs),
+        entropy=optional(lambda: attention_entropy(bundle.network, inputs)),
+        filters=optional(lambda: embedding_filters(bundle.network)),
+        positions=optional(lambda: position_similarity(bundle.network)),
+        similarity=layer_similarity(bundle.network, in_batches(inputs)),
+        norms=optional(lambda: token_norms(bundle.network, inputs)),
+        colours=patch_colours(bundle.network, inputs_of(bundle, source, found.indices[coloured])),
+        colour_pictures=tuple(picture_of(source, int(index)) for index in found.indices[coloured]),
+        probes=_probes(bundle, source, found, train, probe_images) if probe_images else (),
+        embedding=_embedding_map(outputs, source, found),
+        errors=_errors(bundle, source, found, examples),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _single(predictions: Predictions) -> Predictions:
+    labelled = predictions.labelled()
+    if not len(labelled):
+        raise DataError("no image has a label and can be decoded, so there is nothing to report on")
+    if not isinstance(labelled.truth, SingleLabels):
+        raise DataError("images with several labels cannot be reported on; name data with one label for each image")
+    return labelled
+
+
+def _labels(predictions: Predictions) -> Int64[np.ndarray, " n"]:
+    assert isinstance(predictions.truth, SingleLabels)
+    return predictions.truth.values
+
+
+def _probes(bundle: Bundle, source: Source, found: Predictions, train: Source, count: int) -> tuple[LayerProbe, ...]:
+    """Return the accuracy of a linear model of each layer."""
+    labelled = [index for index in range(len(train)) if isinstance(train.target(index), int)]
+    learned = np.array(labelled)[evenly(len(labelled), count)]
+    labels = np.array([train.target(int(index)) for index in learned], dtype=np.int64)
+    tested = evenly(len(found), count)
+    return tuple(
+        probe_layers(
+            bundle.network,
+            inputs_of(bundle, train, learned),
+            labels,
+            inputs_of(bundle, source, found.indices[tested]),
+            _labels(found)[tested],
+        )
+    )
+
+
+def _embedding_map(outputs: Outputs, source: Source, found: Predictions) -> EmbeddingMap:
+    features = outputs.features(source)
+    rows = {key: row for row, key in enumerate(features.keys)}
+    kept = [rows[key] for key in found.keys]
+    values = torch.from_numpy(np.asarray(features.features[kept], dtype=np.float64))
+    values = values - values.mean(dim=0)
+    components, explained = principal_components(values, 2)
+    points = (values @ components.T).numpy()
+    return EmbeddingMap(
+        points=points,
+        explained=(float(explained[0]), float(explained[1])),
+        labels=tuple(found.classes[label] for label in _labels(found)),
+        keys=found.keys,
+    )
+
+
+def _errors(bundle: Bundle, source: Source, found: Predictions, count: int) -> tuple[Error, ...]:
+    """Return the wrong predictions of which the model is most certain, most certain first."""
+    labels = _labels(found)
+    judged = per_sample(found.logits, labels, scores=found.scores)
+    wrong = np.flatnonzero(~found.truth.hits(judged.predicted))
+    rows = wrong[np.argsort(-judged.confidence[wrong], kind="stable")][:count]
+    return tuple(
+        Error(
+            key=found.keys[row],
+            label=found.classes[labels[row]],
+            picture=picture_of(source, int(found.indices[row])),
+            answer=answer_about(bundle, source, int(found.indices[row]), judged, row),
+        )
+        for row in map(int, rows)
+    )

@@ -1,0 +1,89 @@
+"""Images of a data set as a network takes them, what a model says about them, and where it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from vitrail.analysis.cka import SMALLEST_BATCH
+from vitrail.analysis.drawing import on_picture
+from vitrail.analysis.receptive import ReceptiveField, effective_receptive_field
+from vitrail.analysis.saliency import class_relevance
+from vitrail.analysis.statistics import HeadStatistic, attention_distance
+from vitrail.analysis.tracing import has_maps, trace
+from vitrail.data.pixels.decode import to_pil
+from vitrail.data.source import Source
+from vitrail.evaluation.predictions.calibration import PerSample
+from vitrail.weights.bundle import Bundle
+
+__all__ = ["Answer", "answer_about", "distances", "evenly", "in_batches", "inputs_of", "picture_of", "reach_of"]
+
+BATCH = 16
+"""Number of images whose features are computed at once."""
+
+RECEPTIVE_IMAGES = 8
+"""Number of images over which the effective receptive field of a network without attention maps is averaged."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a model says about an image."""
+
+    label: str
+    probability: float
+    relevance: Float[np.ndarray, "height width"] | None
+    """Relevance of each pixel of the picture for this answer, or None for a network without attention maps."""
+
+
+def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:
+    """Return at most `count` different numbers from 0 to `total` - 1, at equal distances."""
+    return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
+
+
+def inputs_of(bundle: Bundle, source: Source, indices: Int64[np.ndarray, " n"]) -> Float[Tensor, "n c h w"]:
+    """Return images as the network takes them."""
+    pixels = np.stack([bundle.preprocess.pixels(source[int(index)].image) for index in indices])
+    return bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))
+
+
+def in_batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c h w"]]:
+    """Yield batches for CKA, without a last batch that is too small for it."""
+    return (batch for batch in torch.split(images, BATCH) if len(batch) >= SMALLEST_BATCH)
+
+
+def picture_of(source: Source, index: int) -> UInt8[np.ndarray, "height width 3"]:
+    """Return an image of a source at its own size."""
+    return np.asarray(to_pil(source[index].image, 3))
+
+
+def reach_of(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic | ReceptiveField:
+    """Return the attention distance of each layer and head in pixels, or the effective receptive field of each layer of
+    a network without attention maps."""
+    if has_maps(bundle.network):
+        return attention_distance(bundle.network, images).pixels
+    return effective_receptive_field(bundle.network, images[:RECEPTIVE_IMAGES])
+
+
+def distances(reach: HeadStatistic | ReceptiveField) -> list[tuple[int, float]]:
+    """Return each layer with the mean distance in pixels over which it mixes information."""
+    each = reach.mean.mean(axis=1) if isinstance(reach, HeadStatistic) else reach.distance
+    return [(layer, float(value)) for layer, value in zip(reach.layers, each, strict=True)]
+
+
+def answer_about(bundle: Bundle, source: Source, index: int, judged: PerSample, row: int) -> Answer:
+    """Return a model's answer for an image, with the relevance of the predicted class. `row` is the image's row in
+    `judged`."""
+    number = int(judged.predicted[row])
+    relevance = None
+    if has_maps(bundle.network):
+        inputs = inputs_of(bundle, source, np.array([index]))
+        found = trace(bundle.network, inputs, layers=(-1,))
+        values = class_relevance(bundle.network, inputs, torch.tensor([number], device=inputs.device)).values[0]
+        height, width = picture_of(source, index).shape[:2]
+        relevance = on_picture(values, found, bundle.preprocess.placement((height, width)))
+    return Answer(bundle.classes[number], float(judged.confidence[row]), relevance)
