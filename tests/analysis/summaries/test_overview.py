@@ -27,8 +27,8 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seen(folder: Path, bundle: Bundle, **fields: Any) -> Overview:
-    source = source_of(folder, bundle)
-    return overview(Outputs(bundle), source, source, "it", **{"bootstrap": 0, "images": 10, **fields})
+    source, train = source_of(folder, bundle), source_of(folder, bundle)
+    return overview(Outputs(bundle), source, train, "it", **{"bootstrap": 0, "images": 10, **fields})
 
 
 def test_it_holds_what_each_analysis_measures(colours: Path) -> None:
@@ -81,6 +81,14 @@ def test_what_a_resnet_does_not_have_is_named(colours: Path) -> None:
     )
     assert [one.layer for one in found.probes] == list(range(len(found.probes))) and found.probes
     assert all(one.answer.relevance is None for one in found.errors)
+
+
+def test_linear_models_are_not_measured_on_images_that_they_learned_from(colours: Path) -> None:
+    bundle = bundle_of()
+    source = source_of(colours, bundle)
+    found = overview(Outputs(bundle), source, source, "it", images=4, bootstrap=0)
+    assert not found.probes
+    assert found.notes == ("a linear model of each layer, which would be measured on images that it learned from",)
 
 
 def test_what_cannot_be_reported_on(colours: Path) -> None:

@@ -20,7 +20,6 @@ def test_a_page_figures_and_numbers_are_written(
     bundle_of(seed=3).save(tmp_path / "model")
     out = tmp_path / "report"
     given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(out), "--images", "8"]
-    given += ["--split", "train"]
     assert main(given) == 0
     shown = capsys.readouterr().out
     found = json.loads((out / "report.json").read_text())

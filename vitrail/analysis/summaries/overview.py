@@ -111,7 +111,8 @@ def overview(
 
     Features and attention are computed for `images` of them at equal distances in the data. A linear model of each
     layer learns from at most `probe_images` of the training images `train` and is measured on as many images of
-    `source`; 0 leaves it out. `examples` is the largest number of errors with pictures.
+    `source`. It is left out if the number is 0 or if `train` is `source`. `examples` is the largest number of errors
+    with pictures.
 
     Raises `ConfigError` for a model without classes and for fewer than four `images`, and `DataError` if no image has
     one label.
@@ -133,6 +134,9 @@ def overview(
             notes.append(str(reason))
             return None
 
+    if source is train and probe_images:
+        notes.append("a linear model of each layer, which would be measured on images that it learned from")
+        probe_images = 0
     coloured = chosen[evenly(len(chosen), COLOURED)]
     return Overview(
         name=name,
