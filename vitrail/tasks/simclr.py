@@ -195,7 +195,8 @@ class ContrastErrors:
         """Return `contrast_loss`, `contrast_accuracy`, `uniformity`, `feature_rank`, `images` and `skipped`."""
         bundle, objective = outputs.bundle, self.objective
         network = shared_copy(bundle.network)
-        found: list[tuple[int, Tensor, Tensor]] = []
+        none = torch.empty(0, 2, objective.task.projection_width), torch.empty(0, network.config.embed_width)
+        found: list[tuple[Tensor, Tensor, Tensor]] = [(torch.empty(0, dtype=torch.int64), *none)]
         skipped: list[Skipped] = []
         ranks = Ranks(outputs.processes.rank, outputs.processes.world)
         for batch in evaluation_batches(
@@ -207,24 +208,23 @@ class ContrastErrors:
             one, other = (network.embed(each) for each in fixed_views(images, batch.samples))
             pairs = torch.stack([objective.project(one), objective.project(other)], dim=1).cpu()
             whole = network.embed(images).float().cpu()
-            for row, sample in enumerate(batch.samples.tolist()):
-                if batch.valid[row]:
-                    found.append((sample, pairs[row], whole[row]))
-        rows = sorted((row for part in outputs.processes.gather(found) for row in part), key=lambda row: row[0])
+            found.append((batch.samples[batch.valid], pairs[batch.valid], whole[batch.valid]))
+        own = [torch.cat(column) for column in zip(*found, strict=True)]
+        samples, pairs, whole = (torch.cat(column) for column in zip(*outputs.processes.gather(own), strict=True))
+        order = samples.argsort()
+        vectors, embeddings = pairs[order], whole[order]
         skipped = [item for part in outputs.processes.gather(skipped) for item in part]
         for item in skipped:
             outputs.on_skip(item)
-        counts = {"images": float(len(rows)), "skipped": float(len(skipped))}
-        if not rows:
+        counts = {"images": float(len(samples)), "skipped": float(len(skipped))}
+        if not len(samples):
             return dict.fromkeys((metric.name for metric in objective.task.metrics), 0.0) | counts
         losses, right = [], []
-        for start in range(0, len(rows), GROUP):
-            vectors = torch.cat([pair for _, pair, _ in rows[start : start + GROUP]])
-            valid = torch.ones(len(vectors), dtype=torch.bool)
-            loss, hits = contrast_losses(vectors, valid, objective.task.contrast_temperature)
+        for group in torch.split(vectors, GROUP):
+            valid = torch.ones(2 * len(group), dtype=torch.bool)
+            loss, hits = contrast_losses(group.flatten(0, 1), valid, objective.task.contrast_temperature)
             losses.append(loss)
             right.append(hits)
-        embeddings = torch.stack([whole for _, _, whole in rows])
         return {
             "contrast_loss": float(torch.cat(losses).double().mean()),
             "contrast_accuracy": float(torch.cat(right).double().mean()),
@@ -254,12 +254,12 @@ def fixed_views(
 
 
 def uniformity(embeddings: Float[Tensor, "n width"]) -> float:
-    """Return the logarithm of the mean of exp(-2 d^2) over all pairs of the first 2,048 embeddings (2005.10242).
+    """Return the logarithm of the mean of exp(-2 d^2) over all pairs of the first 1,024 embeddings (2005.10242).
 
     Here d is the distance of two embeddings that are scaled to length 1. The value is 0 if all embeddings are equal,
     and about -4 if they are spread evenly over a sphere of many dimensions. A single embedding has the value 0.
     """
-    points = F.normalize(embeddings[:2048].double(), dim=1)
+    points = F.normalize(embeddings[:1024].double(), dim=1)
     if len(points) < 2:
         return 0.0
     squares = (2 - 2 * points @ points.T).clamp(min=0)
