@@ -33,6 +33,7 @@ from vitrail.training.phases import cost_text
 from vitrail.training.records.extension import record_extension
 from vitrail.training.records.record import replace_config
 from vitrail.training.setup import Setup
+from vitrail.training.state.best import BestModel
 from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
 from vitrail.weights.bundle import Bundle
@@ -86,7 +87,9 @@ class Execution:
             processes=setup.processes,
             in_background=setup.config.run.background_checkpoints,
             on_saved=lambda step, path: self.journal.write("checkpoint", step=step, path=path.name),
+            on_restored=lambda state: self.processes.on_first(lambda: self.best.put_back(state.best.step)),
         )
+        self.best = BestModel(folder)
         self.display = display if setup.processes.is_first else Display()
         self.started = started
         self.memory = memory
@@ -172,7 +175,8 @@ class Execution:
             readers=setup.readers,
             batch_size=evaluation_batch(config, setup.network),
             processes=self.processes,
-            best_in=self.folder / "model" if config.run.keep == "best" else None,
+            best_in=self.best.path if config.run.keep == "best" else None,
+            before_best=lambda step: self.best.keep(step, self.checkpoints.best_steps()),
             probes=(*setup.probes, *probes),
         )
 
@@ -206,6 +210,7 @@ class Execution:
             bundle.provenance["step"] = state.best.step
         predictions = self._measure(bundle, state)
         self.processes.on_first(lambda: write_weights(bundle, folder / "model"))
+        self.processes.on_first(self.best.forget)
         held_out = setup.splits.held_out
         source = held_out[1] if held_out else setup.splits.train
         examples = self.processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))

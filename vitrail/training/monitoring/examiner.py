@@ -65,11 +65,13 @@ class Examiner:
         readers: Readers,
         batch_size: int = 256,
         best_in: Path | None,
+        before_best: Callable[[int], None] = lambda step: None,
         probes: Sequence[Probe] = (),
         processes: Processes = Processes(),
     ) -> None:
         """`model` returns the model with its current weights. If `best_in` is not None, the best model is saved in this
-        folder. Several `processes` share the images, and all of them get the same metrics.
+        folder, and `before_best` is called before with the step of the best model that is replaced. Several `processes`
+        share the images, and all of them get the same metrics.
         """
         self.processes = processes
         self.task = task
@@ -83,6 +85,7 @@ class Examiner:
         self.readers = readers
         self.batch_size = batch_size
         self.best_in = best_in
+        self.before_best = before_best
         self.probes = tuple(probes)
 
     def evaluate(self, training: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -104,8 +107,8 @@ class Examiner:
             higher = self.selection.higher_is_better
             best = score is not None and state.best.is_beaten_by(score, higher_is_better=higher)
             if best:
-                state.best = Best(score, state.step)
-                self.processes.on_first(lambda: self._save(model, result))
+                replaced, state.best = state.best.step, Best(score, state.step)
+                self.processes.on_first(lambda: self._save(model, result, replaced))
             else:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
@@ -145,8 +148,9 @@ class Examiner:
     def _outputs(self, model: Bundle) -> Outputs:
         return Outputs(model, batch_size=self.batch_size, readers=self.readers, processes=self.processes)
 
-    def _save(self, model: Bundle, result: dict[str, float]) -> None:
+    def _save(self, model: Bundle, result: dict[str, float], replaced: int) -> None:
         if self.best_in is not None:
+            self.before_best(replaced)
             model.metrics = {f"validation_{name}": value for name, value in self.task.summary(result).items()}
             model.provenance["step"] = self.state.best.step
             write_beside(self.state.copy or self.state.objective, self.best_in.parent / BESIDE)

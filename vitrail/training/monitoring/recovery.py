@@ -12,7 +12,7 @@ from vitrail.training.faults import FaultConfig, Faults, StepFault
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.state.checkpoint import Checkpoints
-from vitrail.training.state.state import Best, TrainState
+from vitrail.training.state.state import TrainState
 
 __all__ = ["Recovery"]
 
@@ -81,14 +81,12 @@ class Recovery:
         """Restore a checkpoint from before the batches that are left out from now on. If there is none, restore the
         oldest checkpoint, and leave only the batches after it out."""
         state = self.state
-        faults, best = state.faults, state.best
+        faults = state.faults
         first = step - self.config.rollback_skips + 1
         for note in self.checkpoints.restore(state, before=first):
             self.display.note(note)
         first = max(first, state.step + 1)
         state.faults = Faults(faults.count, faults.left_out | set(range(first, step + 1)), state.faults.losses)
-        if best.step != state.best.step:  # the best weights on the disk are from the steps that no longer count
-            state.best = Best(waited=state.best.waited)
         self._on_rollback()
         self.journal.write("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])
         self.display.note(

@@ -42,7 +42,7 @@ class Checkpoints:
     """The checkpoints of one run. Only the newest `retain` checkpoints are kept.
 
     With `in_background`, a thread writes them. `on_saved` is called in the first process with the step and the folder
-    of each complete checkpoint.
+    of each complete checkpoint. `on_restored` is called in all processes with a state that was restored.
     """
 
     def __init__(
@@ -53,11 +53,14 @@ class Checkpoints:
         processes: Processes = Processes(),
         in_background: bool = False,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
+        on_restored: Callable[[TrainState], None] = lambda state: None,
     ) -> None:
         self.folder = folder
         self.retain = retain
         self.processes = processes
         self.on_saved = on_saved
+        self.on_restored = on_restored
+        self._best_in_writing = -1
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background and processes.is_first else None
         self._writing: tuple[int, Future[Path]] | None = None
 
@@ -106,6 +109,7 @@ class Checkpoints:
             warnings.filterwarnings("ignore", message=message)
         values = copy.deepcopy(values)
         tensors = tensors if state.copy is not None else _host_copy(tensors)  # sharded weights are gathered as copies
+        self._best_in_writing = values["best"]["step"]
         self._writing = step, self._thread.submit(self._write, step, values, tensors)
         return self._path(step)
 
@@ -142,6 +146,14 @@ class Checkpoints:
         )
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
+    def best_steps(self) -> set[int]:
+        """Return the steps of the best models to which checkpoints refer, with the one that a thread is writing."""
+        found = {self._best_in_writing} if self._writing is not None else set()
+        for step in self.steps():
+            with suppress(OSError, ValueError, KeyError, TypeError):  # damaged checkpoints refer to nothing
+                found.add(json.loads((self._path(step) / VALUES).read_text(encoding="utf-8"))["best"]["step"])
+        return found
+
     def restore(self, state: TrainState, *, before: int | None = None) -> list[str]:
         """Load the newest complete checkpoint into `state`. Return a sentence about each newer checkpoint that is
         damaged.
@@ -159,6 +171,7 @@ class Checkpoints:
             load(tensors, checkpoint_id=path, no_dist=True)
         state.restore_tensors(tensors)
         state.restore_values(values | {"random": self._own_random_state(values)})
+        self.on_restored(state)
         return damaged
 
     def _newest_complete(self, before: int | None) -> tuple[Path, list[str]]:
