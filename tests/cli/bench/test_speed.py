@@ -110,6 +110,20 @@ def test_scaling(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert "grows as depth to the power of" in text and "…" not in text
 
 
+def test_kinds_of_attention(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.bench.attention.SIDES", (3, 4))
+    monkeypatch.setattr("vitrail.bench.attention.measure_memory", lambda entry, workload: 10**6)
+    words = ["train", "ViT-Pico/7", *SHAPE[3:], "--batch-size", "2", "--repetitions", "1", "--warmup", "0"]
+    words += ["--attention", "blocks:size=2,axial", "--scaling", "tokens"]
+    found = result_of(capsys, *words)["attention"]
+    assert [point["attention"] for point in found["points"]] == 2 * ["full", "blocks:size=2", "axial"]
+    assert found["points"][4]["patches"] == 16 and found["points"][4]["memory_bytes"] == 10**6
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["bench", *words]) == 0
+    text = capsys.readouterr().out
+    assert "fewer FLOPs than full from" in text and "measured faster from" in text and "…" not in text
+
+
 @pytest.mark.slow
 def test_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "ViT-Pico/7", *SHAPE, "--image-size", "224", "224", "--largest-batch", "--memory-limit", "500MB"]
@@ -162,6 +176,14 @@ def test_tables_fit_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "BiT-R50x1", "--against", "timm"], "a BiT ResNet has no counterpart"),
         (["load", "ViT-Pico/7", "--against", "timm"], "--against: bench load does not measure this"),
         (["train", "ViT-Pico/7", "--scaling", "batch", "--best"], "--scaling and --best exclude each other"),
+        (
+            ["train", "ViT-Pico/7", "--attention", "axial,lsh"],
+            "--attention axial,lsh: several kinds are compared only by",
+        ),
+        (
+            ["train", "ViT-Pico/7", "--attention", "axial,lsh", "--scaling", "tokens", "--image-size", "28", "28"],
+            "--image-size: --attention with several kinds does not use it",
+        ),
         (["infer", "ViT-Pico/7", "--largest-batch"], "--largest-batch: this is measured only for training steps"),
         (["train", "ViT-Pico/7", "--memory-limit", "1GB"], "--memory-limit: '1GB' limits only --largest-batch"),
         (

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from rich.console import Console
 
+from vitrail.bench.attention import attention_scaling
 from vitrail.bench.compare import compare
 from vitrail.bench.loading import measure_loading
 from vitrail.bench.memory import largest_batch
@@ -55,6 +56,9 @@ class Bench:
     """Number of attention heads, which must divide the width. By default the variant's number."""
     mlp_width: int | None = None
     """Number of hidden units in each block's MLP. By default the variant's number."""
+    attention: str = ""
+    """Kind of attention with its settings, such as local:window=9. Several kinds, separated by commas, are compared
+    with full attention from 196 to 4,096 patches (with --scaling tokens). By default full attention."""
     patch_dropout: float | None = None
     """Fraction of the patches that a training step drops."""
     reduce_tokens: int | None = None
@@ -179,6 +183,11 @@ def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[s
         largest = largest_batch(workload, limit)
         title = tables.header(machine, tables.describe_workload(workload, any_batch=True))
         return title, {**plain, "largest_batch": asdict(largest)}, tables.largest(largest)
+    if len(kinds := _kinds(options)) > 1:
+        compared = attention_scaling(workload, kinds, repetitions=options.repetitions, warmup=options.warmup)
+        what = f"{options.variant}, {options.task}, {options.batch_size} images a step, in {workload.own_format}"
+        title = tables.header(machine, what, rounds)
+        return title, {**plain, "attention": tables.plain_attention(compared)}, tables.attention(compared)
     if options.scaling is not None:
         grown = scaling(workload, options.scaling, **rounds)
         return title, {**plain, "scaling": tables.plain_scaling(grown)}, tables.scale(grown)
@@ -217,6 +226,11 @@ def _check(options: Bench) -> None:
         raise ConfigError(f"{given[0]}: bench load does not measure this; use bench train or bench infer")
     if len(given) > 1 and given[0] in ("--scaling", "--largest-batch"):
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give only one of them")
+    if len(_kinds(options)) > 1 and options.scaling != "tokens":
+        raise ConfigError(
+            f"--attention {options.attention}: several kinds are compared only by --scaling tokens; add that option, "
+            "or choose one kind"
+        )
     if options.largest_batch and options.task != "train":
         raise ConfigError("--largest-batch: this is measured only for training steps; use bench train")
     if options.memory_limit is not None and not options.largest_batch:
@@ -230,12 +244,18 @@ def _check_used(options: Bench, given: Collection[str]) -> None:
         "bench train": ("reduce_tokens",) if options.task == "train" else (),
         "bench load": ("batch_size", "precision", "profile", "reduce_tokens") if options.task == "load" else (),
         "--largest-batch": ("batch_size", "repetitions", "warmup", "profile") if options.largest_batch else (),
+        "--attention with several kinds": ("image_size",) if len(_kinds(options)) > 1 else (),
         "--scaling": ("profile",) if options.scaling is not None else (),
     }
     for measurement, names in unused.items():
         for name in names:
             if name in given:
                 raise ConfigError(f"{flag(name)}: {measurement} does not use it; leave {flag(name)} out")
+
+
+def _kinds(options: Bench) -> list[str]:
+    """Return the kinds of attention that were given."""
+    return [name.strip() for name in options.attention.split(",") if name.strip()]
 
 
 def _peers(options: Bench) -> list[str]:
@@ -246,6 +266,8 @@ def _config(options: Bench) -> AnyConfig:
     names = ("width", "depth", "heads", "mlp_width", "patch_dropout")
     fields: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     size = options.image_size or OWN_SIZES.get(options.variant, (224, 224))
+    if len(kinds := _kinds(options)) == 1:
+        fields["attention"] = kinds[0]
     if options.reduce_tokens:
         fields["reduction"] = reduction_of(options.reduce_tokens, options.reduce_by, options.reduce_schedule)
     return variant_config(

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from vitrail.bench.attention import AttentionScaling
 from vitrail.bench.compare import Comparison
 from vitrail.bench.entries import OURS
 from vitrail.bench.loading import Loading
@@ -19,11 +20,13 @@ from vitrail.bench.scaling import Scaling
 from vitrail.bench.workload import Workload
 
 __all__ = [
+    "attention",
     "comparison",
     "describe_workload",
     "header",
     "largest",
     "load",
+    "plain_attention",
     "plain_comparison",
     "plain_scaling",
     "plain_table",
@@ -150,6 +153,50 @@ def scale(grown: Scaling) -> list[Any]:
     return [table, powers]
 
 
+def attention(found: AttentionScaling) -> list[Any]:
+    """Return a table with a row per grid and kind of attention, and a table of the sizes from which kinds pay off."""
+    caption = (
+        "gain: time of full attention divided by the time of this kind, and the same for FLOPs by closed form. memory: "
+        "peak of a step, measured in its own process, and by closed form."
+    )
+    headings = "patches", "attention", "ms a step", "gain", "of FLOPs", "memory", "closed form"
+    table = plain_table(headings, caption)
+    for point in found.points:
+        full = found.full_at(point)
+        table.add_row(
+            f"{point.patches:,}",
+            point.attention,
+            _number(1000 * point.median),
+            _number(full.median / point.median),
+            _number(full.workload.flops / point.workload.flops),
+            _bytes(point.memory),
+            _bytes(point.workload.predicted_bytes),
+        )
+    even = plain_table(("attention", "fewer FLOPs than full from", "measured faster from"))
+    for name, patches in found.cheaper.items():
+        faster = found.faster_from(name)
+        even.add_row(name, *("never" if one is None else f"{one:,} patches" for one in (patches, faster)))
+    return [table, even]
+
+
+def plain_attention(found: AttentionScaling) -> dict[str, Any]:
+    """Return the measurements of kinds of attention as JSON values."""
+    points = [
+        {
+            "attention": point.attention,
+            "patches": point.patches,
+            "workload": point.workload.plain(),
+            "seconds": list(point.seconds),
+            "median": point.median,
+            "memory_bytes": point.memory,
+            "predicted_bytes": point.workload.predicted_bytes,
+        }
+        for point in found.points
+    ]
+    names = found.cheaper
+    return {"points": points, "cheaper_from": names, "faster_from": {name: found.faster_from(name) for name in names}}
+
+
 def plain_scaling(grown: Scaling) -> dict[str, Any]:
     """Return the scaling measurements as JSON values."""
     points = [
@@ -204,7 +251,7 @@ def plain_table(headings: Sequence[str], caption: str | None = None) -> Table:
         box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
     )
     for heading in headings:
-        is_text = heading in (headings[0], "settings")
+        is_text = heading in (headings[0], "settings", "attention")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     return table
 

@@ -1,0 +1,61 @@
+"""Tests of the comparison of kinds of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from vitrail.bench import attention
+from vitrail.bench.attention import AttentionPoint, AttentionScaling, attention_scaling, attention_workloads
+from vitrail.bench.workload import Workload
+from vitrail.errors import ConfigError
+
+KINDS = ("local:window=2", "axial:sum=on")
+
+
+def test_all_kinds_are_measured_at_all_grids(
+    tiny_work: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SIDES", (3, 4))
+    found = attention_scaling(tiny_work(batch=2, depth=1), KINDS, repetitions=2, warmup=0, memory=False)
+    assert [(point.attention, point.patches) for point in found.points] == [
+        (name, patches) for patches in (9, 16) for name in ("full", *KINDS)
+    ]
+    assert all(len(point.seconds) == 2 and point.median > 0 and point.memory is None for point in found.points)
+    assert set(found.cheaper) == set(KINDS)
+
+
+def test_grids_go_from_196_to_4096_patches(tiny_work: Callable[..., Workload]) -> None:
+    found = attention_workloads(tiny_work(), ["linformer"])
+    assert [works["linformer"].tokens for works in found.values()] == [side**2 + 1 for side in (14, 28, 48, 64)]
+    assert list(found) == [14, 28, 48, 64]
+    with pytest.raises(ConfigError, match="--attention: BiT-Pico is a ResNet, which has no attention"):
+        attention_workloads(tiny_work("BiT-Pico", image_size=(32, 32)), ["local"])
+    with pytest.raises(ConfigError, match="window=15 is larger than the grid of 14 x 14 patches"):
+        attention_workloads(tiny_work(), ["local:window=15"])
+
+
+def test_a_kind_is_cheaper_from_the_first_grid_with_fewer_flops(tiny_work: Callable[..., Workload]) -> None:
+    config = tiny_work(pool="gap", class_token=False).config
+    found = attention.cheaper_from(config, "linformer:rows=8")
+    assert found is not None
+    side = round(found**0.5)
+    for patches, is_cheaper in ((side, True), (side - 1, False)):
+        one = replace(config, image_size=(7 * patches, 7 * patches), attention="linformer:rows=8")  # type: ignore[arg-type]
+        assert (one.training_flops() < replace(one, attention="full").training_flops()) == is_cheaper
+    assert attention.cheaper_from(config, "linformer:rows=100000") is None
+
+
+def test_a_kind_is_faster_from_where_it_stays_faster(tiny_work: Callable[..., Workload]) -> None:
+    works = attention_workloads(tiny_work(), ["axial"])
+    times = {"full": (2.0, 2.0, 2.0, 2.0), "axial": (1.0, 3.0, 1.0, 1.0)}
+    points = [
+        AttentionPoint(name, side * side, work, (times[name][number],), None)
+        for number, (side, by_kind) in enumerate(works.items())
+        for name, work in by_kind.items()
+    ]
+    assert AttentionScaling(tuple(points), {}).faster_from("axial") == 48 * 48
+    slower = [replace(point, seconds=(9.0,)) if point.attention == "axial" else point for point in points]
+    assert AttentionScaling(tuple(slower), {}).faster_from("axial") is None
