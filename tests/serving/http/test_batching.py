@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from vitrail.serving.http.batching import Batcher, TooLate, choose_batch
+from vitrail.serving.http.batching import Batcher, Compute, TooLate, choose_batch
 from vitrail.serving.http.metrics import Metrics
 from vitrail.serving.http.served import ServedModel
 from vitrail.serving.http.settings import ServeSettings
@@ -42,9 +43,10 @@ def gate() -> Gate:
 
 @pytest.fixture
 def batcher(gate: Gate) -> Iterator[Batcher]:
-    with ThreadPoolExecutor(1) as thread:
-        yield Batcher(gate, thread, largest=3, seconds=20.0)
-        gate.open.set()
+    compute = Compute(1, 1)
+    yield Batcher(gate, compute, largest=3, seconds=20.0)
+    gate.open.set()
+    compute.stop()
 
 
 def image(value: float) -> np.ndarray:
@@ -72,6 +74,32 @@ def test_an_idle_batcher_computes_at_once_and_a_busy_one_collects(batcher: Batch
     assert gate.batches == [[1], [2, 3, 4], [5]]
 
 
+def test_a_batch_alone_has_all_threads_and_several_divide_them() -> None:
+    threads: dict[float, int] = {}
+    both = threading.Barrier(2)
+
+    def run(pixels: np.ndarray) -> dict[str, np.ndarray]:
+        for value in pixels.ravel():
+            threads[value] = torch.get_num_threads()
+        if 1 not in pixels:
+            both.wait(20)  # the two batches are computed at the same time
+        return {"logits": pixels}
+
+    async def work() -> None:
+        compute = Compute(2, 2)
+        batcher = Batcher(run, compute, largest=3, seconds=20.0)
+        batcher.start()
+        await batcher.compute([image(1)])
+        await batcher.compute([image(value) for value in (2, 3, 4)])
+        await batcher.stop()
+        compute.stop()
+
+    before = torch.get_num_threads()
+    asyncio.run(work())
+    cores = len(os.sched_getaffinity(0))
+    assert threads == {1: min(2, cores), 2: 1, 3: 1, 4: 1} and torch.get_num_threads() == before
+
+
 def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:
     async def work() -> None:
         batcher.start()
@@ -90,17 +118,18 @@ def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gat
 
 def test_an_image_that_waits_too_long_is_dropped(gate: Gate) -> None:
     async def work() -> None:
-        with ThreadPoolExecutor(1) as thread:
-            batcher = Batcher(gate, thread, largest=3, seconds=0.05)
-            batcher.start()
-            first = asyncio.ensure_future(batcher.compute([image(1)]))
-            await until(gate.begun.is_set)
-            late = asyncio.ensure_future(batcher.compute([image(2)]))
-            await asyncio.sleep(0.1)
-            gate.open.set()
-            await first
-            with pytest.raises(TooLate):
-                await late
+        compute = Compute(1, 1)
+        batcher = Batcher(gate, compute, largest=3, seconds=0.05)
+        batcher.start()
+        first = asyncio.ensure_future(batcher.compute([image(1)]))
+        await until(gate.begun.is_set)
+        late = asyncio.ensure_future(batcher.compute([image(2)]))
+        await asyncio.sleep(0.1)
+        gate.open.set()
+        await first
+        with pytest.raises(TooLate):
+            await late
+        compute.stop()
 
     asyncio.run(work())
     assert gate.batches == [[1]]
@@ -141,8 +170,7 @@ def test_the_largest_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best() 
 
 def test_neighbours_in_a_batch_do_not_change_an_answer(bundle: Bundle) -> None:
     draws = np.random.default_rng(1)
-    with ThreadPoolExecutor(1) as thread:
-        model = ServedModel("flowers", bundle, ServeSettings(max_batch=4), Metrics(), thread)
+    model = ServedModel("flowers", bundle, ServeSettings(max_batch=4), Metrics(), Compute(1, 1))
     one = draws.integers(0, 256, (3, 12, 10), dtype=np.uint8)
     for run in (model._classes, model._embedding):
         rows = []

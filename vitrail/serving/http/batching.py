@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LARGEST", "Batcher", "Row", "TooLate", "choose_batch"]
+from vitrail.cores import compute_threads
+
+__all__ = ["LARGEST", "Batcher", "Compute", "Row", "TooLate", "choose_batch"]
 
 LARGEST = 16
 """Largest batch that is tried when the largest batch size is measured."""
@@ -40,6 +43,45 @@ class _Waiting:
     since: float
 
 
+class Compute:
+    """Computes batches on a number of workers, among which the compute threads of the process are divided.
+
+    A batch that is alone has all threads, which answers it soonest. Batches that are computed at the same time have
+    threads of their own, because threads of one batch wait for each other (docs/serving.md).
+    """
+
+    def __init__(self, workers: int, threads: int) -> None:
+        """Compute at most `workers` batches at the same time, with `threads` compute threads in all."""
+        self.workers = workers
+        self._threads = threads
+        self._running = 0
+        self._executor = ThreadPoolExecutor(workers, "vitrail-compute")
+
+    @property
+    def free(self) -> int:
+        """Number of workers that do not compute."""
+        return max(0, self.workers - self._running)
+
+    async def run(self, function: Run, batch: np.ndarray, *, is_last: bool) -> Mapping[str, np.ndarray]:
+        """Return `function(batch)`. `is_last` is True if no images wait, which would be the next batch."""
+        self._running += 1
+        parts = min(self.workers, self._running + (not is_last))
+        threads = max(1, self._threads // parts)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, _run_with, threads, function, batch)
+        finally:
+            self._running -= 1
+
+    def stop(self) -> None:
+        """End the workers, when they have computed their batches."""
+        self._executor.shutdown()
+
+
+def _run_with(threads: int, function: Run, batch: np.ndarray) -> Mapping[str, np.ndarray]:
+    with compute_threads(threads):  # of this worker only
+        return function(batch)
+
+
 class Batcher:
     """Collects images of many requests into batches. An idle batcher computes the first image at once.
 
@@ -49,7 +91,7 @@ class Batcher:
     def __init__(
         self,
         run: Run,
-        thread: ThreadPoolExecutor,
+        compute: Compute,
         *,
         largest: int,
         seconds: float,
@@ -57,24 +99,25 @@ class Batcher:
     ) -> None:
         """Compute at most `largest` images together, and drop images that wait longer than `seconds`.
 
-        `thread` computes. Batchers that share an executor of one thread do not compete for the processor. `on_batch` is
-        called with the number of images, the longest wait and the time for computing.
+        Batchers can share the workers of `compute`. `on_batch` is called with the number of images, the longest wait
+        and the time for computing.
         """
         self.largest = largest
-        self._run, self._thread, self._seconds, self._on_batch = run, thread, seconds, on_batch
+        self._run, self._compute, self._seconds, self._on_batch = run, compute, seconds, on_batch
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
-        self._worker: asyncio.Task[None] | None = None
+        self._workers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start computing. Call it in the server's event loop."""
-        self._worker = asyncio.get_running_loop().create_task(self._work())
+        loop = asyncio.get_running_loop()
+        self._workers = [loop.create_task(self._work()) for _ in range(self._compute.workers)]
 
     async def stop(self) -> None:
         """Stop computing. Images that still wait get no answer, so call it when all requests are answered."""
-        assert self._worker is not None
-        self._worker.cancel()
-        await asyncio.gather(self._worker, return_exceptions=True)
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
 
     async def compute(self, images: Sequence[np.ndarray]) -> list[Row]:
         """Return the outputs of each image. Raise `TooLate` if an image waited too long."""
@@ -89,7 +132,6 @@ class Batcher:
                 item.answer.cancel()
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._arrived.wait()
             batch = self._next_batch()
@@ -98,7 +140,8 @@ class Batcher:
                 continue
             begun = time.monotonic()
             try:
-                outputs = await loop.run_in_executor(self._thread, self._run, np.stack([one.pixels for one in batch]))
+                pixels = np.stack([one.pixels for one in batch])
+                outputs = await self._compute.run(self._run, pixels, is_last=not self._waiting)
             except Exception as error:  # the error belongs to these requests; the server goes on
                 for item in batch:
                     if not item.answer.done():
@@ -110,8 +153,10 @@ class Batcher:
                     item.answer.set_result({name: values[row] for name, values in outputs.items()})
 
     def _next_batch(self) -> list[_Waiting]:
+        """Take images from the queue: as many as each free worker gets, but at most `largest`."""
+        most = min(self.largest, math.ceil(len(self._waiting) / max(1, self._compute.free)))
         batch: list[_Waiting] = []
-        while self._waiting and len(batch) < self.largest:
+        while self._waiting and len(batch) < most:
             item = self._waiting.popleft()
             if item.answer.done():
                 continue
@@ -126,13 +171,14 @@ def choose_batch(run: Run, pixels: np.ndarray, clock: Callable[[], float] = time
     """Return the largest number of images to compute together: the smallest power of two up to `LARGEST` that computes
     nearly as many images per second as the best one. `pixels` is one image.
 
-    All images of a batch are answered when the last one is computed, so a larger batch delays every answer.
+    One thread computes, as when all workers are busy. All images of a batch are answered when the last one is computed,
+    so a larger batch delays every answer.
     """
     speeds: dict[int, float] = {}
     size = 1
     while size <= LARGEST:
         batch = np.repeat(pixels[None], size, axis=0)
-        run(batch)  # the first call of a size allocates memory
+        _run_with(1, run, batch)  # the first call of a size allocates memory
         took = min(_time(run, batch, clock) for _ in range(2))
         if took > LONGEST and speeds:
             break
@@ -143,5 +189,5 @@ def choose_batch(run: Run, pixels: np.ndarray, clock: Callable[[], float] = time
 
 def _time(run: Run, batch: np.ndarray, clock: Callable[[], float]) -> float:
     begun = clock()
-    run(batch)
+    _run_with(1, run, batch)
     return clock() - begun

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,7 +12,7 @@ from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
-from vitrail.serving.http.batching import Batcher, choose_batch
+from vitrail.serving.http.batching import Batcher, Compute, choose_batch
 from vitrail.serving.http.metrics import Metrics
 from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.bundle import Bundle, weights_sha256
@@ -35,11 +34,11 @@ class ServedModel:
         bundle: Bundle,
         settings: ServeSettings,
         metrics: Metrics,
-        thread: ThreadPoolExecutor,
+        compute: Compute,
         precision: Precision | None = None,
     ) -> None:
         """Prepare a model, and measure the largest batch unless the settings have one. Raise `ConfigError` for an
-        exported file of tokens, and for a precision that the model cannot compute in. `thread` computes batches."""
+        exported file of tokens, and for a precision that the model cannot compute in. `compute` computes batches."""
         self.name = name
         self.bundle = bundle
         self.sha256 = weights_sha256(bundle.network)
@@ -54,7 +53,7 @@ class ServedModel:
         self.batchers = {
             task: Batcher(
                 runs[task],
-                thread,
+                compute,
                 largest=largest,
                 seconds=settings.deadline_seconds,
                 on_batch=metrics.batches(name, task),

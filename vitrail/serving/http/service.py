@@ -9,16 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import torch
+
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import UndecodableImage
 from vitrail.machine import Precision
-from vitrail.serving.http.batching import Batcher, Row, TooLate
+from vitrail.serving.http.batching import Batcher, Compute, Row, TooLate
 from vitrail.serving.http.metrics import Metrics
 from vitrail.serving.http.served import ServedModel, Task
 from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
 __all__ = ["Refused", "Service"]
+
+MOST_WORKERS = 8
+"""Largest number of batches that are computed at the same time on a CPU."""
 
 RETRY = {"Retry-After": "1"}
 """Header of answers that say that the server is busy."""
@@ -50,7 +55,9 @@ class Service:
         """True while the service accepts images."""
         self.is_draining = False
         """True after the server was asked to stop. Requests are still answered."""
-        self._compute = ThreadPoolExecutor(1, "vitrail-compute")  # batches do not compete for the processor
+        on_cpu = all(bundle.device.type == "cpu" for bundle in bundles.values())
+        threads = torch.get_num_threads()
+        self._compute = Compute(min(threads, MOST_WORKERS) if on_cpu else 1, threads)
         self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
         self._accepted = 0
         self.models = {
@@ -71,7 +78,7 @@ class Service:
         for batcher in self._batchers():
             await batcher.stop()
         self._decode.shutdown()
-        self._compute.shutdown()
+        self._compute.stop()
 
     def drain(self) -> None:
         """Let the probe `ready` answer 503, because the server is going to stop."""
