@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -232,6 +232,7 @@ def test_sincos_is_big_visions(grid: tuple[int, int], quarter: int) -> None:
     torch.testing.assert_close(sincos_2d(grid, 4 * quarter), expected, atol=2e-5, rtol=0)
 
 
+@settings(max_examples=20)
 @given(grid=st.tuples(st.integers(1, 20), st.integers(1, 20)), quarter=st.integers(1, 24))
 def test_sincos_of_mae_has_other_frequencies(grid: tuple[int, int], quarter: int) -> None:
     y, x = (each.flatten()[:, None] for each in np.mgrid[: grid[0], : grid[1]].astype(np.float64))
