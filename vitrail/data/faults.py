@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.errors import DataError
+from vitrail.errors import DataError, plural
 
-__all__ = ["Fault", "is_system_folder", "refuse"]
+__all__ = ["Fault", "is_system_folder", "refuse", "unknown_class"]
 
 SYSTEM_FOLDERS = frozenset(
     {"__macosx", "@eadir", "@recycle", "#recycle", "#snapshot", "$recycle.bin", "system volume information",
@@ -32,6 +32,17 @@ class Fault:
     training: str
     """The effect on training."""
     advice: str
+
+
+def unknown_class(split: str, images: int, text: str) -> Fault:
+    """Return the fault of a held-out split that has labels which no training image has. The check of the data counts
+    these images as unlabelled."""
+    return Fault(
+        "unknown-class", "error", images, text,
+        "Training refuses the data, because a network cannot learn a class without training images. This check counts "
+        f"{plural(images, 'image')} of the {split} split as unlabelled.",
+        "Add training images of these classes, or correct or remove these labels.",
+    )  # fmt: skip
 
 
 def is_system_folder(name: str) -> bool:

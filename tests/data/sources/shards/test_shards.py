@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitrail.data.sources import open_data
 from vitrail.data.sources.shards import shards as shards_module
 from vitrail.data.sources.shards import tar_index
 from vitrail.data.sources.shards.shard_paths import locate
@@ -172,9 +173,18 @@ def test_other_splits_are_indexed_by_the_classes_of_training(tmp_path: Path) -> 
     splits = open_shards(str(tmp_path), None)
     assert splits.validation is not None and splits.validation.classes == ("daisy", "rose")
     assert labels_of(splits.validation) == [1]
-    write(tmp_path / "test.tar", labelled("3:tulip"))
+    write(tmp_path / "test.tar", labelled("3:tulip", "4:rose", "5:tulip"))
+    (fault,) = (splits := open_shards(str(tmp_path), None)).faults
+    assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 2)
+    assert fault.text.startswith(
+        f"{tmp_path / 'test.tar'}: sample '3' has the label 'tulip'; it is not among the known"
+    )
+    assert "counts 2 images of the test split as unlabelled" in fault.training
+    assert splits.test is not None and labels_of(splits.test) == [None, 1, None]
     with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
-        open_shards(str(tmp_path), None)
+        open_data(str(tmp_path), validation_share=0.0)
+    with pytest.raises(DataError, match=r"test\.tar: sample '3' has the label 'tulip'"):
+        open_shards(str(tmp_path), ("daisy", "rose"))
     write(tmp_path / "test.tar", {"1.jpg": b"", "1.json": b'{"label": ["rose"]}'})
     with pytest.raises(DataError, match="one label per image in one split and lists of labels in another"):
         open_shards(str(tmp_path), None)

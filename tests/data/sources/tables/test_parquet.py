@@ -229,8 +229,27 @@ def test_words_are_classes_in_their_order(tmp_path: Path, pictures: list[bytes],
     given = ("tulip", "rose", "moss", "daisy")
     splits = open_parquet(tmp_path, given)
     assert splits.classes == given and labels_of(splits.train) == [1, 3, 0, None, 3]
-    write(tmp_path / "test.parquet", {"image": images(pictures[:2]), "label": column("tulip", "fern")})
-    assert "the test split has unknown classes: fern; the known classes are: daisy, rose, tulip" in message(tmp_path)
+    write(tmp_path / "test.parquet", {"image": images(pictures[:3]), "label": column("tulip", "fern", "rose")})
+    (fault,) = (splits := open_parquet(tmp_path, None)).faults
+    assert fault.text.endswith("the test split has unknown classes: fern; the known classes are: daisy, rose, tulip")
+    assert (fault.kind, fault.severity, fault.count) == ("unknown-class", "error", 1)
+    assert splits.classes == ("daisy", "rose", "tulip") and labels_of(splits.test) == [2, None, 1]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_label_that_only_a_held_out_split_has_is_a_fault(
+    tmp_path: Path, pictures: list[bytes], several: bool
+) -> None:
+    def column(*labels: int) -> pa.Array:
+        return pa.array([[label, 0] for label in labels], pa.list_(pa.int64())) if several else pa.array(labels)
+
+    write(tmp_path / "train.parquet", {"image": images(pictures[:2]), "label": column(0, 1)})
+    write(tmp_path / "val.parquet", {"image": images(pictures[:3]), "label": column(1, 7, 0)})
+    (fault,) = (splits := open_parquet(tmp_path, None)).faults
+    assert fault.text.endswith("has the label 7, but the labels of 2 classes go from 0 to 1") and fault.count == 1
+    assert labels_of(splits.validation) == ([(0, 1), (0,), (0,)] if several else [1, None, 0])
+    with pytest.raises(DataError, match="has the label 7"):
+        open_data(str(tmp_path), validation_share=0.0)
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int8()), pa.list_(pa.int64(), 2)], ids=str)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
 
 from vitrail.data import remote
+from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.shards.shard_paths import Located, locate, looks_like_shards
 from vitrail.data.sources.shards.tar_index import RawLabel, Shard, Version, is_numbers, open_shard, version_of
@@ -49,6 +50,7 @@ def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[s
     opened = _open(located)
     named = classes or located.classes
     sources: dict[Split, ShardSource] = {}
+    faults: list[Fault] = []
     if any(_has_numbers(shard) for shards in opened.values() for shard in shards):
         return _with_numbers(location, located, opened, numbers)
     if numbers:
@@ -57,8 +59,11 @@ def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[s
         )
     for split in SPLITS:
         if split in opened:
-            sources[split] = ShardSource(opened[split], named, numbered=located.classes)
-            named = named or sources[split].classes
+            tolerant = split != "train" and classes is None and located.classes is None
+            source = ShardSource(opened[split], named, numbered=located.classes, tolerant=tolerant)
+            if source.unknown:
+                faults.append(unknown_class(split, source.unknown_images, source.unknown[0]))
+            sources[split], named = source, named or source.classes
     first, *others = sources.values()
     for other in others:
         if isinstance(first.target(0), tuple) != isinstance(other.target(0), tuple):
@@ -67,7 +72,7 @@ def open_shards(location: str, classes: tuple[str, ...] | None, numbers: tuple[s
                 "form in all splits"
             )
     notes = tuple(note for split, source in sources.items() for note in _notes(location, split, source))
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes)
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), notes, faults=tuple(faults))
 
 
 def _has_numbers(shard: Shard) -> bool:
@@ -105,8 +110,9 @@ class ShardSource:
 
     `classes` holds the class names. By default they are collected from the labels. `numbered` holds the names of the
     numeric labels in the shards if they differ from `classes`. For regression, `columns` selects the numbers that are
-    the targets, and `classes` holds the names of these numbers. Raises `DataError` if a label is not among the classes
-    or two samples have the same key.
+    the targets, and `classes` holds the names of these numbers. Raises `DataError` if two samples have the same key,
+    and if a label is not among the classes. If `tolerant` is true, such labels count as missing, and `unknown` has a
+    message for each of them.
     """
 
     def __init__(
@@ -116,18 +122,26 @@ class ShardSource:
         *,
         numbered: tuple[str, ...] | None = None,
         columns: Sequence[int] | None = None,
+        tolerant: bool = False,
     ) -> None:
         self.shards = tuple((shard.path, shard.version) for shard in shards)
         self.ignored = sum(shard.index.ignored for shard in shards)
         distinct = _distinct(shards)
         self.classes = _found(distinct) if classes is None else classes
-        self._labels, self._codes = _codes(
-            shards,
-            _resolve(distinct, self.classes, numbered or self.classes)
-            if columns is None
-            else {label: _picked(label, columns) for label in distinct},
-            numbers=columns is not None,
-        )
+        self.unknown: list[str] = []
+        if columns is None:
+            resolved, strange = _resolve(distinct, self.classes, numbered or self.classes)
+            places = {label: distinct[label] for label in strange}
+            self.unknown = [
+                f"{shard.path}: sample {_example(shard, code)!r} {strange[label]}"
+                for label, (shard, code) in places.items()
+            ]
+            if self.unknown and not tolerant:
+                raise DataError(self.unknown[0])
+        else:
+            resolved, strange = {label: _picked(label, columns) for label in distinct}, {}
+        self.unknown_images = _count(shards, strange)
+        self._labels, self._codes = _codes(shards, resolved, numbers=columns is not None)
         self.target_kind: TargetKind = "class" if self.classes else "none"
         if any(isinstance(label, tuple) for label in self._labels):
             self.target_kind = "classes" if columns is None else "numbers"
@@ -287,26 +301,39 @@ def _found(distinct: dict[RawLabel, tuple[Shard, int]]) -> tuple[str, ...]:
 
 def _resolve(
     distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
-) -> dict[RawLabel, Target]:
-    """Return the class indices of each label. Raises `DataError` if a label is not among the classes."""
+) -> tuple[dict[RawLabel, Target], dict[RawLabel, str]]:
+    """Return the class indices of each label, and the end of a message for each label that is not among the classes.
+    Such a label is left out of a list, and is None if it is alone."""
     numbers = {name: number for number, name in enumerate(classes)}
     resolved: dict[RawLabel, Target] = {}
-    for label, (shard, code) in distinct.items():
+    strange: dict[RawLabel, str] = {}
+    for label in distinct:
         found: set[int] = set()
         for one in _several(label):
             name = numbered[one] if isinstance(one, int) and 0 <= one < len(numbered) else one
-            if name not in numbers:
-                raise DataError(_unknown(shard, code, one, name, classes, numbered))
-            found.add(numbers[name])
-        resolved[label] = tuple(sorted(found)) if isinstance(label, tuple) else found.pop()
-    return resolved
+            if name in numbers:
+                found.add(numbers[name])
+            else:
+                strange.setdefault(label, _unknown(one, name, classes, numbered))
+        resolved[label] = tuple(sorted(found)) if isinstance(label, tuple) else found.pop() if found else None
+    return resolved, strange
+
+
+def _count(shards: Sequence[Shard], labels: Collection[RawLabel]) -> int:
+    """Return the number of samples with one of these labels."""
+    return sum(
+        int((shard.index.codes == code).sum())
+        for shard in shards
+        for code, label in enumerate(shard.index.labels)
+        if label in labels
+    )
 
 
 def _codes(
     shards: Sequence[Shard], resolved: dict[RawLabel, Target], *, numbers: bool
 ) -> tuple[list[Target], np.ndarray]:
     """Return the distinct labels, with None at the end, and the index of each sample's label among them (int32)."""
-    labels: list[Target] = [*dict.fromkeys(resolved.values()), None]
+    labels: list[Target] = [*(label for label in dict.fromkeys(resolved.values()) if label is not None), None]
     places = {label: place for place, label in enumerate(labels)}
     none = places[None]
     parts = []
@@ -324,14 +351,12 @@ def _codes(
     return labels, codes
 
 
-def _unknown(
-    shard: Shard, code: int, label: int | str, name: int | str, classes: tuple[str, ...], numbered: tuple[str, ...]
-) -> str:
-    start = f"{shard.path}: sample {_example(shard, code)!r} has the label {label!r}"
+def _unknown(label: int | str, name: int | str, classes: tuple[str, ...], numbered: tuple[str, ...]) -> str:
+    """Return the end of a message about a label that is not among the classes."""
     if isinstance(name, int):
-        return f"{start}; the {len(numbered):,} classes are numbered from 0"
+        return f"has the label {label!r}; the {len(numbered):,} classes are numbered from 0"
     meaning = f", which is {name!r}" if name != label else ""
-    return f"{start}{meaning}; it is not among the known classes ({nearest(name, classes)})"
+    return f"has the label {label!r}{meaning}; it is not among the known classes ({nearest(name, classes)})"
 
 
 def _notes(location: str, split: Split, source: ShardSource) -> Iterable[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from vitrail.data.faults import Fault, unknown_class
 from vitrail.data.source import Target
 from vitrail.data.splits import Split
 from vitrail.errors import DataError
@@ -78,40 +79,68 @@ def join(files: Sequence[str], parts: Sequence[LabelColumn]) -> LabelColumn:
 
 def number(
     title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None
-) -> tuple[tuple[str, ...], dict[Split, LabelColumn]]:
-    """Return the classes, and the labels of every split as class indices.
+) -> tuple[tuple[str, ...], dict[Split, LabelColumn], tuple[Fault, ...]]:
+    """Return the classes, the labels of every split as class indices, and the faults.
 
-    If `known` is None, the training split determines the classes. If two classes have the same name, the class index is
-    appended to the second name. For example, the second "crane" of ImageNet becomes "crane (517)". Raises `DataError`
-    if a label is not among the classes or the splits have different classes.
+    If `known` is None, the training split determines the classes. A label that only held-out splits have is then a
+    fault, and its rows become unlabelled. If two classes have the same name, the class index is appended to the second
+    name. For example, the second "crane" of ImageNet becomes "crane (517)". Raises `DataError` if the splits have
+    different classes, or if a label is not in `known`.
     """
     train = labels["train"]
     for split, other in labels.items():
         _must_fit(f"the {split} split of {title}", other, "the train split", train)
-    if train.names is None:
-        highest = max(int(column.numbers.max(initial=-1)) for column in labels.values())
-        most = int(train.numbers.max(initial=-1)) if known is None else len(known) - 1
-        if most >= HIGHEST:
-            raise DataError(
-                f"{title}: the labels have no names and go up to {most:,}, so they are not class numbers; choose "
-                "another column by adding ?label=COLUMN to the data's name"
-            )
-        if highest > most:
-            raise DataError(
-                f"{title} has the label {highest}, but the labels of {most + 1} classes go from 0 to {most}"
-            )
-        return known or tuple(str(label) for label in range(most + 1)), dict(labels)
-    if train.stated:
+    classes, numbered, messages = (_by_number if train.names is None else _by_name)(title, labels, known)
+    faults = []
+    for split, column in numbered.items():
+        strange = column.numbers >= len(classes)
+        if strange.any():
+            if known is not None:
+                raise DataError(messages[split])
+            faults.append(unknown_class(split, int(strange.sum()), messages[split]))
+            numbered[split] = replace(column, numbers=np.where(strange, np.int32(-1), column.numbers))
+    return classes, numbered, tuple(faults)
+
+
+Numbered = tuple[tuple[str, ...], dict[Split, LabelColumn], dict[Split, str]]
+"""The classes, the labels of each split, and a message about unknown labels for each split. Unknown labels are numbers
+beyond those of the classes."""
+
+
+def _by_number(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None) -> Numbered:
+    """Return labels that are numbers without names."""
+    highest = {split: int(column.numbers.max(initial=-1)) for split, column in labels.items()}
+    most = highest["train"] if known is None else len(known) - 1
+    if most >= HIGHEST:
+        raise DataError(
+            f"{title}: the labels have no names and go up to {most:,}, so they are not class numbers; choose "
+            "another column by adding ?label=COLUMN to the data's name"
+        )
+    messages = {
+        split: f"{title} has the label {label}, but the labels of {most + 1} classes go from 0 to {most}"
+        for split, label in highest.items()
+    }
+    return known or tuple(str(label) for label in range(most + 1)), dict(labels), messages
+
+
+def _by_name(title: str, labels: Mapping[Split, LabelColumn], known: tuple[str, ...] | None) -> Numbered:
+    """Return labels that have names."""
+    train = labels["train"]
+    if train.stated and train.names is not None:
         distinct = _distinct(title, train.names)
         labels = {split: replace(column, names=distinct) for split, column in labels.items()}
     classes = known or labels["train"].names or ()
+    numbered, messages = {}, {}
     for split, column in labels.items():
-        if unknown := [name for name in column.names or () if name not in set(classes)]:
-            raise DataError(
-                f"{title}: the {split} split has unknown classes: {', '.join(unknown[:5])}; the known classes are: "
-                f"{', '.join(classes)}"
-            )
-    return classes, {split: column.renamed(classes) for split, column in labels.items()}
+        unknown = [name for name in column.names or () if name not in {*classes}]
+        messages[split] = (
+            f"{title}: the {split} split has unknown classes: {', '.join(unknown[:5])}; the known classes are: "
+            f"{', '.join(classes)}"
+        )
+        if unknown and known is not None:
+            raise DataError(messages[split])
+        numbered[split] = replace(column.renamed((*classes, *unknown)), names=classes)
+    return classes, numbered, messages
 
 
 def _must_fit(title: str, one: LabelColumn, other_title: str, other: LabelColumn) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
+from vitrail.data.faults import Fault
 from vitrail.data.pixels.formats import SUFFIXES
 from vitrail.data.source import Sample, Target, TargetKind
 from vitrail.data.sources.blob import Blob, open_blob, write_blob
@@ -212,6 +213,7 @@ def open_files(
             notes.append(f"{title}: the {split} split is skipped, because {reason}")
             del kept[split]
             labels.pop(split, None)
+    faults: tuple[Fault, ...] = ()
     if label is None:
         notes.append(
             f"{title} has no column of labels, so its images are unlabelled; to use one of the columns "
@@ -219,7 +221,7 @@ def open_files(
         )
         names = classes or ()
     else:
-        names, labels = number(title, labels, classes)
+        names, labels, faults = number(title, labels, classes)
     blobs, unpacking_notes = _unpack(
         title, [pair for split, some in kept.items() for pair in zip(files[split], some, strict=True)], image
     )
@@ -229,7 +231,8 @@ def open_files(
         )
         for split in kept
     }
-    return Splits(sources["train"], sources.get("validation"), sources.get("test"), (*notes, *unpacking_notes))
+    all_notes = (*notes, *unpacking_notes)
+    return Splits(sources["train"], sources.get("validation"), sources.get("test"), all_notes, faults=faults)
 
 
 def _open_numbers(
