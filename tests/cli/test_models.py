@@ -136,7 +136,14 @@ def test_sizes_that_are_not_square_are_shown(capsys: pytest.CaptureFixture[str])
 def test_layers_compared(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, "--layers", "--image-size", "384", "192")
     expected = [{**layer._asdict(), "tokens": 289, "width": 768} for layer in layer_costs(289, 768)]
-    assert rows == expected and [row["kind"] for row in rows] == ["self-attention", "recurrence", "convolution"]
+    assert rows[:3] == expected and [row["kind"] for row in rows[:3]] == ["self-attention", "recurrence", "convolution"]
+    macs = {row["kind"]: row["macs"] for row in rows}
+    assert macs["self-attention of pixels"] == 2 * (384 * 192) ** 2 * 768
+    assert macs["axial"] == 2 * (288 * (12 + 1) + 289) * 768  # a row has 12 patches, and all see the class token
+    assert macs["linformer"] == 2 * (64 * 288 + 65 * 289) * 768
+    assert macs["lsh"] == 2 * (289 + 2 * 288 * 64 + 288) * 768 + 2 * 288 * 5 * 768
+    kinds = [row["kind"] for row in rows_of(capsys, "--layers", "--image-size", "64", "64")]
+    assert "axial" in kinds and "local" not in kinds, "a window of 7 does not fit 4 x 4 patches"
     lines = lines_of(capsys, "--layers")
     assert lines[0].strip() == "Mixing 197 tokens of width 768, as in ViT-B/16"
     (line,) = (line for line in lines if "recurrence" in line)

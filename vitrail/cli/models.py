@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import flag
 from vitrail.errors import ConfigError
 from vitrail.machine import total_memory
+from vitrail.models.attention import ATTENTION
 from vitrail.models.cost.footprint import training_bytes
-from vitrail.models.cost.mixing import layer_costs
+from vitrail.models.cost.mixing import attention_costs, layer_costs
 from vitrail.models.variants import PUBLISHED, variant_config
+from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["main"]
 
@@ -33,7 +36,7 @@ class Models:
     batch_size: int = 32
     """Batch size for which the memory of a training step is estimated (AdamW, bf16)."""
     layers: bool = False
-    """Compare only the costs of self-attention, recurrence and convolution."""
+    """Compare only the costs of layers: kinds of attention, recurrence and convolution."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -54,7 +57,7 @@ COMMAND = Command(
     examples=(
         Example("vitrail models", "List every published size at 224 x 224 pixels."),
         Example("vitrail models --image-size 384 384 --batch-size 8", "Estimate cost and memory for larger images."),
-        Example("vitrail models --layers", "Compare attention with recurrence and convolution."),
+        Example("vitrail models --layers", "Compare kinds of attention with recurrence and convolution."),
     ),
     options=(Models,),
     essential={"Settings": ("image_size", "num_classes", "batch_size"), "Output": ("layers", "json")},
@@ -137,10 +140,19 @@ def _size(name: str, options: Models) -> tuple[int, int]:
 
 
 def _layer_rows(options: Models) -> list[dict[str, Any]]:
-    height, width = options.image_size or (224, 224)
+    """Return the costs of layers that mix the patches of an image, and of attention between its pixels."""
     config = variant_config("ViT-B/16")
-    tokens, mixed = config.with_image_size(config.nearest_size(height, width)).tokens, config.stream_width
-    return [{**cost._asdict(), "tokens": tokens, "width": mixed} for cost in layer_costs(tokens, mixed)]
+    config = config.with_image_size(config.nearest_size(*(options.image_size or (224, 224))))
+    assert isinstance(config, ViTConfig)
+    pixels, width = math.prod(config.image_size), config.width
+    (of_pixels, *_) = layer_costs(pixels, width)
+    kinds = tuple(name for name in (*ATTENTION, "axial:sum=on") if name != "full")
+    rows = [
+        *((cost, config.tokens) for cost in layer_costs(config.tokens, width)),
+        *((cost, config.tokens) for cost in attention_costs(config, kinds)),
+        (of_pixels._replace(kind="self-attention of pixels"), pixels),
+    ]
+    return [{**cost._asdict(), "tokens": tokens, "width": width} for cost, tokens in rows]
 
 
 def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -149,5 +161,5 @@ def _layer_table(rows: Sequence[dict[str, Any]]) -> Table:
     for heading in ("layer", "GMAC", "steps in sequence", "longest path"):
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(row["kind"], f"{row['macs'] / 1e9:.3f}", str(row["sequential"]), str(row["path"]))
+        table.add_row(row["kind"], f"{row['macs'] / 1e9:,.3f}", str(row["sequential"]), str(row["path"]))
     return table

@@ -1,11 +1,17 @@
-"""The cost of three layers that mix the tokens of a sequence ("Attention Is All You Need", Table 1)."""
+"""The cost of layers that mix the tokens of a sequence ("Attention Is All You Need", Table 1)."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["LayerCost", "layer_costs"]
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.models.vit_config import ViTConfig
+
+__all__ = ["LayerCost", "attention_costs", "layer_costs"]
 
 
 class LayerCost(NamedTuple):
@@ -32,3 +38,23 @@ def layer_costs(tokens: int, width: int, kernel: int = 3) -> tuple[LayerCost, ..
         LayerCost("recurrence", tokens * width * width, tokens, tokens),
         LayerCost("convolution", kernel * tokens * width * width, 1, math.ceil((tokens - 1) / (kernel - 1))),
     )
+
+
+def attention_costs(config: ViTConfig, kinds: tuple[str, ...]) -> tuple[LayerCost, ...]:
+    """Return the costs of kinds of attention for the grid of a network with a class token. Kinds whose windows are
+    larger than the grid are skipped.
+
+    Only the products of queries, keys and values are counted, and the projections and hashing that a kind adds to
+    those of full attention. All patches see the class token, so a signal between two patches passes at most two
+    layers.
+    """
+    found = []
+    for name in kinds:
+        try:
+            kind = replace(config, attention=name).attention_kind
+        except ConfigError:
+            continue
+        n, square = config.tokens, config.width**2
+        dense = kind.parameters() // square * square * n  # biases and norms are less than one square matrix
+        found.append(LayerCost(name, kind.macs(n, n) - dense, 1, 1 if name in ("full", "linformer") else 2))
+    return tuple(found)
