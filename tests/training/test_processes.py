@@ -113,10 +113,16 @@ def test_sharded_weights_train_as_copies_do_and_resume_on_any_number(
     (2, 2, {"shard": "full", "task": "masked-patches", "accumulation": 2}),
     (2, 2, {"task": "masked-patches", "patch_target": "pixels"}),
     (2, 2, {"task": "mae", "shard": "full"}),
+    (2, 2, {"task": "distillation", "pool": "cls+dist", "registers": 1, "mixup": 0.4}),
+    (2, 2, {"task": "distillation", "teacher_labels": "soft", "shard": "full"}),
 ], ids=str)  # fmt: skip
 def test_tasks_train_alike_on_machines_of_several_processes(
     three_splits: Path, tmp_path: Path, world: int, machine: int, fields: dict[str, Any]
 ) -> None:
+    if fields.get("task") == "distillation":
+        teacher = tmp_path / "teacher"
+        assert in_processes(1, ranks.trained, ranks.config_of(three_splits, teacher))[0].error is None
+        fields = fields | {"teacher": str(teacher)}
     alone = ranks.config_of(three_splits, tmp_path / "one", **fields | {"shard": "none"})
     several = ranks.config_of(three_splits, tmp_path / "more", **fields)
     assert in_processes(1, ranks.trained, alone)[0].error is None
