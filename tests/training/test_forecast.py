@@ -39,6 +39,8 @@ def test_the_need_is_the_sum_of_its_parts(setup: Callable[..., Setup]) -> None:
     evaluation = prediction_bytes(network, 256, (28, 28)) + queue_bytes(images, 256, Readers(3))
     step = training_bytes(network, 15, (28, 28), "float32")
     assert run_bytes(made.config, network) == queue + max(step, 12 * network.parameters() + evaluation)
+    copied = made.config.override(background_checkpoints=True)
+    assert run_bytes(copied, network) == run_bytes(made.config, network) + 12 * network.parameters()
     assert queue_bytes(images, 60, Readers(0)) == 2 * 60 * 28 * 28
     assert run_bytes(made.config, None) == queue
 

@@ -53,7 +53,8 @@ def check_run_memory(
 
 def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
     """Return the bytes that a run needs on a CPU: the training step by its closed form, the batches that are read
-    ahead, and the batches of an evaluation, which begins while training batches are read ahead."""
+    ahead, the batches of an evaluation, which begins while training batches are read ahead, and the copy of the state
+    that checkpoints in the background are written from."""
     run, images = config.run, config.images
     queue = queue_bytes(images, run.batch_size * config.task.views, run.readers)
     if network is None:
@@ -64,7 +65,8 @@ def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
     predicting = prediction_bytes(network, evaluation, size) + queue_bytes(images, evaluation, run.readers)
     predicting += evaluation * cost.image_bytes + cost.fixed_bytes
     state = (12 + 4 * (config.optimizer.average > 0)) * (network.parameters() + cost.parameters)
-    return queue + max(_step_bytes(config, network), state + predicting)
+    copied = state if run.background_checkpoints else 0
+    return queue + copied + max(_step_bytes(config, network), state + predicting)
 
 
 def evaluation_batch(config: TrainConfig, network: AnyConfig | None) -> int:
