@@ -228,5 +228,25 @@ def test_bytes_that_are_kept(attention: str, precision: Any) -> None:
     assert activation_bytes(config, None, precision) == pytest.approx(kept, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error:The tensor attribute")
+@pytest.mark.parametrize("attention", ["strided", "linformer:rows=4", "lsh:chunk=4"])
+def test_networks_can_be_exported(attention: str) -> None:
+    network = made_network(config_of(attention, depth=1), torch.float32)
+    images = torch.randn(3, 1, 10, 14)
+    program = torch.export.export(network, (images[:2],), dynamic_shapes=({0: torch.export.Dim("images")},))
+    torch.testing.assert_close(program.module()(images), network(images))
+
+
+def test_tables_of_two_grids_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, made = made_network(config_of("strided"), torch.float32), []
+    context: Any = network.context
+    real = context._tables
+    monkeypatch.setattr(context, "_tables", lambda grid: made.append(grid) or real(grid))
+    for size in ((10, 14), (8, 10), (8, 10), (10, 14), (8, 10), (6, 6)):
+        network(torch.zeros(1, 1, *size))
+    assert made == [(4, 5), (3, 3)]
+
+
 def test_configs_are_strings_with_settings() -> None:
     assert ViTConfig(attention="blocks:size=7/14:shift=3").attention_in(1).settings.size == (7, 14)

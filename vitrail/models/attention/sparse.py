@@ -113,15 +113,15 @@ class GroupContext(AttentionContext):
         self.last: tuple[tuple[int, int], torch.device, list[tuple[Group, ...]]] | None = None
 
     def for_blocks(self, grid: tuple[int, int], blocks: int, device: torch.device) -> Sequence[tuple[Group, ...]]:
-        if self.last is None or self.last[:2] != (grid, device):
-            is_own = grid == self.kinds[0].config.grid
-            if is_own and device.type == "cpu":
-                tables = self.first
-            else:
-                made = self.first if is_own else self._tables(grid)
-                tables = [tuple(to_device(group, device) for group in groups) for groups in made]
+        is_own, last = grid == self.kinds[0].config.grid, self.last
+        if is_own and device.type == "cpu":
+            tables = self.first
+        elif last is not None and last[:2] == (grid, device):
+            tables = last[2]
+        else:
+            made = self.first if is_own else self._tables(grid)
+            tables = [tuple(to_device(group, device) for group in groups) for groups in made]
             self.last = grid, device, tables
-        tables = self.last[2]
         return [tables[block % len(tables)] for block in range(blocks)]
 
     def _tables(self, grid: tuple[int, int]) -> list[tuple[Group, ...]]:
