@@ -130,21 +130,22 @@ class ClassificationObjective(Objective):
 
     def forward(self, batch: Batch) -> LossOutput:
         logits = self.network(batch.images).float()
-        loss = mean_of_counted(self.losses(logits, batch), self.counted(batch))
-        return LossOutput(loss, {"accuracy": self.accuracy(logits, batch)})
+        counted = self.counted(batch)
+        loss = mean_of_counted(self.losses(logits, batch), counted)
+        return LossOutput(loss, {"accuracy": mean_of_counted(self.hits(logits, batch), counted)})
 
     def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
         """Return a mask of the samples that were decoded and have a label."""
         return batch.counted
 
-    def accuracy(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, ""]:
-        """Return the fraction of the counted samples whose most likely class is right."""
+    def hits(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
+        """Return 1 for each sample whose most likely class is right, else 0."""
         likeliest = logits.detach().argmax(dim=1)
         correct = likeliest == batch.labels
         if batch.targets is not None:  # any of several labels counts
             hits = batch.targets.gather(1, likeliest[:, None])[:, 0] > 0.5
             correct = torch.where(batch.labels < 0, hits, correct)
-        return mean_of_counted(correct.float(), self.counted(batch))
+        return correct.float()
 
     def losses(self, logits: Float[Tensor, "b classes"], batch: Batch) -> Float[Tensor, " b"]:
         """Return the cross-entropy of each image with its labels."""

@@ -149,7 +149,7 @@ class DistillationObjective(ClassificationObjective):
         losses = (1 - weight) * self.losses(own, batch) + weight * self.teacher_losses(distilled, taught)
         agrees = (distilled.detach().argmax(dim=1) == taught.argmax(dim=1)).float()
         metrics = {
-            "accuracy": self.accuracy((own + distilled) / 2, batch),
+            "accuracy": mean_of_counted(self.hits((own + distilled) / 2, batch), counted),
             "teacher_agreement": mean_of_counted(agrees, counted),
         }
         return LossOutput(mean_of_counted(losses, counted), metrics)
