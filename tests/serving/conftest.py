@@ -15,6 +15,7 @@ from vitrail.data.source import Sample
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import ViTConfig
 from vitrail.serving.export.export import export
+from vitrail.serving.export.write import FORMATS
 from vitrail.weights.bundle import Bundle
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
@@ -60,7 +61,7 @@ def exported(bundle: Bundle, samples: list[Sample], tmp_path_factory: pytest.Tem
 
     def get(to: str) -> Path:
         if to not in made:
-            path = tmp_path_factory.mktemp("exported") / f"flowers.{to}"
+            path = tmp_path_factory.mktemp("exported") / f"flowers{FORMATS[to].suffix}"
             made[to] = export(bundle, path, to, samples).path
         return made[to]
 

@@ -30,8 +30,8 @@ class Export:
     model: Annotated[str, Positional("MODEL")]
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     to: str
-    """Format to write: pt2 (torch.export), onnx, or triton (the folder of a model for Triton and KServe, with an ONNX
-    file)."""
+    """Format to write: pt2 (torch.export), onnx, openvino, or triton (the folder of a model for Triton and KServe, with
+    an ONNX file)."""
     out: Path | None = None
     """File or folder to write. The default is the model's name with the format's suffix in the current folder, and
     triton/NAME for Triton, where triton is the model repository."""

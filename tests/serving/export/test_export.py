@@ -30,7 +30,7 @@ from vitrail.serving.export.write import FORMATS
 from vitrail.weights.bundle import Bundle, NumberPrediction
 
 
-@pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("to", ["pt2", *(pytest.param(to, marks=pytest.mark.slow) for to in ("onnx", "openvino"))])
 def test_an_exported_file_predicts_like_the_model(
     to: str, bundle: Bundle, samples: list[Sample], exported: Callable[[str], Path]
 ) -> None:
@@ -79,6 +79,26 @@ def test_an_exported_file_cannot_be_trained_or_changed(
             attempt()
     with pytest.raises(ConfigError, match="exported already"):
         export(file, tmp_path / "again.pt2", "pt2", make_samples())
+
+
+@pytest.mark.slow
+def test_the_files_of_openvino_belong_together(
+    exported: Callable[[str], Path], bundle: Bundle, samples: list[Sample], tmp_path: Path
+) -> None:
+    path = exported("openvino")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["flowers.bin", "flowers.xml"]
+    copy, weights = tmp_path / "flowers.xml", tmp_path / "flowers.bin"
+    copy.write_bytes(path.read_bytes())
+    with pytest.raises(BundleError, match=r"flowers\.xml cannot be read by OpenVINO"):
+        load(copy)
+    content = bytearray(path.with_suffix(".bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(BundleError, match=r"flowers\.xml was altered"):
+        load(copy)
+    copy.unlink()
+    with pytest.raises(DestinationError, match=r"flowers\.bin exists already"):
+        export(bundle, copy, "openvino", samples)
 
 
 @pytest.mark.parametrize("to", ["pt2", "onnx"])
@@ -196,16 +216,17 @@ import sys
 from pathlib import Path
 from tests.serving.conftest import make_bundle, make_samples
 from vitrail.serving.export.export import export
-for to in ("pt2", "onnx"):
-    export(make_bundle(), Path(sys.argv[1]) / f"flowers.{to}", to, make_samples())
+for to in ("pt2", "onnx", "openvino"):
+    name = "flowers.xml" if to == "openvino" else f"flowers.{to}"
+    export(make_bundle(), Path(sys.argv[1]) / name, to, make_samples())
 """
 
 
 @pytest.mark.slow
 def test_the_bytes_are_reproducible(exported: Callable[[str], Path], tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True)
-    for to in ("pt2", "onnx"):
-        assert (tmp_path / f"flowers.{to}").read_bytes() == exported(to).read_bytes()
+    for to in ("pt2", "onnx", "openvino"):
+        assert (tmp_path / exported(to).name).read_bytes() == exported(to).read_bytes()
 
 
 def vit(**fields: Any) -> Any:
@@ -239,7 +260,7 @@ NETWORKS: dict[str, Any] = {
         *(
             (name, to)
             for name in (*NETWORKS, "grey", "hybrid", "bit", "numbers", "sigmoid", "lora", "fractions")
-            for to in ("pt2", "onnx")  # the folder for Triton has the same file as onnx
+            for to in ("pt2", "onnx", "openvino")  # the folder for Triton has the same file as onnx
         ),
     ],
 )

@@ -44,7 +44,8 @@ def check_export(path: Path, to: str, *, opset: int = OPSETS[0], overwrite: bool
     elif path.suffix != chosen.suffix:
         raise ConfigError(f"out={str(path)!r} must end in {chosen.suffix!r}, by which the file is recognised")
     else:
-        check_new_file(path, overwrite=overwrite)
+        for file in _files(path, chosen):
+            check_new_file(file, overwrite=overwrite)
     FORMATS[to].check()
 
 
@@ -86,7 +87,7 @@ def export(
         written: Any = load_exported(partial)
         written.network.path = str(path)  # for messages
         parity = compare(expected, written.network, tolerance)
-    files = [file for file in (path, *path.rglob("*")) if file.is_file()]
+    files = [file for file in (*_files(path, FORMATS[to]), *path.rglob("*")) if file.is_file()]
     return ExportResult(path, sum(file.stat().st_size for file in files), parity)
 
 
@@ -103,6 +104,13 @@ def _replacing(path: Path, chosen: Format) -> Iterator[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         with saving("the exported model", path):
-            partial.replace(path)
+            for old, new in reversed([*zip(_files(partial, chosen), _files(path, chosen), strict=True)]):
+                old.replace(new)  # the first file comes last, because a model is recognised by it
     finally:
-        partial.unlink(missing_ok=True)
+        for file in _files(partial, chosen):
+            file.unlink(missing_ok=True)
+
+
+def _files(path: Path, chosen: Format) -> list[Path]:
+    """Return the files of an exported model at a path, or the path of its folder."""
+    return [path, path.with_suffix(chosen.beside)] if chosen.beside else [path]

@@ -21,7 +21,7 @@ from vitrail.weights.exported.description import KEY, Exported, output_names, te
 from vitrail.weights.exported.runtimes import OUTPUTS, optional_module, pt2_parts
 from vitrail.weights.exported.seal import BLANK, SEAL, digest, sealed
 
-__all__ = ["FORMATS", "OPSETS", "Format", "write_onnx", "write_pt2", "write_triton"]
+__all__ = ["FORMATS", "OPSETS", "Format", "write_onnx", "write_openvino", "write_pt2", "write_triton"]
 
 OPSETS = (20, 23)
 """Versions of ONNX's operators that can be written."""
@@ -45,14 +45,18 @@ class Format:
     write: Callable[[ExportedProgram, Exported, Path, int], None]
     """Function that writes a program with its description to a path. The last argument is ONNX's opset."""
     needs: tuple[str, ...] = ()
-    """Packages that have to be installed, which are in the extra `export`."""
+    """Packages that have to be installed."""
+    extra: str = "export"
+    """Extra that has the packages."""
+    beside: str = ""
+    """Suffix of a second file, which belongs to the first one."""
     folder_files: tuple[str, ...] = ()
     """Names in the folder that is written. Empty for formats of one file."""
 
     def check(self) -> None:
         """Raise `ConfigError` with the command that installs a missing package."""
         for name in self.needs:
-            optional_module(name, "export")
+            optional_module(name, self.extra)
 
 
 def write_pt2(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
@@ -101,6 +105,26 @@ def write_onnx(program: ExportedProgram, exported: Exported, path: Path, opset: 
     path.write_bytes(sealed(content))
 
 
+def write_openvino(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+    """Write OpenVINO's two files: the network at `path`, and its weights in float32 beside it with the suffix .bin.
+    Raise `ExportFailed` as `write_onnx` does."""
+    openvino: Any = optional_module("openvino", "openvino")
+    source = path.with_suffix(".onnx")
+    try:
+        write_onnx(program, exported, source, opset)
+        model = openvino.Core().read_model(source)
+    finally:
+        source.unlink(missing_ok=True)
+    for number, node in enumerate(model.get_ordered_ops()):
+        node.set_friendly_name(f"node_{number}")  # OpenVINO counts the nodes of all models of a process
+    for name in list(model.rt_info):
+        del model.rt_info[name]  # the metadata of the ONNX file
+    model.set_rt_info(text_of(exported), KEY)
+    model.set_rt_info(BLANK, SEAL)
+    openvino.save_model(model, path, compress_to_fp16=False)
+    path.write_bytes(sealed(path.read_bytes(), path.with_suffix(".bin").read_bytes()))
+
+
 def write_triton(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
     """Write the folder of a model in a repository of Triton or KServe, with an ONNX file as version 1. Raise
     `ExportFailed` as `write_onnx` does."""
@@ -145,7 +169,8 @@ def _output_shape(exported: Exported) -> tuple[int, ...]:
 FORMATS: dict[str, Format] = {
     "pt2": Format(".pt2", write_pt2),
     "onnx": Format(".onnx", write_onnx, ONNX_PACKAGES),
-    "triton": Format("", write_triton, ONNX_PACKAGES, ("config.pbtxt", "labels.txt", "1")),
+    "openvino": Format(".xml", write_openvino, ("openvino", *ONNX_PACKAGES), "openvino", ".bin"),
+    "triton": Format("", write_triton, ONNX_PACKAGES, folder_files=("config.pbtxt", "labels.txt", "1")),
 }
 """Formats by the names that `vitrail export --to` uses."""
 

@@ -18,7 +18,7 @@ from vitrail.weights.exported.description import KEY
 from vitrail.weights.exported.network import Session
 from vitrail.weights.exported.seal import SEAL, altered, check_seal, digest
 
-__all__ = ["OUTPUTS", "Loaded", "open_onnx", "open_pt2", "optional_module", "pt2_parts"]
+__all__ = ["OUTPUTS", "Loaded", "open_onnx", "open_openvino", "open_pt2", "optional_module", "pt2_parts"]
 
 OUTPUTS = "outputs"
 """Name of the text in a file of torch.export that names its outputs."""
@@ -60,6 +60,34 @@ def open_onnx(path: Path) -> Loaded:
     text, seal = _described(path, metadata)
     check_seal(str(path), seal, content)
     return text, seal, _Onnx(session)
+
+
+class _OpenVino:
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self._names = [output.any_name for output in compiled.outputs]
+
+    def run(self, images: np.ndarray) -> dict[str, np.ndarray]:
+        found = self._compiled.create_infer_request().infer({"images": images}, share_inputs=True)
+        return {name: np.array(found[name]) for name in self._names}
+
+
+def open_openvino(path: Path) -> Loaded:
+    """Return the content of OpenVINO's files that Vitrail wrote, in float32 on the CPU. Raise `BundleError`."""
+    runtime: Any = optional_module("openvino", "openvino")
+    weights = path.with_suffix(".bin")
+    try:
+        content, numbers = path.read_bytes(), weights.read_bytes()
+        core = runtime.Core()
+        model = core.read_model(path)
+        names = [name for name in (KEY, SEAL) if model.has_rt_info(name)]
+        text, seal = _described(path, {name: model.get_rt_info(name).value for name in names})
+        check_seal(str(path), seal, content, numbers)
+        # By default OpenVINO computes in bf16 where the processor can, which changes answers.
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        return text, seal, _OpenVino(core.compile_model(model, "CPU", settings))
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"{path} cannot be read by OpenVINO: {str(error).strip()}") from error
 
 
 class _Program:
