@@ -117,7 +117,7 @@ def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
 
 
 def test_exported_files_are_served(exported: Callable[[str], Path], bundle: Bundle, images: list[bytes]) -> None:
-    file = load(exported("onnx"))
+    file = load(exported("pt2"))
     with serving({"file": file, "flowers": bundle}) as running:
         found, wanted = (running.ask("POST", f"/?model={name}", images[0]) for name in ("file", "flowers"))
         assert found.headers["x-model-sha256"] != wanted.headers["x-model-sha256"]
