@@ -116,6 +116,7 @@ def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
         assert server.ask("GET", path).status == 200
 
 
+@pytest.mark.slow
 def test_exported_files_are_served(exported: Callable[[str], Path], bundle: Bundle, images: list[bytes]) -> None:
     file = load(exported("pt2"))
     with serving({"file": file, "flowers": bundle}) as running:
