@@ -1,6 +1,7 @@
 """Attention by locality-sensitive hashing (Reformer, 2001.04451): patches see the patches whose keys are similar.
 
-Queries and keys are the same vectors; keys have length 1. Random rotations assign each patch to a bucket. Patches are
+Queries and keys are the same vectors; keys have length 1, and their products with queries are not divided by
+sqrt(d), as in the authors' code. Random rotations assign each patch to a bucket. Patches are
 sorted by their buckets and cut into chunks. A patch sees the patches of its bucket in its own chunk and the chunk
 before. This happens in several rounds with other rotations. A pair that meets in several rounds counts once: its
 logit is lowered by the logarithm of the number of these rounds, and the rounds are joined by one softmax. A token sees
@@ -104,11 +105,11 @@ class LshAttention(AttentionKind):
         config, rounds, each = self.config, self.settings.rounds, bytes_each(precision)
         of_pair = 8 + (2 if precision == "bf16" else 0)  # logits and weights in float32, and a copy for the product
         if read <= config.prefix:
-            return each * (4 * tokens + read) * config.width + of_pair * config.heads * read * tokens
+            return each * (3 * tokens + read) * config.width + of_pair * config.heads * read * tokens
         patches = tokens - config.prefix
         chunks = ceil(patches / self.settings.chunk)
         placed, seen = rounds * chunks * self.settings.chunk, min(2, chunks)
-        vectors = (5 * tokens + (2 + 2 * seen) * placed + (rounds + 1) * patches) * config.width
+        vectors = (4 * tokens + (2 + 2 * seen) * placed + (rounds + 1) * patches) * config.width
         pairs = self._pairs(patches) + config.prefix * (tokens + patches)
         return each * vectors + (of_pair * pairs + 8 * (2 + seen) * placed) * config.heads
 
@@ -165,7 +166,6 @@ class LshSelfAttention(AttentionLayer):
             cosine, sine = (part.to(v.dtype) for part in positions.rotation)
             q = rotate(q, cosine, sine)
         k = F.normalize(q, dim=-1).to(q.dtype)
-        q = q * q.shape[-1] ** -0.5
         first = self.prefix if read is None else min(read, self.prefix)
         mixed = _of_prefix(q[:, :, :first], k, v)
         if read is None or read > self.prefix:
