@@ -225,7 +225,8 @@ def test_bytes_that_are_kept(attention: str, precision: Any) -> None:
 
     config = config_of(attention, width=64, heads=4, mlp_width=128, image_size=(20, 28), pool="gap", class_token=True)
     kept = saved_per_image(config, (20, 28), precision)
-    assert activation_bytes(config, None, precision) == pytest.approx(kept, rel=0.05)
+    tolerance = 0.1 if attention.startswith("lsh") else 0.05
+    assert activation_bytes(config, None, precision) == pytest.approx(kept, rel=tolerance)
 
 
 @pytest.mark.slow

@@ -105,11 +105,11 @@ class LshAttention(AttentionKind):
         config, rounds, each = self.config, self.settings.rounds, bytes_each(precision)
         of_pair = 8 + (2 if precision == "bf16" else 0)  # logits and weights in float32, and a copy for the product
         if read <= config.prefix:
-            return each * (3 * tokens + read) * config.width + of_pair * config.heads * read * tokens
+            return each * (4 * tokens + read) * config.width + of_pair * config.heads * read * tokens
         patches = tokens - config.prefix
         chunks = ceil(patches / self.settings.chunk)
         placed, seen = rounds * chunks * self.settings.chunk, min(2, chunks)
-        vectors = (4 * tokens + (2 + 2 * seen) * placed + (rounds + 1) * patches) * config.width
+        vectors = (5 * tokens + (2 + 2 * seen) * placed + (rounds + 1) * patches) * config.width
         pairs = self._pairs(patches) + config.prefix * (tokens + patches)
         return each * vectors + (of_pair * pairs + 8 * (2 + seen) * placed) * config.heads
 
