@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import vitrail.training.assembly as making_module
 import vitrail.training.execution as run_module
-import vitrail.training.setup as making_module
 from vitrail.data.batch import Batch
 from vitrail.data.sources import OpenedData, open_data
 from vitrail.data.splits import Splits
