@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +59,9 @@ def mcnemar(only_first: int, only_second: int) -> float:
     If both models are equally accurate, the images on which one model alone is right are fair coins. Other images say
     nothing about the difference. The value is 1 if there is no such image.
     """
-    tosses, fewer = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(tosses, heads) for heads in range(fewer + 1))
+    tosses = only_first + only_second
+    ways = tail = 1  # of 0 heads, exactly and at most
+    for heads in range(1, min(only_first, only_second) + 1):
+        ways = ways * (tosses - heads + 1) // heads
+        tail += ways
     return min(1.0, 2 * tail / 2**tosses)
