@@ -38,9 +38,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["train", "--init", "grey", "--data", "colours", "--image-size", "8", "12", "--run", "r", *QUICK], ADVICE),
-        (["train", "--data", "colours", "--channels", "1", "--variant", "ViT-Pico/8", "--image-size", "16", "16",
-          "--run", "r", *QUICK], ADVICE),
+        pytest.param(["train", "--init", "grey", "--data", "colours", "--image-size", "8", "12", "--run", "r", *QUICK],
+                     ADVICE, marks=pytest.mark.slow),
+        pytest.param(["train", "--data", "colours", "--channels", "1", "--variant", "ViT-Pico/8", "--image-size", "16",
+                      "16", "--run", "r", *QUICK], ADVICE, marks=pytest.mark.slow),
         (["finetune", "grey", "--data", "colours", "--image-size", "8", "12", "--run", "r", *QUICK], ADVICE),
         (["evaluate", "grey", "--data", "colours", "--device", "cpu"], ""),
         (["embed", "grey", "--data", "colours", "--out", "features", "--device", "cpu", "--no-cache"], ""),

@@ -16,21 +16,21 @@ def test_an_exported_run_predicts_and_is_measured_like_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert main(["export", str(trained.folder), "--to", "onnx", "--images", "20", "--json"]) == 0
+    assert main(["export", str(trained.folder), "--to", "pt2", "--images", "20", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
-    assert written["written"] == "run.onnx" and written["bytes"] == Path("run.onnx").stat().st_size
+    assert written["written"] == "run.pt2" and written["bytes"] == Path("run.pt2").stat().st_size
     assert written["parity"]["agreement"] == 1.0 and written["parity"]["labelled"] == 20
     assert written["parity"]["accuracy"]["low"] <= written["parity"]["accuracy"]["value"]
     shown = []
-    for model in (str(trained.folder), "run.onnx"):
+    for model in (str(trained.folder), "run.pt2"):
         assert main(["predict", model, str(trained.examples[0].path), "--json"]) == 0
         shown.append(json.loads(capsys.readouterr().out))
         assert main(["evaluate", model, "--data", "bundled[:40]", "--json"]) == 0
         shown.append(json.loads(capsys.readouterr().out))
     assert shown[0]["probabilities"] == pytest.approx(shown[2]["probabilities"], abs=1e-4)
-    assert main(["predict", "run.onnx", str(trained.examples[0].path), "--precision", "bf16"]) == 2
-    assert "run.onnx computes in its own number format; choose" in capsys.readouterr().err
-    assert main(["embed", "run.onnx", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
+    assert main(["predict", "run.pt2", str(trained.examples[0].path), "--precision", "bf16"]) == 2
+    assert "run.pt2 computes in its own number format; choose" in capsys.readouterr().err
+    assert main(["embed", "run.pt2", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
     assert "was exported with" in capsys.readouterr().err
 
 

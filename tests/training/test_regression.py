@@ -47,7 +47,8 @@ def number_config(folder_config: Callable[..., TrainConfig], bars: Path) -> Call
     return make
 
 
-@pytest.mark.parametrize("loss", [pytest.param("squared", marks=pytest.mark.slow), "huber"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["squared", "huber"])
 def test_a_run_learns_numbers_in_the_units_of_the_data(
     loss: str, number_config: Callable[..., TrainConfig], bars: Path
 ) -> None:

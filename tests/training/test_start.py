@@ -221,15 +221,8 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "frozen",
-        pytest.param("head alone", marks=pytest.mark.slow),
-        "adapters, averaged",
-        pytest.param("all, averaged", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["frozen", "head alone", "adapters, averaged", "all, averaged"])
 def test_stopping_changes_no_bit_and_the_model_need_not_stay(
     kind: str,
     initial: Initial,
