@@ -231,6 +231,7 @@ def test_the_test_split_has_no_say_in_the_model(tiny: Tiny, tmp_path: Path) -> N
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 def test_the_seed_decides(small: Callable[..., TrainConfig], tmp_path: Path) -> None:
     def model(name: str, seed: int) -> bytes:
         folder = train(small(tmp_path / name, seed=seed, steps=3, evaluations=1, checkpoints=1)).folder

@@ -358,6 +358,7 @@ def test_predictions_keep_the_order_of_the_images(bundle: Bundle) -> None:
     assert reversed_ == pytest.approx(alone[::-1], abs=1e-6)
 
 
+@pytest.mark.slow
 @given(count=st.integers(0, 9), batch_size=st.integers(1, 12))
 def test_the_batch_size_changes_nothing(make_bundle: Make, count: int, batch_size: int) -> None:
     bundle, arrays = make_bundle(), images(count)

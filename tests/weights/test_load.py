@@ -190,7 +190,10 @@ ROUND_TRIPS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout"), ROUND_TRIPS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [pytest.param(*pair, marks=[] if pair[1] in ("timm", "bit-torch") else pytest.mark.slow) for pair in ROUND_TRIPS],
+)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_what_is_written_is_read(

@@ -174,7 +174,11 @@ def test_an_image_of_too_many_pixels(limited: Running) -> None:
 
 def test_the_access_log(limited: Running, capfd: pytest.CaptureFixture[str], images: list[bytes]) -> None:
     limited.ask("POST", "/?model=none", images[0], **TOKEN)
-    (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines() if '"/"' in line]
+    text, ends = "", time.monotonic() + 10
+    while '"/"' not in text and time.monotonic() < ends:  # the line is written after the answer was sent
+        text += capfd.readouterr().err
+        time.sleep(0.01)
+    (line,) = [json.loads(line) for line in text.splitlines() if '"/"' in line]
     assert {key: line[key] for key in ("client", "method", "path", "status", "bytes")} == {
         "client": "127.0.0.1", "method": "POST", "path": "/", "status": 404, "bytes": len(images[0]),
     }  # fmt: skip

@@ -31,6 +31,7 @@ def rates(run: Path) -> dict[int, float]:
     }
 
 
+@pytest.mark.slow
 def test_with_a_constant_rate_the_longer_run_is_bitwise_that_of_the_whole_length(
     small: Small, outcome: Outcome, tmp_path: Path
 ) -> None:
