@@ -141,9 +141,8 @@ def _size(name: str, options: Models) -> tuple[int, int]:
 
 def _layer_rows(options: Models) -> list[dict[str, Any]]:
     """Return the costs of layers that mix the patches of an image, and of attention between its pixels."""
-    config = variant_config("ViT-B/16")
-    config = config.with_image_size(config.nearest_size(*(options.image_size or (224, 224))))
-    assert isinstance(config, ViTConfig)
+    base = ViTConfig()  # ViT-B/16
+    config = base.with_image_size(base.nearest_size(*(options.image_size or (224, 224))))
     pixels, width = math.prod(config.image_size), config.width
     (of_pixels, *_) = layer_costs(pixels, width)
     kinds = tuple(name for name in (*ATTENTION, "axial:sum=on") if name != "full")

@@ -69,7 +69,7 @@ class Mae(PatchTask):
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` as `PatchTask.check_network`, and if the decoder's sizes do not fit together."""
         super().check_network(network)
-        assert isinstance(network, ViTConfig)
+        network = self.transformer(network)
         if network.attention_kind.needs_grid:
             raise ConfigError(
                 f"attention={network.attention!r} needs the whole grid of patches, but task={self.name!r} encodes some "
@@ -107,7 +107,7 @@ class Mae(PatchTask):
 
     def step_cost(self, network: AnyConfig, precision: FootprintPrecision) -> StepCost:
         """Return the cost of a step, in which the network computes the visible patches and the decoder all of them."""
-        assert isinstance(network, ViTConfig)
+        network = self.transformer(network)
         decoder, patches = self.decoder_of(network), math.prod(network.grid)
         removed, tokens = self.hidden_of(patches), patches + network.prefix
         with torch.device("meta"):

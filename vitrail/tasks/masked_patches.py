@@ -87,7 +87,7 @@ class MaskedPatches(PatchTask):
 
         At the peak, the outputs of the decoder exist three times, or the levels of all pixels twice as whole numbers.
         """
-        assert isinstance(network, ViTConfig)
+        network = self.transformer(network)
         patches, outputs = self.hidden_of(math.prod(network.grid)), self.outputs_of(network)
         levels = 0 if self.patch_target == "pixels" else 16 * network.channels * math.prod(network.image_size)
         return StepCost(

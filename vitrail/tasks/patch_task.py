@@ -71,13 +71,17 @@ class PatchTask(Task):
     def check_network(self, network: AnyConfig | None) -> None:
         """Raise `ConfigError` unless the network is a transformer that knows the places of patches, sees every patch
         on its own, and has at least one hidden and one visible patch in its images."""
-        if not isinstance(network, ViTConfig):
-            kind = "a network of your own class" if network is None else "a ResNet"
-            raise ConfigError(
-                f"task={self.name!r} hides the embeddings of patches, which {kind} does not have; choose a Vision "
-                "Transformer, such as variant='ViT-S/16'"
-            )
-        raise_problems(self._misfits(network))
+        raise_problems(self._misfits(self.transformer(network)))
+
+    def transformer(self, network: AnyConfig | None) -> ViTConfig:
+        """Return the config of a network if the network is a transformer. Raise `ConfigError` for any other network."""
+        if isinstance(network, ViTConfig):
+            return network
+        kind = "a network of your own class" if network is None else "a ResNet"
+        raise ConfigError(
+            f"task={self.name!r} hides the embeddings of patches, which {kind} does not have; choose a Vision "
+            "Transformer, such as variant='ViT-S/16'"
+        )
 
     def _misfits(self, network: ViTConfig) -> Iterator[str]:
         needs = f"task={self.name!r}"
