@@ -22,6 +22,7 @@ from vitrail.machine import autocast, resolve_precision
 from vitrail.models.attention.kind import AttentionLayer, AttentionPositions
 from vitrail.models.network import block_numbers
 from vitrail.models.predictor import shared_copy
+from vitrail.models.variants import transformer
 from vitrail.models.vit import Block, VisionTransformer
 
 __all__ = ["Kept", "Trace", "TracePrecision", "has_maps", "trace", "traces", "transformer_of"]
@@ -152,8 +153,9 @@ def traces(
 
 def transformer_of(network: nn.Module) -> VisionTransformer:
     """Return the network if it is a Vision Transformer or a hybrid. Raise `ConfigError` for any other network."""
-    if isinstance(network, VisionTransformer):
-        return network
+    vit = transformer(network)
+    if vit is not None:
+        return vit
     config = getattr(network, "config", None)
     name = getattr(config, "architecture", type(network).__name__)
     raise ConfigError(
@@ -163,9 +165,10 @@ def transformer_of(network: nn.Module) -> VisionTransformer:
 
 def has_maps(network: nn.Module) -> bool:
     """Return True if the network has attention whose weights and gradients can be traced."""
-    if not isinstance(network, VisionTransformer):
+    vit = transformer(network)
+    if vit is None:
         return False
-    block = network.blocks[0]
+    block = vit.blocks[0]
     assert isinstance(block, Block)
     kind = type(block.attention)
     return kind.weights is not AttentionLayer.weights and kind.operands is not AttentionLayer.operands

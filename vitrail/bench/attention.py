@@ -12,6 +12,7 @@ from vitrail.bench.memory import measure_memory
 from vitrail.bench.workload import Workload
 from vitrail.errors import ConfigError
 from vitrail.machine import keep_freed_memory
+from vitrail.models.variants import transformer_config
 from vitrail.models.vit_config import ViTConfig
 
 __all__ = ["AttentionPoint", "AttentionScaling", "attention_scaling", "attention_workloads", "cheaper_from"]
@@ -93,8 +94,8 @@ def attention_workloads(workload: Workload, kinds: Sequence[str]) -> dict[int, d
 
     Raises `ConfigError` for a ResNet, and if a kind does not fit the network or a grid.
     """
-    config = workload.config
-    if not isinstance(config, ViTConfig):
+    config = transformer_config(workload.config)
+    if config is None:
         raise ConfigError(f"--attention: {workload.name} is a ResNet, which has no attention; choose a transformer")
     names = dict.fromkeys([FULL, *kinds])
     return {side: {name: replace(workload, config=_at(config, name, side)) for name in names} for side in SIDES}

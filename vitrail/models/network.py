@@ -84,6 +84,8 @@ class NetworkConfig(Protocol):
 
     has_uniform_blocks: ClassVar[bool]
     """True if all blocks have the same shapes, so that one compiled graph serves them all."""
+    recomputes_blocks: ClassVar[bool]
+    """True if the network can compute its blocks again in the backward pass instead of keeping their activations."""
     adaptable: ClassVar[tuple[str, ...]]
     """Names of the weights in a block that LoRA can adapt."""
 

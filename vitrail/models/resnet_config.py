@@ -90,6 +90,8 @@ class ResNetConfig:
     """Name of the architecture in files and messages."""
     has_uniform_blocks: ClassVar[bool] = False
     """False because stages differ in shape, so each unit would need a compiled graph of its own."""
+    recomputes_blocks: ClassVar[bool] = False
+    """False because units keep their activations."""
     adaptable: ClassVar[tuple[str, ...]] = ()
     """Names of the weights in a block that LoRA can adapt: none, because units have no dense layers."""
     head_hidden: ClassVar[int] = 0

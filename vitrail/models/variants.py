@@ -7,6 +7,8 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from vitrail.errors import ConfigError, nearest
 from vitrail.models.resnet import ResNet
 from vitrail.models.resnet_config import ResNetConfig, RootConfig
@@ -23,6 +25,8 @@ __all__ = [
     "build",
     "config_type",
     "create",
+    "transformer",
+    "transformer_config",
     "variant_config",
 ]
 
@@ -124,6 +128,16 @@ def build(config: AnyConfig) -> AnyNetwork:
     """Return the network that a config describes, with random weights."""
     network_class: Any = ARCHITECTURES[config.architecture][1]
     return network_class(config)
+
+
+def transformer(network: nn.Module) -> VisionTransformer | None:
+    """Return the network if it is a Vision Transformer or a hybrid, and None otherwise."""
+    return network if isinstance(network, VisionTransformer) else None
+
+
+def transformer_config(config: AnyConfig | None) -> ViTConfig | None:
+    """Return the config if it describes a Vision Transformer or a hybrid, and None otherwise."""
+    return config if isinstance(config, ViTConfig) else None
 
 
 def config_type(name: str) -> type[ViTConfig] | type[ResNetConfig]:

@@ -33,6 +33,8 @@ class ViTConfig:
     """Name of the architecture in files and messages. Hybrids are Vision Transformers with a root."""
     has_uniform_blocks: ClassVar[bool] = True
     """True because all blocks have the same shapes, so that one compiled graph serves them all."""
+    recomputes_blocks: ClassVar[bool] = True
+    """True because the backward pass can compute each block again from its inputs."""
     adaptable: ClassVar[tuple[str, ...]] = ("query", "key", "value", "out", "up", "down")
     """Names of the weights in a block that LoRA can adapt."""
 

@@ -16,7 +16,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits, check_classes
 from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import FootprintPrecision
-from vitrail.models.variants import AnyConfig
+from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import above_zero, one_of
 from vitrail.tasks.classification import Classification, ClassificationObjective, balanced_weights
@@ -182,4 +182,5 @@ class DistillationObjective(ClassificationObjective):
 
 
 def _has_token(network: AnyConfig | None) -> TypeGuard[ViTConfig]:
-    return isinstance(network, ViTConfig) and network.pool == "cls+dist"
+    vit = transformer_config(network)
+    return vit is not None and vit.pool == "cls+dist"

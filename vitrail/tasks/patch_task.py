@@ -24,7 +24,7 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import shared_copy
-from vitrail.models.variants import AnyConfig
+from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.tasks.task import LossOutput, Objective, Task, mean_of_counted
@@ -75,8 +75,9 @@ class PatchTask(Task):
 
     def transformer(self, network: AnyConfig | None) -> ViTConfig:
         """Return the config of a network if the network is a transformer. Raise `ConfigError` for any other network."""
-        if isinstance(network, ViTConfig):
-            return network
+        config = transformer_config(network)
+        if config is not None:
+            return config
         kind = "a network of your own class" if network is None else "a ResNet"
         raise ConfigError(
             f"task={self.name!r} hides the embeddings of patches, which {kind} does not have; choose a Vision "

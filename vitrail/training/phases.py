@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from vitrail.errors import ConfigError
-from vitrail.models.variants import AnyConfig
-from vitrail.models.vit import VisionTransformer
+from vitrail.models.variants import AnyConfig, transformer
 from vitrail.settings import raise_problems
 from vitrail.tasks.task import Task
 from vitrail.training.config import TrainConfig
@@ -96,8 +95,9 @@ def cost_text(phases: Sequence[Phase], network: AnyConfig, task: Task) -> str:
 def use_patch_dropout(module: nn.Module, rate: float) -> None:
     """Set the patch dropout of the transformer in an objective. A network without patch dropout stays as it is."""
     for part in module.modules():
-        if isinstance(part, VisionTransformer):
-            part.patch_dropout = rate
+        vit = transformer(part)
+        if vit is not None:
+            vit.patch_dropout = rate
 
 
 def _problems(config: TrainConfig, network: AnyConfig | None, own: Mapping[str, Any]) -> Iterator[str]:

@@ -28,7 +28,6 @@ from vitrail.models.config import ModelConfig
 from vitrail.models.linear.float8 import check_float8
 from vitrail.models.linear.float32 import resolve_float32_products
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit_config import ViTConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import own_config
@@ -159,7 +158,7 @@ def _check_network_settings(config: TrainConfig, network: AnyConfig) -> None:
     if config.run.precision == "float8":
         check_float8(network)
     check_choice(config.start, network)
-    if config.run.checkpoint_activations and not isinstance(network, ViTConfig):
+    if config.run.checkpoint_activations and not network.recomputes_blocks:
         raise ConfigError(
             "checkpoint_activations=True computes blocks of a transformer again, but a ResNet has none; leave it out"
         )

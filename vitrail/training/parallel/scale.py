@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from vitrail.models.cost.footprint import Footprint, checkpointed_bytes
 from vitrail.models.variants import AnyConfig
-from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
 from vitrail.training.config import TrainConfig
 from vitrail.training.parallel.sharding import Shard
@@ -111,7 +110,7 @@ def _problems(config: TrainConfig, network: AnyConfig, world: int, gpu: Gpu) -> 
         yield f"plan={world} is not a number of GPUs in machines of {gpu.per_machine}; choose a multiple"
     elif config.run.batch_size % world:
         yield f"batch_size={config.run.batch_size} is not a multiple of the number of processes ({world})"
-    if config.run.checkpoint_activations and not isinstance(network, ViTConfig):
+    if config.run.checkpoint_activations and not network.recomputes_blocks:
         yield "checkpoint_activations=True is for transformers; leave it out"
 
 
