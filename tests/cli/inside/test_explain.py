@@ -33,7 +33,10 @@ def save_model(path: Path, *, classes: tuple[str, ...] = ("ant & bee", "cat", "d
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-    Bundle(network, classes, Preprocess(image_size=network.config.image_size, resize="crop")).save(path)
+    config = network.config
+    Bundle(network, classes, Preprocess(image_size=config.image_size, channels=config.channels, resize="crop")).save(
+        path
+    )
     return path
 
 
@@ -82,6 +85,22 @@ def test_files_have_the_size_of_the_picture(
     # The network sees a window of 28 x 47 in the middle: what lies above and below keeps its colours.
     changed = np.abs(pictures["rollout"] - original).max(axis=(1, 2)) > 0
     assert not changed[:2].any() and not changed[-2:].any() and changed[5:28].all()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_pixels_that_need_no_scaling(channels: int, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Pillow's pixels are read-only, and PyTorch warns once about a tensor that shares them."""
+    model = save_model(tmp_path / "model", image_size=(12, 20), channels=channels)
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 20, 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert("L" if channels == 1 else "RGB").save(tmp_path / "a.png")
+    torch.set_warn_always(True)
+    try:
+        words = ["explain", str(model), str(tmp_path / "a.png"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+        assert main(words) == 0
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(warning.message) for warning in recwarn if "not writable" in str(warning.message)]
 
 
 def test_the_map_is_the_rollout(model: Path, image: Path, tmp_path: Path) -> None:

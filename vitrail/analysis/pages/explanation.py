@@ -72,8 +72,8 @@ class Explainer:
         """Return the explanation of an image file. Raise `UndecodableImage`, and the errors of `trace`."""
         bundle, network = self._bundle, self._network
         picture = np.asarray(to_pil(image, 3))
-        pixels = bundle.preprocess.pixels(image)
-        inputs = bundle.preprocess.normalise(torch.from_numpy(pixels[None]).to(bundle.device))
+        pixels = np.stack([bundle.preprocess.pixels(image)])  # a copy: a grey image can be read-only
+        inputs = bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))
         chosen = trace(network, inputs, layers=self._layers, heads=self._heads)
         every = trace(network, inputs)
         placement = bundle.preprocess.placement(picture.shape[:2])

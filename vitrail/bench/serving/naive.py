@@ -32,7 +32,7 @@ def main(model: str, precision: str) -> None:
     predictor = Predictor(bundle.network, chosen)
 
     def predict(image: bytes) -> list[dict[str, Any]]:
-        pixels = torch.from_numpy(bundle.preprocess.pixels(image)[None])
+        pixels = torch.from_numpy(np.stack([bundle.preprocess.pixels(image)]))
         logits = predictor.logits(bundle.preprocess.normalise(pixels.to(bundle.device))).float().cpu()
         values = logits.softmax(dim=1)[0].numpy()
         return [{"label": bundle.classes[k], "score": float(values[k])} for k in np.argsort(-values)[:5]]
