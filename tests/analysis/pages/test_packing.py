@@ -1,0 +1,99 @@
+"""Tests of packed attention weights: they come back within half a step, and stay within a budget."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from vitrail.analysis.pages.packing import BITS, PackedMaps, Rows, dequantise, pack, quantise, unpack
+
+WEIGHTS = arrays.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 5)).map(lambda s: (*s, s[-1])),
+    elements=st.floats(0, 1, width=32) | st.sampled_from([0.0, 2.0**-140, 1e-30, 1e-3]),
+)
+
+
+def attention(layers: int, heads: int, tokens: int, seed: int = 0) -> np.ndarray:
+    logits = 2 * np.random.default_rng(seed).normal(size=(layers, heads, tokens, tokens))
+    weights = np.exp(logits)
+    return (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+
+
+def check_steps(found: np.ndarray, weights: np.ndarray, bits: int) -> None:
+    """Weights differ by at most half a step of the square root, apart from rounding of float32."""
+    largest = weights.max(axis=-1, keepdims=True).astype(np.float64)
+    step = np.sqrt(largest) / (2**bits - 1)
+    assert (np.abs(np.sqrt(found) - np.sqrt(weights.astype(np.float64))) <= 0.5001 * step + 1e-22).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@given(weights=WEIGHTS)
+def test_weights_come_back_within_half_a_step(weights: np.ndarray, bits: int) -> None:
+    rows = quantise(weights, bits)
+    assert rows.codes.max() <= 2**bits - 1
+    found = dequantise(rows, bits)
+    check_steps(found, weights, bits)
+    np.testing.assert_array_equal(found.max(axis=-1), weights.max(axis=-1).astype(np.float64))
+    packed = pack(weights, 10**6)
+    assert packed is not None and packed.bits == 8
+    np.testing.assert_array_equal(unpack(packed), dequantise(quantise(weights, 8), 8))
+
+
+def test_known_codes() -> None:
+    rows = quantise(np.array([[0.16, 0.04, 0.0, 0.0016], [0, 0, 0, 0]]), 4)
+    np.testing.assert_array_equal(rows.codes, [[15, 8, 0, 2], [0, 0, 0, 0]])  # 7.5 is rounded to 8, and 1.5 to 2
+    np.testing.assert_array_equal(rows.maxima, np.array([0.16, 0], np.float32))
+    found = dequantise(Rows(np.array([[255, 51, 0]], np.uint8), np.array([0.5], np.float32)), 8)
+    np.testing.assert_allclose(found, [[0.5, 0.02, 0.0]], rtol=1e-15)
+
+
+def test_known_bytes() -> None:
+    maps = np.array([[[[1, 0.25], [0, 0.5]]]], np.float32)
+    packed = pack(maps, 1000)
+    assert packed is not None and (packed.layers, packed.heads, packed.tokens) == ((0,), (0,), 2)
+    raw = zlib.decompress(packed.data)
+    assert raw == np.array([1, 0.5], "<f4").tobytes() + bytes([255, 128, 1, 127])  # 0 - 255 is 1, modulo 256
+
+
+def test_the_precision_falls_with_the_budget() -> None:
+    maps = attention(4, 3, 40)
+    sizes = []
+    for bits, limit in zip(BITS, (10**6, *(0,) * 4), strict=True):
+        packed = pack(maps, limit or sizes[-1] - 1)
+        assert packed is not None and packed.bits == bits
+        assert (packed.layers, packed.heads) == ((0, 1, 2, 3), (0, 1, 2))
+        check_steps(unpack(packed), maps, bits)
+        sizes.append(len(packed.data))
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_layers_and_then_heads_are_dropped() -> None:
+    maps = attention(5, 3, 16)
+    smallest = pack(maps, 10**6)
+    kept = []
+    while smallest is not None:
+        assert len(smallest.data) <= len(maps.tobytes())
+        if smallest.bits == BITS[-1]:
+            kept.append((smallest.layers, smallest.heads))
+            check_steps(unpack(smallest), maps[np.ix_(smallest.layers, smallest.heads)], BITS[-1])
+        smallest = pack(maps, len(smallest.data) - 1)
+    assert kept == [
+        ((0, 1, 2, 3, 4), (0, 1, 2)), ((0, 1, 3, 4), (0, 1, 2)), ((0, 2, 4), (0, 1, 2)), ((0, 4), (0, 1, 2)),
+        ((4,), (0, 1, 2)), ((4,), (0, 2)), ((4,), (2,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (1, 3), (3, 1)])
+def test_a_budget_for_nothing(layers: int, heads: int) -> None:
+    maps = attention(layers, heads, 20)
+    assert pack(maps, 40) is None
+    full = pack(maps, 10**6)
+    assert isinstance(full, PackedMaps)
+    one = pack(maps, len(full.data) // (layers * heads))
+    assert one is not None and one.layers[-1] == layers - 1
