@@ -101,6 +101,22 @@ def test_the_files_of_openvino_belong_together(
         export(bundle, copy, "openvino", samples)
 
 
+@pytest.mark.slow
+def test_a_signal_after_files_of_openvino_were_closed(exported: Callable[[str], Path]) -> None:
+    code = """
+import os, signal, sys
+from vitrail import load
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("stopped"))
+first = load(sys.argv[1])
+second = load(sys.argv[1])
+del first
+del second
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    ended = subprocess.run([sys.executable, "-c", code, exported("openvino")], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.strip()) == (1, "stopped")
+
+
 @pytest.mark.parametrize("to", ["pt2", "onnx"])
 def test_an_altered_file_is_refused(to: str, exported: Callable[[str], Path], tmp_path: Path) -> None:
     content = bytearray(exported(to).read_bytes())

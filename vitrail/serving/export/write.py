@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.weights.exported.description import KEY, Exported, output_names, text_of
-from vitrail.weights.exported.runtimes import OUTPUTS, optional_module, pt2_parts
+from vitrail.weights.exported.runtimes import OUTPUTS, openvino_core, optional_module, pt2_parts
 from vitrail.weights.exported.seal import BLANK, SEAL, digest, sealed
 
 __all__ = ["FORMATS", "OPSETS", "Format", "write_onnx", "write_openvino", "write_pt2", "write_triton"]
@@ -112,7 +112,7 @@ def write_openvino(program: ExportedProgram, exported: Exported, path: Path, ops
     source = path.with_suffix(".onnx")
     try:
         write_onnx(program, exported, source, opset)
-        model = openvino.Core().read_model(source)
+        model = openvino_core().read_model(source)
     finally:
         source.unlink(missing_ok=True)
     for number, node in enumerate(model.get_ordered_ops()):

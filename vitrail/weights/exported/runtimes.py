@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import warnings
@@ -18,7 +19,16 @@ from vitrail.weights.exported.description import KEY
 from vitrail.weights.exported.network import Session
 from vitrail.weights.exported.seal import SEAL, altered, check_seal, digest
 
-__all__ = ["OUTPUTS", "Loaded", "open_onnx", "open_openvino", "open_pt2", "optional_module", "pt2_parts"]
+__all__ = [
+    "OUTPUTS",
+    "Loaded",
+    "open_onnx",
+    "open_openvino",
+    "open_pt2",
+    "openvino_core",
+    "optional_module",
+    "pt2_parts",
+]
 
 OUTPUTS = "outputs"
 """Name of the text in a file of torch.export that names its outputs."""
@@ -72,13 +82,23 @@ class _OpenVino:
         return {name: np.array(found[name]) for name in self._names}
 
 
+@functools.cache
+def openvino_core() -> Any:
+    """Return the one `openvino.Core` of this process. Raise `ConfigError` if OpenVINO is not installed.
+
+    A core gives the thread that makes it a stack for signal handlers, and frees this stack when the core is deleted. If
+    two cores are deleted in the order in which they were made, the thread keeps a stack that no longer exists, and the
+    next signal kills the process (seen with OpenVINO 2026.4). The one core is never deleted.
+    """
+    return optional_module("openvino", "openvino").Core()
+
+
 def open_openvino(path: Path) -> Loaded:
     """Return the content of OpenVINO's files that Vitrail wrote, in float32 on the CPU. Raise `BundleError`."""
-    runtime: Any = optional_module("openvino", "openvino")
+    core = openvino_core()
     weights = path.with_suffix(".bin")
     try:
         content, numbers = path.read_bytes(), weights.read_bytes()
-        core = runtime.Core()
         model = core.read_model(path)
         names = [name for name in (KEY, SEAL) if model.has_rt_info(name)]
         text, seal = _described(path, {name: model.get_rt_info(name).value for name in names})
