@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.serving.conftest import make_bundle
 from tests.serving.http.conftest import Running, encoded
 from vitrail.cli import main
 from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import load_bundle, weights_sha256
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["MODEL", "--max-queue", "8"], "--max-images: 64 is more than --max-queue 8"),
         (["MODEL", "--port", "PORT"], "--port: PORT on host='127.0.0.1' cannot be used: Address already in use"),
         (["nowhere/at-all/here"], "nowhere/at-all/here"),
+        (["google/vit", "--watch"], "--watch: True needs files, but 'google/vit' is a name on the hub"),
     ],
 )
 def test_wrong_usage(arguments: list[str], words: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +161,64 @@ def test_a_second_signal_stops_at_once(model: Path) -> None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_model_is_replaced_without_a_lost_request(slow_model: Path, tmp_path: Path) -> None:
+    """Answers come from the model that their hash names, with its names of classes, and none is lost. The memory of
+    replaced models is freed."""
+    path = Path(shutil.copytree(slow_model, tmp_path / "slow"))
+    images = [picture(np.random.default_rng(seed)) for seed in range(4)]
+    variants = [load_bundle(slow_model)]
+    for number in range(1, 3):
+        made = load_bundle(slow_model)
+        for parameter in made.network.parameters():
+            parameter.data.mul_(1 + 0.1 * number)
+        variants.append(replace(made, classes=tuple(f"{number} {name}" for name in made.classes)))
+    wanted = {weights_sha256(one.network): [one.predict([image])[0].ranking for image in images] for one in variants}
+    with started(str(path), "--watch", "--drain-seconds", "0") as (process, server, lines):
+        is_over = threading.Event()
+
+        def client(number: int) -> list[tuple[int, str]]:
+            found = []
+            while not is_over.is_set():
+                answer = server.ask("POST", "/", images[number % 4])
+                found.append((answer.status, answer.headers.get("x-model-sha256", "")))
+                if answer.status == 200:
+                    ranking = wanted[found[-1][1]][number % 4]
+                    assert [one["label"] for one in answer.json] == [label for label, _ in ranking]
+                    np.testing.assert_allclose(
+                        [one["score"] for one in answer.json], [p for _, p in ranking], atol=1e-4
+                    )
+            return found
+
+        with ThreadPoolExecutor(8) as clients:
+            running = [clients.submit(client, number) for number in range(8)]
+            sizes = []
+            for turn in range(6):
+                if turn % 2:  # a half-written model first
+                    weights = path / "model" / "model.safetensors"
+                    weights.write_bytes(weights.read_bytes()[:1000])
+                    wait_for(lambda turn=turn: events(lines, "model refused") == (turn + 1) // 2)
+                variants[(turn + 1) % 3].save(path / "model", overwrite=True)
+                wait_for(lambda turn=turn: events(lines, "model replaced") == turn + 1)
+                sizes.append(memory(process.pid))
+            is_over.set()
+            found = [item for one in running for item in one.result()]
+    assert {status for status, _ in found} == {200} and {sha256 for _, sha256 in found} == {*wanted}
+    assert sizes[-1] - sizes[1] < 20e6
+
+
+def events(lines: list[str], name: str) -> int:
+    """Number of events of this name in a log."""
+    return sum(f'"event": "{name}"' in line for line in lines)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -12,11 +12,10 @@ from typing import Annotated
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.errors import ConfigError
-from vitrail.machine import Precision, keep_freed_memory
+from vitrail.machine import Precision
 from vitrail.serving.http.settings import ServeSettings
-from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.runtimes import optional_module
-from vitrail.weights.load import load, model_name
+from vitrail.weights.load import model_name
 
 __all__ = ["main"]
 
@@ -56,6 +55,7 @@ COMMAND = Command(
     options=(Serve,),
     essential={
         "Address": ("host", "port", "token"),
+        "Models": ("watch",),
         "Limits": ("max_body", "max_images", "max_queue", "deadline_seconds"),
         "Speed": ("max_batch", "device", "precision"),
     },
@@ -67,25 +67,22 @@ def main(call: Call) -> int:
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")
-    from vitrail.serving.http.server import Server, open_socket
-    from vitrail.serving.http.service import Service
+    from vitrail.serving.http.process import Job, serve
+    from vitrail.serving.http.server import open_socket
 
-    paths = _named(options.models)
-    keep_freed_memory()  # otherwise each batch gets its memory from the system anew
     values = asdict(options)
     settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
+    job = Job(models=_named(options.models), settings=settings, device=options.device, precision=options.precision)
     with open_socket(settings) as listening:  # before the models are loaded, which takes longer
         host, port = listening.getsockname()[:2]
-        bundles = {name: _load(path, options.device) for name, path in paths.items()}
-        service = Service(bundles, settings, options.precision)
-        if settings.host not in LOOPBACK and not settings.token:
-            _say("everyone who reaches this machine can use the server; --token restricts it")
+        names = ", ".join(job.models)
 
         def report() -> None:
-            names = ", ".join(service.models)
             _say(f"serving {names} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
 
-        Server(service, report).run(sockets=[listening])
+        if settings.host not in LOOPBACK and not settings.token:
+            _say("everyone who reaches this machine can use the server; --token restricts it")
+        serve(job, listening, on_start=report, on_note=lambda note: _say(COMMAND.note(note)))
     return 0
 
 
@@ -103,13 +100,6 @@ def _named(models: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
         paths[name] = path
     return paths
-
-
-def _load(path: str, device: str) -> Bundle:
-    bundle = load(path, device=device)
-    for note in bundle.notes:
-        _say(COMMAND.note(note))
-    return bundle
 
 
 def _say(text: str) -> None:

@@ -60,14 +60,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_an_idle_batcher_computes_at_once_and_a_busy_one_collects(batcher: Batcher, gate: Gate) -> None:
     async def work() -> list[Any]:
-        batcher.start()
         first = asyncio.ensure_future(batcher.compute([image(1)]))
         await until(gate.begun.is_set)
         rest = [asyncio.ensure_future(batcher.compute([image(value)])) for value in (2, 3, 4, 5)]
         await asyncio.sleep(0)
         gate.open.set()
         rows = await asyncio.gather(first, *rest)
-        await batcher.stop()
         return [row["logits"].item() for (row,) in rows]
 
     assert asyncio.run(work()) == [2, 4, 6, 8, 10]
@@ -88,10 +86,8 @@ def test_a_batch_alone_has_all_threads_and_several_divide_them() -> None:
     async def work() -> None:
         compute = Compute(2, 2)
         batcher = Batcher(run, compute, largest=3, seconds=20.0)
-        batcher.start()
         await batcher.compute([image(1)])
         await batcher.compute([image(value) for value in (2, 3, 4)])
-        await batcher.stop()
         compute.stop()
 
     before = torch.get_num_threads()
@@ -102,7 +98,6 @@ def test_a_batch_alone_has_all_threads_and_several_divide_them() -> None:
 
 def test_images_of_clients_that_have_gone_are_not_computed(batcher: Batcher, gate: Gate) -> None:
     async def work() -> None:
-        batcher.start()
         first = asyncio.ensure_future(batcher.compute([image(1)]))
         await until(gate.begun.is_set)
         gone, stays = (asyncio.ensure_future(batcher.compute([image(value)])) for value in (2, 3))
@@ -120,7 +115,6 @@ def test_an_image_that_waits_too_long_is_dropped(gate: Gate) -> None:
     async def work() -> None:
         compute = Compute(1, 1)
         batcher = Batcher(gate, compute, largest=3, seconds=0.05)
-        batcher.start()
         first = asyncio.ensure_future(batcher.compute([image(1)]))
         await until(gate.begun.is_set)
         late = asyncio.ensure_future(batcher.compute([image(2)]))
@@ -139,7 +133,6 @@ def test_a_fault_of_the_network_fails_its_batch_only(batcher: Batcher, gate: Gat
     gate.open.set()
 
     async def work() -> float:
-        batcher.start()
         with pytest.raises(RuntimeError, match="a fault of the network"):
             await batcher.compute([image(13)])
         (row,) = await batcher.compute([image(14)])
@@ -172,7 +165,7 @@ def test_neighbours_in_a_batch_do_not_change_an_answer(bundle: Bundle) -> None:
     draws = np.random.default_rng(1)
     model = ServedModel("flowers", bundle, ServeSettings(max_batch=4), Metrics(), Compute(1, 1))
     one = draws.integers(0, 256, (3, 12, 10), dtype=np.uint8)
-    for run in (model._classes, model._embedding):
+    for run in (model.computed.run("classes"), model.computed.run("embedding")):
         rows = []
         for _ in range(4):
             batch = draws.integers(0, 256, (4, 3, 12, 10), dtype=np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import math
@@ -24,6 +25,7 @@ from vitrail.serving.http.routes_images import routes_images
 from vitrail.serving.http.routes_v2 import routes_v2
 from vitrail.serving.http.served import ServedModel
 from vitrail.serving.http.service import Refused, Service
+from vitrail.serving.http.watch import Watcher
 
 __all__ = ["make_app"]
 
@@ -33,13 +35,17 @@ INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 """The style and the script of the page."""
 
 
-def make_app(service: Service) -> Guard:
-    """Return the application for a service, with its limits. Its lifespan starts and stops the service."""
+def make_app(service: Service, watcher: Watcher | None = None) -> Guard:
+    """Return the application for a service, with its limits. Its lifespan starts and stops the service, and the
+    watcher that replaces models."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await service.start()
+        watching = None if watcher is None else asyncio.create_task(watcher.run())
         yield
+        if watching is not None:
+            watching.cancel()
         await service.stop()
 
     routes = [

@@ -14,7 +14,7 @@ import numpy as np
 
 from vitrail.cores import compute_threads
 
-__all__ = ["LARGEST", "Batcher", "Compute", "Row", "TooLate", "choose_batch"]
+__all__ = ["LARGEST", "Batcher", "Compute", "Row", "Run", "TooLate", "choose_batch"]
 
 LARGEST = 16
 """Largest batch that is tried when the largest batch size is measured."""
@@ -85,7 +85,8 @@ def _run_with(threads: int, function: Run, batch: np.ndarray) -> Mapping[str, np
 class Batcher:
     """Collects images of many requests into batches. An idle batcher computes the first image at once.
 
-    Images of clients that have gone, and images that waited too long, are dropped before they are computed.
+    Images of clients that have gone, and images that waited too long, are dropped before they are computed. Use a
+    batcher in one event loop only.
     """
 
     def __init__(
@@ -105,26 +106,19 @@ class Batcher:
         self.largest = largest
         self._run, self._compute, self._seconds, self._on_batch = run, compute, seconds, on_batch
         self._waiting: deque[_Waiting] = deque()
-        self._arrived = asyncio.Event()
-        self._workers: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        """Start computing. Call it in the server's event loop."""
-        loop = asyncio.get_running_loop()
-        self._workers = [loop.create_task(self._work()) for _ in range(self._compute.workers)]
-
-    async def stop(self) -> None:
-        """Stop computing. Images that still wait get no answer, so call it when all requests are answered."""
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._working = 0
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
 
     async def compute(self, images: Sequence[np.ndarray]) -> list[Row]:
         """Return the outputs of each image. Raise `TooLate` if an image waited too long."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         items = [_Waiting(pixels, loop.create_future(), now) for pixels in images]
         self._waiting += items
-        self._arrived.set()
+        for _ in range(min(len(items), self._compute.workers - self._working)):
+            self._working += 1
+            task = loop.create_task(self._work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         try:
             return list(await asyncio.gather(*(item.answer for item in items)))
         finally:
@@ -132,25 +126,28 @@ class Batcher:
                 item.answer.cancel()
 
     async def _work(self) -> None:
-        while True:
-            await self._arrived.wait()
-            batch = self._next_batch()
-            if not batch:
-                self._arrived.clear()
-                continue
-            begun = time.monotonic()
-            try:
-                pixels = np.stack([one.pixels for one in batch])
-                outputs = await self._compute.run(self._run, pixels, is_last=not self._waiting)
-            except Exception as error:  # the error belongs to these requests; the server goes on
-                for item in batch:
-                    if not item.answer.done():
-                        item.answer.set_exception(error)
-                continue
-            self._on_batch(len(batch), begun - batch[0].since, time.monotonic() - begun)
-            for row, item in enumerate(batch):
+        """Compute batches until no image waits. An idle batcher has no task, so nothing keeps an unused one alive."""
+        try:
+            while batch := self._next_batch():
+                await self._answer(batch)
+        finally:
+            self._working -= 1
+
+    async def _answer(self, batch: Sequence[_Waiting]) -> None:
+        """Compute a batch, and give each image its outputs, or all of them the error."""
+        begun = time.monotonic()
+        try:
+            pixels = np.stack([one.pixels for one in batch])
+            outputs = await self._compute.run(self._run, pixels, is_last=not self._waiting)
+        except Exception as error:  # the error belongs to these requests; the server goes on
+            for item in batch:
                 if not item.answer.done():
-                    item.answer.set_result({name: values[row] for name, values in outputs.items()})
+                    item.answer.set_exception(error)
+            return
+        self._on_batch(len(batch), begun - batch[0].since, time.monotonic() - begun)
+        for row, item in enumerate(batch):
+            if not item.answer.done():
+                item.answer.set_result({name: values[row] for name, values in outputs.items()})
 
     def _next_batch(self) -> list[_Waiting]:
         """Take images from the queue: as many as each free worker gets, but at most `largest`."""

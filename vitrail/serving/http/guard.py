@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import hmac
 import json
-import sys
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from vitrail.serving.http.log import log_line
 from vitrail.serving.http.service import RETRY, Refused, Service
 
 __all__ = ["PROBES", "PROBE_PATHS", "Guard"]
@@ -142,11 +142,10 @@ class Guard:
         self._service.metrics.requests.labels(path, str(status)).inc()
         self._service.metrics.seconds.labels(path).observe(seconds)
         client = scope.get("client") or ("",)
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "client": client[0], "method": scope["method"],
-            "path": scope["path"], "status": status, "bytes": size, "ms": round(1000 * seconds, 2),
-        }  # fmt: skip
-        print(json.dumps(line), file=sys.stderr, flush=True)
+        log_line(
+            client=client[0], method=scope["method"], path=scope["path"], status=status, bytes=size,
+            ms=round(1000 * seconds, 2),
+        )  # fmt: skip
 
 
 class _Body:

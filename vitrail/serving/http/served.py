@@ -12,14 +12,14 @@ from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import ConfigError, UndecodableImage
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
-from vitrail.serving.http.batching import Batcher, Compute, choose_batch
+from vitrail.serving.http.batching import Batcher, Compute, Run, choose_batch
 from vitrail.serving.http.metrics import Metrics
 from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported.description import output_names
 from vitrail.weights.exported.network import ExportedNetwork
 
-__all__ = ["ServedModel", "Task"]
+__all__ = ["ModelOutputs", "ServedModel", "Task"]
 
 Task = Literal["classes", "embedding"]
 """What is computed of an image: its classes (or the numbers of a regression), or its embedding."""
@@ -36,25 +36,31 @@ class ServedModel:
         metrics: Metrics,
         compute: Compute,
         precision: Precision | None = None,
+        *,
+        before: ServedModel | None = None,
     ) -> None:
         """Prepare a model, and measure the largest batch unless the settings have one. Raise `ConfigError` for an
-        exported file of tokens, and for a precision that the model cannot compute in. `compute` computes batches."""
+        exported file of tokens, and for a precision that the model cannot compute in. `compute` computes batches.
+        `before` is the model that this one replaces: its largest batch is taken over if the network has the same
+        settings."""
         self.name = name
         self.bundle = bundle
         self.sha256 = weights_sha256(bundle.network)
         self._max_pixels = settings.max_pixels
-        self._predictor = Predictor(bundle.network, precision or bundle.precision)
-        runs = {"classes": self._classes, "embedding": self._embedding}
+        self.computed = ModelOutputs(bundle, precision or bundle.precision)
         self.tasks = self._find_tasks()
         blank = np.zeros((bundle.preprocess.channels, *bundle.preprocess.image_size), self.dtype)
-        for task in self.tasks:
-            runs[task](blank[None])  # the first call of a network is slow, and shows whether the network can be used
-        largest = settings.max_batch or choose_batch(runs[self.tasks[0]], blank)
+        for task in self.tasks:  # the first call of a network is slow, and shows whether the network can be used
+            self.computed.run(task)(blank[None])
+        self.largest = (
+            settings.max_batch or self._known_batch(before) or choose_batch(self.computed.run(self.tasks[0]), blank)
+        )
+        """Largest number of images that are computed together."""
         self.batchers = {
             task: Batcher(
-                runs[task],
+                self.computed.run(task),
                 compute,
-                largest=largest,
+                largest=self.largest,
                 seconds=settings.deadline_seconds,
                 on_batch=metrics.batches(name, task),
             )
@@ -64,7 +70,7 @@ class ServedModel:
     @property
     def precision(self) -> str:
         """Number format of matrix products."""
-        return self._predictor.precision
+        return self.computed.precision
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]:
@@ -92,15 +98,41 @@ class ServedModel:
         possible: dict[Task, bool] = {"classes": bool(self.bundle.classes), "embedding": contents != "logits"}
         return tuple(task for task in get_args(Task) if possible[task])
 
+    def _known_batch(self, before: ServedModel | None) -> int | None:
+        """Return the largest batch of an earlier model if it holds for this one too."""
+        if before is None or self.precision != before.precision:
+            return None
+        mine, theirs = self.bundle.network, before.bundle.network
+        return before.largest if type(mine) is type(theirs) and mine.config == theirs.config else None
+
+
+class ModelOutputs:
+    """Computes the outputs of batches of pixels with one model."""
+
+    def __init__(self, bundle: Bundle, precision: Precision) -> None:
+        """Raise `ConfigError` for a precision that the model cannot compute in."""
+        self._bundle = bundle
+        self._predictor = Predictor(bundle.network, precision)
+
+    @property
+    def precision(self) -> str:
+        """Number format of matrix products."""
+        return self._predictor.precision
+
+    def run(self, task: Task) -> Run:
+        """Return the function that computes the outputs of a task. It keeps the model in memory."""
+        functions: dict[Task, Run] = {"classes": self._classes, "embedding": self._embedding}
+        return functions[task]
+
     def _classes(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
         logits = self._predictor.logits(self._images(pixels)).float().cpu()
-        if self.bundle.output == "numbers":
+        if self._bundle.output == "numbers":
             return {"numbers": logits.numpy()}
-        probabilities = logits.softmax(dim=1) if self.bundle.output == "softmax" else logits.sigmoid()
+        probabilities = logits.softmax(dim=1) if self._bundle.output == "softmax" else logits.sigmoid()
         return {"logits": logits.numpy(), "probabilities": probabilities.numpy()}
 
     def _embedding(self, pixels: np.ndarray) -> dict[str, np.ndarray]:
         return {"embedding": self._predictor.embed(self._images(pixels)).float().cpu().numpy()}
 
     def _images(self, pixels: np.ndarray) -> torch.Tensor:
-        return self.bundle.preprocess.normalise(torch.from_numpy(pixels).to(self.bundle.device))
+        return self._bundle.preprocess.normalise(torch.from_numpy(pixels).to(self._bundle.device))

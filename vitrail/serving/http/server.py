@@ -15,6 +15,7 @@ from vitrail.serving.http.app import make_app
 from vitrail.serving.http.connections import protocol_class
 from vitrail.serving.http.service import Service
 from vitrail.serving.http.settings import ServeSettings
+from vitrail.serving.http.watch import Watcher
 
 __all__ = ["Server", "open_socket"]
 
@@ -29,12 +30,14 @@ class Server(uvicorn.Server):
     the server stops listening and answers what it has. A second signal stops it at once.
     """
 
-    def __init__(self, service: Service, on_start: Callable[[], None] = lambda: None) -> None:
-        """`on_start` is called when the server listens."""
+    def __init__(
+        self, service: Service, on_start: Callable[[], None] = lambda: None, watcher: Watcher | None = None
+    ) -> None:
+        """`on_start` is called when the server listens. `watcher` replaces models while the server runs."""
         settings = service.settings
         super().__init__(
             uvicorn.Config(
-                make_app(service), http=protocol_class(service), ws="none", lifespan="on", log_level="error",
+                make_app(service, watcher), http=protocol_class(service), ws="none", lifespan="on", log_level="error",
                 access_log=False, server_header=False, timeout_keep_alive=5, h11_max_incomplete_event_size=32768,
                 timeout_graceful_shutdown=int(settings.deadline_seconds + settings.receive_seconds) + 1,
             )

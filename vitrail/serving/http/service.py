@@ -11,10 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
+from vitrail.cores import compute_threads
 from vitrail.data.pixels.preprocess import Pixels
 from vitrail.errors import UndecodableImage
 from vitrail.machine import Precision
-from vitrail.serving.http.batching import Batcher, Compute, Row, TooLate
+from vitrail.serving.http.batching import Compute, Row, TooLate
 from vitrail.serving.http.metrics import Metrics
 from vitrail.serving.http.served import ServedModel, Task
 from vitrail.serving.http.settings import ServeSettings
@@ -60,23 +61,17 @@ class Service:
         self._compute = Compute(min(threads, MOST_WORKERS) if on_cpu else 1, threads)
         self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
         self._accepted = 0
-        self.models = {
-            name: ServedModel(name, bundle, settings, self.metrics, self._compute, precision)
-            for name, bundle in bundles.items()
-        }
+        self._precision = precision
+        self.models = {name: self._served(name, bundle) for name, bundle in bundles.items()}
 
     async def start(self) -> None:
-        """Start computing. Call it in the server's event loop."""
-        for batcher in self._batchers():
-            batcher.start()
+        """Accept images. Call it in the server's event loop."""
         self.is_ready = True
         self.metrics.ready.set(1)
 
     async def stop(self) -> None:
-        """Stop computing, after all requests are answered."""
+        """End the threads, after all requests are answered."""
         self.is_ready = False
-        for batcher in self._batchers():
-            await batcher.stop()
         self._decode.shutdown()
         self._compute.stop()
 
@@ -92,6 +87,14 @@ class Service:
         if name not in self.models:
             raise Refused(404, f"model {name!r} does not exist here; models: {', '.join(self.models)}")
         return self.models[name]
+
+    async def replace(self, name: str, bundle: Bundle) -> ServedModel:
+        """Answer new requests for a model with another bundle. Requests that have begun keep the old model until their
+        answer, and the old model is freed after the last of them. Raise `ConfigError` for a model that cannot be
+        served."""
+        made = await asyncio.to_thread(self._served, name, bundle, self.models[name])
+        self.models[name] = made
+        return made
 
     async def file_outputs(
         self, model: ServedModel, tasks: Sequence[Task], images: Sequence[bytes]
@@ -158,5 +161,6 @@ class Service:
         finally:
             self.metrics.decoding.observe(time.perf_counter() - begun)
 
-    def _batchers(self) -> list[Batcher]:
-        return [batcher for model in self.models.values() for batcher in model.batchers.values()]
+    def _served(self, name: str, bundle: Bundle, before: ServedModel | None = None) -> ServedModel:
+        with compute_threads(None if before is None else 1):  # a server that has requests keeps the other threads
+            return ServedModel(name, bundle, self.settings, self.metrics, self._compute, self._precision, before=before)

@@ -21,6 +21,9 @@ class ServeSettings:
     token: str = ""
     """Secret that requests must send as `Authorization: Bearer TOKEN`. The default is the environment variable
     VITRAIL_TOKEN, and without it no token is needed. Probes and the empty page need no token."""
+    watch: bool = False
+    """Replace a model when its files change, without losing a request. Each model is read from a private copy of its
+    files."""
     max_batch: int | None = None
     """Largest number of images that are computed together. By default it is measured at the start, up to 16."""
     max_body: str = "16MB"

@@ -1,0 +1,52 @@
+"""One process of the server: it loads models, and serves them on a socket."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vitrail.machine import Precision, keep_freed_memory
+from vitrail.serving.http.server import Server
+from vitrail.serving.http.service import Service
+from vitrail.serving.http.settings import ServeSettings
+from vitrail.serving.http.watch import ModelFiles, Watcher
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+__all__ = ["Job", "serve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Models to serve, and how."""
+
+    models: Mapping[str, str]
+    """Paths of the models, or their names on the hub, by the names under which they are served."""
+    settings: ServeSettings
+    device: str = "auto"
+    precision: Precision | None = None
+
+
+def serve(
+    job: Job, listening: socket.socket, *, on_start: Callable[[], None], on_note: Callable[[str], None] = lambda _: None
+) -> None:
+    """Load the models, and serve them until a signal stops the process. Raise `VitrailError` for a model that cannot be
+    loaded or served. `on_note` is called with each note on loading, and `on_start` when the server listens."""
+    keep_freed_memory()  # otherwise each batch gets its memory from the system anew
+    files, states = {}, {}
+    if job.settings.watch:
+        files = {name: ModelFiles.of(path, job.device) for name, path in job.models.items()}
+        states = {name: one.state() for name, one in files.items()}
+    service = Service(_load(job, files, on_note), job.settings, job.precision)
+    watcher = Watcher(service, files, states) if files else None
+    Server(service, on_start, watcher).run(sockets=[listening])
+
+
+def _load(job: Job, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:
+    bundles = {}
+    for name, path in job.models.items():
+        bundles[name] = files[name].load() if name in files else load(path, device=job.device)
+        for note in bundles[name].notes:
+            on_note(note)
+    return bundles
