@@ -30,6 +30,7 @@ from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.run import resume, train
+from vitrail.training.state import checkpoint
 from vitrail.weights.load import load
 
 
@@ -76,15 +77,27 @@ def killed(config: TrainConfig, rank: int, step: int) -> None:
     train(config)
 
 
+def killed_in_a_save(config: TrainConfig, rank: int, step: int) -> None:
+    """Train, and kill one process in the checkpoint of a step, when its tensors are written and not yet hashed."""
+
+    def hashes(folder: Path, own: int) -> dict[str, Any]:
+        if own == rank and folder.name == f".step-{step}.vitrail-partial":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(folder, own)
+
+    plain, checkpoint._hashes = checkpoint._hashes, hashes
+    train(config)
+
+
 def hanging(config: TrainConfig, rank: int, step: int, seconds: float) -> None:
     """Train, and let one process hang after a step."""
     at_step(rank, step, lambda: time.sleep(seconds))
     train(config)
 
 
-def on_a_full_disk(config: TrainConfig, step: int) -> None:
-    """Train, and let the first process write only small files after a step."""
-    at_step(0, step, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY)))
+def on_a_full_disk(config: TrainConfig, rank: int, step: int) -> None:
+    """Train, and let one process write only small files after a step."""
+    at_step(rank, step, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY)))
     train(config)
 
 

@@ -99,6 +99,12 @@ def test_sharded_weights_train_as_copies_do_and_resume_on_any_number(
     run = tmp_path / "sharded"
     config = ranks.config_of(three_splits, run, shard="full", **fields)
     assert [one.error for one in in_processes(world, ranks.trained_and_stopped, config, 1, 5)] == [None] * world
+    (newest,) = (run / "checkpoints").glob("step-6")
+    parts = [(newest / f"__{rank}_0.distcp").stat().st_size for rank in range(world)]
+    assert max(parts) < 1.5 * min(parts), "each process writes an equal part"
+    assert set(json.loads((newest / "manifest.json").read_text())) == {file.name for file in newest.iterdir()} - {
+        "manifest.json"
+    }
     for after in (1, 2, 4):
         shutil.copytree(run, tmp_path / f"on-{after}")
         found = in_processes(after, ranks.resumed, tmp_path / f"on-{after}")
@@ -194,9 +200,10 @@ def test_checkpoints_that_are_written_in_the_background_are_those_of_a_run_that_
     ]
     assert steps == [2, 4, 6, 8, 10, 12]
     states = [
-        (tmp_path / name / "checkpoints" / "step-12" / "__0_0.distcp").read_bytes() for name in ("straight", "run")
+        [file.read_bytes() for file in sorted((tmp_path / name / "checkpoints" / "step-12").glob("*.distcp"))]
+        for name in ("straight", "run")
     ]
-    assert states[0] == states[1]
+    assert states[0] == states[1] and len(states[0]) == (2 if shard == "full" else 1)
 
 
 @pytest.mark.slow
@@ -211,9 +218,11 @@ def test_resuming_the_same_number_of_processes_changes_no_bit(three_splits: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_process_ends_the_others_with_its_name(three_splits: Path, tmp_path: Path, rank: int) -> None:
-    config = ranks.config_of(three_splits, tmp_path / "run", batch_size=21)
+@pytest.mark.parametrize(("rank", "shard"), [(0, "none"), (2, "none"), (2, "full")])
+def test_a_killed_process_ends_the_others_with_its_name(
+    three_splits: Path, tmp_path: Path, rank: int, shard: str
+) -> None:
+    config = ranks.config_of(three_splits, tmp_path / "run", batch_size=21, shard=shard)
     began = time.monotonic()
     found = in_processes(3, ranks.killed, config, rank, 6)
     assert time.monotonic() - began < 45, "the processes waited for their time-out"
@@ -272,8 +281,12 @@ def test_a_fault_in_one_process_moves_no_weight_of_any(
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_the_first_process_ends_all(three_splits: Path, tmp_path: Path) -> None:
-    found = in_processes(2, ranks.on_a_full_disk, ranks.config_of(three_splits, tmp_path / "run", keep="last"), 6)
+@pytest.mark.parametrize(("rank", "fields"), [(0, {}), (1, {"shard": "full"})], ids=str)
+def test_a_disk_that_is_full_for_one_process_ends_all(
+    rank: int, fields: dict[str, Any], three_splits: Path, tmp_path: Path
+) -> None:
+    config = ranks.config_of(three_splits, tmp_path / "run", keep="last", **fields)
+    found = in_processes(2, ranks.on_a_full_disk, config, rank, 6)
     for one in found:
         assert isinstance(one.error, SaveError) and "checkpoints/step-8" in str(one.error)
     assert [one.is_reported for one in found] == [False, True]
@@ -281,11 +294,28 @@ def test_a_disk_that_is_full_for_the_first_process_ends_all(three_splits: Path, 
 
 
 @pytest.mark.slow
-def test_processes_go_back_together_from_a_damaged_checkpoint(three_splits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("background_checkpoints", [False, True])
+def test_a_process_that_is_killed_in_a_save_of_parts_leaves_the_checkpoint_before(
+    background_checkpoints: bool, three_splits: Path, tmp_path: Path
+) -> None:
+    fields = {"shard": "full", "background_checkpoints": background_checkpoints, "checkpoints": 3}
+    config = ranks.config_of(three_splits, tmp_path / "run", **fields)
+    found = in_processes(2, ranks.killed_in_a_save, config, 1, 8)
+    assert found[1].code == -signal.SIGKILL
+    assert isinstance(found[0].error, ProcessError) and "process 1 of 2 ended" in str(found[0].error)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [4]
+    assert [one.error for one in in_processes(2, ranks.resumed, tmp_path / "run")] == [None, None]
+    train(ranks.config_of(three_splits, tmp_path / "one"))
+    assert difference(tmp_path / "one", tmp_path / "run") < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_processes_go_back_together_from_a_damaged_checkpoint(shard: str, three_splits: Path, tmp_path: Path) -> None:
     train(ranks.config_of(three_splits, tmp_path / "straight"))
     run = tmp_path / "run"
-    in_processes(2, ranks.trained_and_stopped, ranks.config_of(three_splits, run), 0, 5)
-    damaged = next((run / "checkpoints" / "step-6").glob("*.distcp"))
+    in_processes(2, ranks.trained_and_stopped, ranks.config_of(three_splits, run, shard=shard), 0, 5)
+    damaged = max((run / "checkpoints" / "step-6").glob("*.distcp"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)

@@ -8,6 +8,7 @@ A process that was started alone is the trivial case, in which every method retu
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -47,13 +48,25 @@ class Processes:
     if another process has ended, or does not answer within the time that `join_processes` was given.
     """
 
-    def __init__(self, place: Launch = Launch(), store: Any = None) -> None:
+    def __init__(self, place: Launch = Launch(), store: Any = None, timeout: float = 600.0) -> None:
         self.place = place
         self.rank = place.rank
         self.world = place.world
+        self.group: Any = None
+        """The process group of torch.distributed for exchanges. None is the default one."""
         self._store = store
         self._life = None if store is None else SignsOfLife(store.clone(), place.rank)
+        self._timeout = timedelta(seconds=timeout)
         self._flag: Later | None = None
+
+    def beside(self) -> Processes:
+        """Return the same processes with a process group of its own on the CPU, whose exchanges can take place in a
+        thread. All processes call this method together."""
+        found = copy.copy(self)
+        if self.are_several:
+            with self.exchange("a process group"):
+                found.group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return found
 
     @property
     def are_several(self) -> bool:
@@ -86,12 +99,12 @@ class Processes:
         """Begin to replace a tensor by its sum over all processes."""
         if not self.are_several:
             return Later(tensor, lambda: None)
-        with self._exchange("a sum"):
-            work = dist.all_reduce(tensor, async_op=True)
+        with self.exchange("a sum"):
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
 
         def wait() -> None:
-            with self._exchange("a sum", begins=False):
+            with self.exchange("a sum", begins=False):
                 work.wait()
 
         return Later(tensor, wait)
@@ -115,8 +128,8 @@ class Processes:
         if not self.are_several:
             return [value]
         found: list[Any] = [None] * self.world
-        with self._exchange("an exchange of values"):
-            dist.all_gather_object(found, value, group=None)
+        with self.exchange("an exchange of values"):
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def from_first(self, value: T) -> T:
@@ -124,8 +137,8 @@ class Processes:
         if not self.are_several:
             return value
         found = [value]
-        with self._exchange("a value of the first process"):
-            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        with self.exchange("a value of the first process"):
+            dist.broadcast_object_list(found, src=0, group=self.group, device=torch.device("cpu"))
         return found[0]
 
     def on_first(self, function: Callable[[], T]) -> T:
@@ -153,18 +166,37 @@ class Processes:
         """Overwrite tensors by those of the first process."""
         if self.are_several:
             for tensor in tensors:
-                with self._exchange("a tensor of the first process"):
-                    dist.broadcast(tensor.detach(), src=0)
+                with self.exchange("a tensor of the first process"):
+                    dist.broadcast(tensor.detach(), src=0, group=self.group)
+
+    @contextmanager
+    def exchange(self, what: str, *, begins: bool = True) -> Iterator[None]:
+        """Raise the errors of torch.distributed inside the `with` block as `ProcessError`, with the name of the
+        exchange. A process that is alone has no such errors."""
+        if begins and self._life is not None and self.group is None:  # threads exchange at different times
+            self._life.count += 1
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.are_several:
+                raise
+            raise ProcessError(self._cause(what, error)) from error
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Tell the other processes about an error in the `with` block, so that their messages can name it.
 
         If the first process reports the same error, `is_reported` of this one is set, and only the first process prints
-        it. All processes stop and diverge together.
+        it. All processes stop and diverge together. Errors of exchanges that PyTorch begins by itself, such as those of
+        sharded weights, are raised as `ProcessError`.
         """
         try:
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if self.are_several and _is_of_exchange(error):
+                    raise ProcessError(self._cause("an exchange", error)) from error
+                raise
         except Exception as error:
             if not self.are_several:
                 raise
@@ -188,25 +220,21 @@ class Processes:
         """Tell the other processes about an error. Return True if the first process has told of the same error."""
         with suppress(Exception):
             self._store.set(f"error/{self.rank}", message)
-            # The first process waits for the others, because their messages can be in a store that ends with it.
-            awaited = [f"error/{rank}" for rank in (range(1, self.world) if self.is_first else (0,))]
-            for _ in range(100):
-                if self._store.check(awaited):
-                    break
-                time.sleep(0.1)
-            return not self.is_first and self._store.check(awaited) and self._store.get("error/0").decode() == message
+            if self.is_first:  # the store can end with this process, so it waits until the others have read its error
+                self._await([f"heard/{rank}" for rank in range(1, self.world)])
+                return False
+            told = self._await(["error/0"]) and self._store.get("error/0").decode() == message
+            self._store.set(f"heard/{self.rank}", "")
+            return told
         return False
 
-    @contextmanager
-    def _exchange(self, what: str, *, begins: bool = True) -> Iterator[None]:
-        """Raise the errors of torch.distributed inside the `with` block as `ProcessError`."""
-        assert self._life is not None
-        if begins:
-            self._life.count += 1
-        try:
-            yield
-        except RuntimeError as error:
-            raise ProcessError(self._cause(what, error)) from error
+    def _await(self, keys: list[str]) -> bool:
+        """Wait for keys of the store for ten seconds. Return True if they are there."""
+        for _ in range(100):
+            if self._store.check(keys):
+                return True
+            time.sleep(0.1)
+        return False
 
     def _cause(self, what: str, error: RuntimeError) -> str:
         """Return a message about an exchange that failed: the error of another process, else the processes that have
@@ -229,6 +257,11 @@ class Processes:
                     "from its last checkpoint, or start it with torchrun --max-restarts"
                 )
         return f"{what} of {self.world} processes failed: {str(error).splitlines()[0]}"
+
+
+def _is_of_exchange(error: RuntimeError) -> bool:
+    """Return True for errors of torch.distributed. Gloo raises plain errors that name its files."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 _JOINED: list[Processes] = []
@@ -254,7 +287,7 @@ def join_processes(timeout: float = 600.0) -> Processes:
         store.set_timeout(limit)
         store = PrefixStore(f"start {place.restarts}", store)  # torchrun keeps the store when it starts processes again
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        joined = Processes(place, PrefixStore("vitrail", store))
+        joined = Processes(place, PrefixStore("vitrail", store), timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=limit)
     except (RuntimeError, OSError) as error:
         host, port = place.address

@@ -11,17 +11,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard as AxisShard
-from torch.optim import Optimizer
 
 from vitrail.models.network import HasLayers
 from vitrail.processes.group import Processes
 from vitrail.training.optimization.optimizer import OptimizerConfig
 
-__all__ = ["Shard", "ShardedGradients", "gathered_state", "shard", "shard_problems", "whole_weights"]
+__all__ = ["Shard", "ShardedGradients", "shard", "shard_problems", "whole_weights"]
 
 Shard = Literal["none", "full", "hybrid"]
 
@@ -103,9 +102,3 @@ class ShardedGradients:
 def whole_weights(objective: nn.Module) -> dict[str, Any]:
     """Return the whole weights of an objective on every process, on its device."""
     return get_model_state_dict(objective, options=StateDictOptions(full_state_dict=True))
-
-
-def gathered_state(objective: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the whole weights and the whole state of the optimizer on the CPU of the first process. The other
-    processes get empty dictionaries."""
-    return get_state_dict(objective, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

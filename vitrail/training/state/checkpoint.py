@@ -1,8 +1,9 @@
 """Training states on disk: `checkpoints/step-N/`. A checkpoint counts only if its manifest matches its files.
 
 A checkpoint is written under another name, then hashed, then renamed. A thread can do this from a copy of the state
-while training goes on. The newest complete checkpoint is read. The tensors are in the format of
-torch.distributed.checkpoint, which unpickles on reading: resume only your own runs, and publish models as bundles.
+while training goes on. If weights are sharded, each process writes and hashes a file with its parts. The newest
+complete checkpoint is read. The tensors are in the format of torch.distributed.checkpoint, which unpickles on reading:
+resume only your own runs, and publish models as bundles.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from vitrail.errors import RunError, SaveError
-from vitrail.files import disk_problem, partial_path, replacing_folder, sha256, write_json
+from vitrail.files import disk_problem, partial_path, replacing_folder, saving, sha256, write_json
 from vitrail.processes.group import Processes
 from vitrail.training.state.random import process_seed, random_state, state_text
 from vitrail.training.state.state import TrainState
@@ -61,29 +62,38 @@ class Checkpoints:
         self.on_saved = on_saved
         self.on_restored = on_restored
         self._best_in_writing = -1
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background and processes.is_first else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
+        self._writers: Processes | None = None
+        """The processes that write parts of a checkpoint. None if the first process writes whole tensors."""
         self._writing: tuple[int, Future[Path]] | None = None
 
     def save(self, state: TrainState) -> Path:
         """Write the state as a new checkpoint, and return its folder. Older checkpoints are deleted, so that `retain`
         are left.
 
-        All processes call this method, and the first one writes. The tensors are the same with any number of processes.
-        If the new checkpoint cannot be written, raises `SaveError` and leaves the other checkpoints intact.
+        All processes call this method. The first one writes, or each process writes its parts if weights are sharded.
+        The tensors are the same with any number of processes. If the new checkpoint cannot be written, raises
+        `SaveError` and leaves the other checkpoints intact.
 
         In the background, the checkpoint is complete when `wait` returns. This method then waits for the checkpoint
         before, and raises its error.
         """
         self.wait()
         random = self.processes.gather(random_state())
-        tensors = state.whole_tensors()
+        tensors = state.tensors()
         values = state.values() | ({"random_of_others": random[1:]} if random[1:] else {})
+        if state.is_sharded:
+            self._writers = self._writers or self.processes.beside()
+            return self._begin(state, values, tensors)
         return self.processes.on_first(lambda: self._begin(state, values, tensors))
 
     def wait(self) -> None:
         """Wait until the checkpoint that a thread is writing is complete. All processes call this method. Raises the
         errors of `save`."""
-        self.processes.on_first(self._join)
+        if self._writers is None:
+            self.processes.on_first(self._join)
+        else:
+            self._join()
 
     def poll(self) -> None:
         """Call `on_saved` if a thread has completed a checkpoint since the last call. Its error waits for `wait`."""
@@ -103,12 +113,11 @@ class Checkpoints:
         if self._thread is None:
             with _without_warnings():
                 path = self._write(step, values, tensors)
-            self.on_saved(step, path)
+            self._say_saved(step, path)
             return path
         for message in WARNINGS:  # a thread cannot restore filters, so they stay
             warnings.filterwarnings("ignore", message=message)
-        values = copy.deepcopy(values)
-        tensors = tensors if state.copy is not None else _host_copy(tensors)  # sharded weights are gathered as copies
+        values, tensors = copy.deepcopy(values), _host_copy(tensors)
         self._best_in_writing = values["best"]["step"]
         self._writing = step, self._thread.submit(self._write, step, values, tensors)
         return self._path(step)
@@ -116,26 +125,47 @@ class Checkpoints:
     def _join(self) -> None:
         if self._writing is not None:
             (step, future), self._writing = self._writing, None
-            self.on_saved(step, future.result())
+            self._say_saved(step, future.result())
+
+    def _say_saved(self, step: int, path: Path) -> None:
+        if self.processes.is_first:
+            self.on_saved(step, path)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
     def _write(self, newest: int, values: dict[str, Any], tensors: dict[str, Any]) -> Path:
-        path = self._path(newest)
+        path, writers = self._path(newest), self._writers or Processes()
+        with ExitStack() as stack:
+            partial = writers.on_first(lambda: self._open(stack, path))
+            with saving("a checkpoint", path), _plain_errors(path, _bytes_of(tensors), writers):
+                save(tensors, checkpoint_id=partial, process_group=writers.group, no_dist=not writers.are_several)
+            writers.on_first(lambda: write_json(partial / VALUES, values))
+            parts = writers.gather(_hashes(partial, writers.rank))
+            writers.on_first(lambda: self._finish(stack, newest, partial, parts))
+        return path
+
+    def _open(self, stack: ExitStack, path: Path) -> Path:
+        """Return a new folder, which becomes the checkpoint when the stack is closed."""
         for left in self.folder.glob(".step-*.vitrail-partial"):  # by a process that was killed while it saved
             shutil.rmtree(left, ignore_errors=True)
-        with replacing_folder("a checkpoint", path, ("*", ".*")) as partial, _plain_errors(path, _bytes_of(tensors)):
-            save(tensors, checkpoint_id=partial, no_dist=True)
-            write_json(partial / VALUES, values)
-            files = sorted(file for file in partial.iterdir() if file.is_file())
-            manifest = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
-            write_json(partial / MANIFEST, manifest)
+        return stack.enter_context(replacing_folder("a checkpoint", path, ("*", ".*")))
+
+    def _finish(self, stack: ExitStack, newest: int, partial: Path, parts: list[dict[str, Any]]) -> None:
+        """Write the manifest, rename the folder, and delete old checkpoints."""
+        for rank, part in enumerate(parts):
+            for name in part:
+                if not (partial / name).is_file():
+                    raise SaveError(
+                        f"process {rank} has written {name} to a folder that the first process does not see; sharded "
+                        "weights need a folder of the run that all machines share"
+                    )
+        write_json(partial / MANIFEST, dict(sorted(item for part in parts for item in part.items())))
+        stack.close()
         steps = self.steps()
         abandoned = [step for step in steps if step > newest]  # damaged, or this run would not be before them
         for old in abandoned + steps[len(abandoned) + self.retain :]:
             shutil.rmtree(self._path(old), ignore_errors=True)  # too many checkpoints beat a stopped run
-        return path
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder with a manifest, complete or not, newest first."""
@@ -197,6 +227,13 @@ class Checkpoints:
         return random_state()
 
 
+def _hashes(folder: Path, rank: int) -> dict[str, Any]:
+    """Return the sizes and hashes of the files that this process has written: its tensors, and the first process also
+    the description of the checkpoint."""
+    files = [*folder.glob(f"__{rank}_*"), *((folder / ".metadata", folder / VALUES) if rank == 0 else ())]
+    return {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
+
+
 def _damage(path: Path) -> str | None:
     """Return a description of the first difference between a checkpoint's files and its manifest, or None."""
     try:
@@ -247,6 +284,15 @@ def _host_copy(value: Any) -> Any:
     return [_host_copy(item) for item in value] if isinstance(value, list) else value
 
 
+def _disk_problem(path: Path, needed: int) -> OSError | None:
+    """Delete the unfinished files of a checkpoint. Return the error of the operating system if the checkpoint does not
+    fit on the disk, else None."""
+    partial = partial_path(path.resolve())
+    for file in partial.iterdir():
+        file.unlink()
+    return disk_problem(partial, needed)
+
+
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Hide two warnings of torch.distributed.checkpoint in the `with` block."""
@@ -257,25 +303,22 @@ def _without_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_errors(path: Path, needed: int = 0) -> Iterator[None]:
-    """Raise the errors of torch.distributed.checkpoint as `OSError` or `SaveError`.
+def _plain_errors(path: Path, needed: int = 0, writers: Processes = Processes()) -> Iterator[None]:
+    """Raise the errors of torch.distributed.checkpoint as `OSError` or `SaveError`, the same in all `writers`.
 
     `needed` is the size of a checkpoint that is written. If the disk is full, torch mostly raises an internal assertion
     of its zip writer instead of the error of the operating system. The unfinished files are therefore deleted, and the
     operating system is asked if the checkpoint fits on the disk.
     """
     try:
-        yield
+        with writers.exchange("a checkpoint"):
+            yield
     except CheckpointException as failure:
         causes = [error for error, _ in failure.failures.values()]
         for cause in causes:
             if isinstance(cause, OSError):
                 raise cause from failure
-        if needed:
-            partial = partial_path(path.resolve())
-            for file in partial.iterdir():
-                file.unlink()
-            if (problem := disk_problem(partial, needed)) is not None:
-                raise problem from failure
+        if needed and (problem := writers.on_first(lambda: _disk_problem(path, needed))) is not None:
+            raise problem from failure
         reason = "; ".join(str(cause) or type(cause).__name__ for cause in causes)
         raise SaveError(f"checkpoint {path} failed: {reason}") from failure

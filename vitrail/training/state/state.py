@@ -11,11 +11,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from vitrail.data.pipeline import TrainingBatches
-from vitrail.processes.parts import whole
 from vitrail.tasks.task import Objective
 from vitrail.training.faults import Faults
 from vitrail.training.parallel.gradients import GradientSum
-from vitrail.training.parallel.sharding import ShardedGradients, gathered_state, whole_weights
+from vitrail.training.parallel.sharding import ShardedGradients, whole_weights
 from vitrail.training.state.average import Average
 from vitrail.training.state.random import random_state, restore_random_state
 
@@ -61,6 +60,11 @@ class TrainState:
     """If weights are sharded, a copy of the objective with whole weights, which is evaluated and saved."""
 
     @property
+    def is_sharded(self) -> bool:
+        """True if each process has only a part of the weights and of the optimiser's state."""
+        return self.copy is not None
+
+    @property
     def measured(self) -> str:
         """The journal's name for the weights that are evaluated and saved: "trained" or "averaged"."""
         return "trained" if self.average is None else "averaged"
@@ -85,22 +89,9 @@ class TrainState:
         self.copy.load_state_dict(whole_weights(self.objective))
         return self.copy
 
-    def whole_tensors(self) -> dict[str, Any]:
-        """Return what `tensors` returns, with whole tensors if weights are sharded. All processes call this method
-        together, and only the first one gets whole tensors."""
-        if self.copy is None:
-            return self.tensors()
-        is_new = not self.optimizer.state
-        weights, optimizer = gathered_state(self.objective, self.optimizer)
-        if is_new:  # as in `tensors`
-            self.optimizer.state.clear()
-        found: dict[str, Any] = {"weights": weights, "optimizer": optimizer}
-        if self.average is not None:
-            found["average"] = {name: whole(tensor).cpu() for name, tensor in self.average.mean.items()}
-        return found
-
     def tensors(self) -> dict[str, Any]:
-        """Return the weights and their mean, and the optimiser's state, as torch.distributed.checkpoint takes them."""
+        """Return the weights and their mean, and the optimiser's state, as torch.distributed.checkpoint takes them. If
+        weights are sharded, each process has its parts."""
         is_new = not self.optimizer.state
         weights, optimizer = get_state_dict(self.objective, self.optimizer)
         if is_new:  # get_state_dict has filled the state by a step, which would count as the first one
