@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from vitrail.data.source import Source
 from vitrail.evaluation.predictions.bootstrap import Metric
+from vitrail.evaluation.predictions.named import interval_text
 from vitrail.evaluation.predictions.regression import QUANTILES, LargeError, OutputRow, RegressionReport
 from vitrail.page import escape, figure, table, thumbnail
 from vitrail.transfer.charts import scatter_plot, shorten
-from vitrail.transfer.sections import MAX_MISTAKES, MAX_NAME, UNDEFINED, interval_text, picture_of
+from vitrail.transfer.sections import MAX_MISTAKES, MAX_NAME, UNDEFINED, picture_of
 
 __all__ = ["errors_section", "headline", "number_rows", "residuals_section", "scatter_section"]
 

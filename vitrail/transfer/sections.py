@@ -10,7 +10,7 @@ from PIL import Image
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, plural
-from vitrail.evaluation.predictions.bootstrap import Metric
+from vitrail.evaluation.predictions.named import interval_text, named_metrics
 from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake
 from vitrail.page import figure, table, thumbnail
 from vitrail.transfer.charts import confusion_matrix, legend, reliability_diagram, shorten
@@ -24,7 +24,6 @@ __all__ = [
     "classes_section",
     "confusion_section",
     "headline",
-    "interval_text",
     "mistakes_section",
     "picture_of",
 ]
@@ -55,35 +54,7 @@ def headline(report: ClassificationReport) -> tuple[str, str]:
 
 def class_rows(report: ClassificationReport) -> list[tuple[str, str, str]]:
     """Return table rows with the names, values and intervals of the metrics over all images."""
-    multi_label = report.multi_label
-    rows: list[tuple[str, Metric | None, str]] = [
-        ("accuracy" if multi_label is None else "likeliest class is a label", report.accuracy, ".2%"),
-        ("balanced accuracy", report.balanced_accuracy, ".2%"),
-        ("top-5 accuracy", report.top5, ".2%"),
-    ]
-    if multi_label is not None:
-        for name, value in (
-            ("mean average precision", multi_label.mean_average_precision),
-            ("micro F1", multi_label.micro_f1),
-            ("macro F1", multi_label.macro_f1),
-        ):
-            rows.append((name, None if value is None else Metric(value), ".2%"))
-        rows.append(("all labels right", multi_label.exact_match, ".2%"))
-    rows.append(("cross-entropy, nats", report.cross_entropy, ".4f"))
-    if report.calibration is not None:
-        rows.append(("calibration error", report.calibration.error, ".2%"))
-    return [
-        (name, f"{metric.value:{form}}", interval_text(metric, form) or UNDEFINED)
-        for name, metric, form in rows
-        if metric is not None
-    ]
-
-
-def interval_text(metric: Metric, form: str) -> str:
-    """Return the text of a metric's interval, or "" if there is none."""
-    if metric.low is None or metric.high is None:
-        return ""
-    return f"{metric.low:{form}} to {metric.high:{form}}"
+    return [(one.name, one.value, one.interval or UNDEFINED) for one in named_metrics(report)]
 
 
 def picture_of(index: int, source: Source) -> Image.Image | None:

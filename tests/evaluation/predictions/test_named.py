@@ -1,0 +1,59 @@
+"""Tests of the list of metrics that tables show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.evaluation.predictions.test_report import make_predictions, several
+from vitrail.evaluation.predictions.bootstrap import Metric
+from vitrail.evaluation.predictions.named import NamedMetric, interval_text, named_metrics
+from vitrail.evaluation.predictions.report import report
+
+
+def test_metrics_of_one_label_are_those_of_the_report() -> None:
+    found = report(make_predictions(), bootstrap=20)
+    assert found.calibration is not None
+    assert [(one.name, one.metric) for one in named_metrics(found)] == [
+        ("accuracy", found.accuracy),
+        ("balanced accuracy", found.balanced_accuracy),
+        ("top-5 accuracy", found.top5),
+        ("cross-entropy, nats", found.cross_entropy),
+        ("calibration error", found.calibration.error),
+    ]
+
+
+def test_metrics_that_the_report_lacks_are_left_out() -> None:
+    names = [one.name for one in named_metrics(report(make_predictions(classes=5), bootstrap=0))]
+    assert names == ["accuracy", "balanced accuracy", "cross-entropy, nats", "calibration error"]
+
+
+def test_metrics_of_several_labels() -> None:
+    found = report(several(), bootstrap=0)
+    assert found.multi_label is not None
+    rows = {one.name: one.metric.value for one in named_metrics(found)}
+    assert rows == {
+        "likeliest class is a label": found.accuracy.value,
+        "mean average precision": found.multi_label.mean_average_precision,
+        "micro F1": found.multi_label.micro_f1,
+        "macro F1": found.multi_label.macro_f1,
+        "all labels right": found.multi_label.exact_match.value,
+        "cross-entropy, nats": found.cross_entropy.value,
+    }
+    without = replace(found, multi_label=replace(found.multi_label, micro_f1=None))
+    assert "micro F1" not in [one.name for one in named_metrics(without)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "form", "value", "interval"),
+    [
+        (Metric(0.51239, 0.4, 0.6251), ".2%", "51.24%", "40.00% to 62.51%"),
+        (Metric(1.23456, 1.0, 2.0), ".4f", "1.2346", "1.0000 to 2.0000"),
+        (Metric(0.5), ".2%", "50.00%", ""),
+    ],
+)
+def test_texts_have_the_format_of_the_metric(metric: Metric, form: str, value: str, interval: str) -> None:
+    one = NamedMetric("any", metric, form)
+    assert (one.value, one.interval) == (value, interval)
+    assert interval_text(metric, form) == interval
