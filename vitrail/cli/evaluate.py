@@ -119,7 +119,7 @@ COMMAND = Command(
     ),
     options=(Evaluate,),
     essential={
-        "What to measure": ("data", "split", "by", "numbers", "suite", "image_size"),
+        "Measurements": ("data", "split", "by", "numbers", "suite", "image_size"),
         "Settings of evaluators": ("shots", "k", "bootstrap"),
         "Output": ("per_class", "confusion", "json"),
         "Speed": ("batch_size", "device", "precision"),
@@ -158,7 +158,7 @@ def _one(options: Evaluate, given: Mapping[str, Any], console: Console) -> int:
             for name, bundle in bundles.items()
         }
         notes = [(name, note) for name, plan in plans.items() for note in plan.notes]
-        if common is not None and common.note and options.split in ("held-out", "validation"):
+        if common is not None and common.note:
             console.print(common.note, style="yellow", markup=False)
         for name, note in dict.fromkeys(notes):
             console.print(f"{name}: {note}" if len(bundles) > 1 else note, style="yellow", markup=False)

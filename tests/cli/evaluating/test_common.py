@@ -82,6 +82,8 @@ def test_without_common_images_the_message_names_the_cuts_and_the_way_out(birds:
     for split in ("held-out", "validation"):
         with pytest.raises(DataError, match=message):
             common_images(models, birds, split, None)
+    for split in ("all", "train"):
+        assert common_images(models, birds, split, None) == CommonImages(None, 0.0, "")
     with pytest.raises(DataError, match=r"\(b held out 0\)"):
         common_images(
             {"b": trained_on(birds + "[:50%]", 0.0), "c": bundle_of(data="elsewhere")}, birds, "held-out", 0.2

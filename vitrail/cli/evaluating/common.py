@@ -46,7 +46,8 @@ class CommonImages:
 
 
 def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: float | None) -> CommonImages:
-    """Return the images on which the models, by name, can be compared as the split "held-out" or "validation".
+    """Return the images on which the models, by name, can be compared as the split "held-out" or "validation". Other
+    splits of the data are measured as they are.
 
     They are the data's own test or validation split, if it has one. Otherwise they are a part of the training images:
     those that all models that were trained on this data held out, and of these only the fraction `share` that training
@@ -67,6 +68,8 @@ def common_images(bundles: Mapping[str, Bundle], spec: str, split: str, share: f
                     "it out"
                 )
             return CommonImages(None, 0.0, "")
+    if split not in ("held-out", "validation"):
+        return CommonImages(None, 0.0, "")
     train = whole.train
     if isinstance(train, Unlimited):
         return CommonImages(None, share or USUAL_SHARE, "")
