@@ -15,9 +15,9 @@ from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.statistics import attention_distance
 from vitrail.analysis.summaries.comparison import Comparison, check_comparable, compare
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source
+from vitrail.data.source import Source, Subset
 from vitrail.data.sources import open_whole
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions.paired import mcnemar
 from vitrail.models.variants import create
@@ -147,6 +147,23 @@ def test_relevance_is_that_of_the_predicted_class(colours: Path) -> None:
 def test_models_that_cannot_be_compared(second: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_comparable(bundle_of(), bundle_of(**second))
+
+
+def test_too_few_images_of_the_data(colours: Path) -> None:
+    bundle = bundle_of()
+    few = Subset(source_of(colours, bundle), range(3))
+    with pytest.raises(DataError, match=r"^3 images with a label can be compared; the layers need at least 4"):
+        compare((Outputs(bundle), Outputs(bundle)), (few, few), ("one", "two"))
+
+
+def test_images_that_cannot_be_decoded_are_skipped_and_listed(tmp_path: Path) -> None:
+    folder = make_colour_folder(tmp_path / "colours", images=3)
+    bundle = bundle_of(seed=3)
+    source = source_of(folder, bundle)
+    (folder / source.key(4)).write_bytes(b"")
+    found = compared(folder, bundle, bundle_of(seed=4))
+    assert found.paired.images == found.looked_at == 8
+    assert [(item.key, item.reason) for item in found.skipped] == [(source.key(4), "is empty (0 bytes)")]
 
 
 def test_too_few_images(colours: Path) -> None:

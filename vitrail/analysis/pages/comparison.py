@@ -11,13 +11,14 @@ from typing import Any
 from vitrail.analysis import charts
 from vitrail.analysis.charts import heat_map, series_chart, standalone
 from vitrail.analysis.drawing import overlay
-from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure
+from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, skipped_part
 from vitrail.analysis.statistics import HeadStatistic
 from vitrail.analysis.summaries.comparison import Comparison, Disagreement, Measured
 from vitrail.analysis.summaries.samples import Answer
 from vitrail.charts.svg import Series
 from vitrail.errors import plural
-from vitrail.evaluation.predictions.bootstrap import LEVEL, Metric
+from vitrail.evaluation.predictions.bootstrap import LEVEL
+from vitrail.evaluation.predictions.named import NamedMetric, named_metrics
 from vitrail.files import write_json
 from vitrail.page import document, escape, table
 from vitrail.plain import to_plain
@@ -54,9 +55,9 @@ def verdict(found: Comparison) -> str:
     paired, images = found.paired, plural(found.paired.images, "image")
     better, worse, sign = (first, second, 1) if paired.difference.value >= 0 else (second, first, -1)
     ends = [100 * sign * end for end in (paired.difference.low, paired.difference.high) if end is not None]
-    between = f", {LEVEL:.0%} interval {min(ends):+.2f} to {max(ends):+.2f}" if ends else ""
+    between = f", {LEVEL:.0%} interval {min(ends):+z.2f} to {max(ends):+z.2f}" if ends else ""
     chance = "p < 0.001" if paired.p < 0.001 else f"p = {paired.p:.3f}"
-    size = f"{100 * sign * paired.difference.value:+.2f} points{between}, {chance}"
+    size = f"{100 * sign * paired.difference.value:+z.2f} points{between}, {chance}"
     if paired.p > SIGNIFICANT:
         return f"{images} do not show that {better.name} or {worse.name} is more accurate ({size})."
     return f"{better.name} is more accurate than {worse.name} on {images} ({size})."
@@ -68,7 +69,7 @@ def comparison_as_plain(found: Comparison) -> dict[str, Any]:
     return {
         "models": [
             {"name": one.name}
-            | {name: to_plain(metric) for name, metric, _ in _metrics(one) if metric is not None}
+            | {each.name: to_plain(each.metric) for each in named_metrics(one.report)}
             | _cost(one)
             | {"distance": {"unit": one.reach.unit, "name": one.reach.name, "layers": dict(one.distances)}}
             for one in found.models
@@ -91,6 +92,7 @@ def comparison_as_plain(found: Comparison) -> dict[str, Any]:
             }
             for one in found.disagreements
         ],
+        "skipped": [to_plain(item) for item in found.skipped],
     }
 
 
@@ -104,6 +106,7 @@ def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
     yield f"<p><strong>{escape(verdict(found))}</strong></p>"
     yield '<p class="dim">p is from McNemar\'s exact test on the images where one model alone is right.</p>'
     yield table(("", first.name, second.name), _rows(found))
+    yield from skipped_part(found.skipped)
     yield table(
         ("right are", "images", ""),
         [
@@ -131,7 +134,7 @@ def _parts(found: Comparison, drawn: dict[str, str]) -> Iterator[str]:
     yield table(
         ("class", "images", first.name, second.name, "difference, points"),
         [
-            (name, f"{images:,}", f"{one:.1%}", f"{other:.1%}", f"{100 * (one - other):+.1f}")
+            (name, f"{images:,}", f"{one:.1%}", f"{other:.1%}", f"{100 * (one - other):+z.1f}")
             for name, images, one, other in classes
         ],
     )
@@ -162,9 +165,8 @@ def _answer(answer: Answer, label: str) -> str:
 def _rows(found: Comparison) -> list[tuple[str, str, str]]:
     """Return the table of metrics and cost."""
     rows = [
-        (name, _text(metric, form), _text(other, form))
-        for (name, metric, form), (_, other, _) in zip(*map(_metrics, found.models), strict=True)
-        if metric is not None
+        (one.name, _text(one), _text(other))
+        for one, other in zip(*(named_metrics(each.report) for each in found.models), strict=True)
     ]
     one, other = (_cost(each) for each in found.models)
     for name, field, scale in COSTS:
@@ -173,23 +175,8 @@ def _rows(found: Comparison) -> list[tuple[str, str, str]]:
     return [*rows, ("image size, pixels", sizes[0], sizes[1])]
 
 
-def _metrics(one: Measured) -> list[tuple[str, Metric | None, str]]:
-    report = one.report
-    calibration = None if report.calibration is None else report.calibration.error
-    return [
-        ("accuracy", report.accuracy, ".2%"),
-        ("balanced accuracy", report.balanced_accuracy, ".2%"),
-        ("top-5 accuracy", report.top5, ".2%"),
-        ("cross-entropy, nats", report.cross_entropy, ".4f"),
-        ("calibration error", calibration, ".2%"),
-    ]
-
-
-def _text(metric: Metric | None, form: str) -> str:
-    if metric is None:
-        return "-"
-    ends = "" if metric.low is None or metric.high is None else f" ({metric.low:{form}} to {metric.high:{form}})"
-    return f"{metric.value:{form}}{ends}"
+def _text(one: NamedMetric) -> str:
+    return f"{one.value} ({one.interval})" if one.interval else one.value
 
 
 def _cost(one: Measured) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import numpy as np
@@ -11,12 +12,17 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from vitrail.analysis.charts import png
-from vitrail.page import escape
+from vitrail.data.batch import Skipped
+from vitrail.errors import plural
+from vitrail.page import escape, table
 
-__all__ = ["NARROW", "STYLE", "captioned", "figure", "image"]
+__all__ = ["NARROW", "STYLE", "captioned", "figure", "image", "skipped_part"]
 
 PAGE_SIDE = 480
 """Longest side of a picture on a page, in pixels."""
+
+MAX_SKIPPED = 20
+"""Largest number of rows in the list of images that could not be decoded."""
 
 STYLE = """
 .maps { display: grid; gap: 1rem; margin-top: 1rem;
@@ -26,7 +32,6 @@ STYLE = """
 .layer { display: flex; gap: .7rem; align-items: center; margin: .4rem 0; }
 .layer span { flex: none; width: 5rem; color: var(--dim); } .layer img { display: block; image-rendering: pixelated; }
 """
-
 
 NARROW = ".chart svg { max-width: 100%; height: auto; }"
 """Style of charts on narrow windows."""
@@ -45,6 +50,17 @@ def figure(picture: UInt8[np.ndarray, "height width 3"], text: str) -> str:
         factor = PAGE_SIDE // max(small.size)
         small = small.resize((small.width * factor, small.height * factor), Image.Resampling.NEAREST)
     return f"<figure>{image(np.asarray(small), text, 'jpeg')}<figcaption>{escape(text)}</figcaption></figure>"
+
+
+def skipped_part(skipped: Collection[Skipped]) -> Iterator[str]:
+    """Yield a list of the images that could not be decoded, unless there are none."""
+    if not skipped:
+        return
+    rows = [(item.key, item.reason) for item in skipped]
+    them = "it" if len(rows) == 1 else "them"
+    first = f" These are the first {MAX_SKIPPED}." if len(rows) > MAX_SKIPPED else ""
+    yield f"<p>{plural(len(rows), 'image')} could not be decoded. The numbers do not include {them}.{first}</p>"
+    yield table(("image", "reason"), rows[:MAX_SKIPPED])
 
 
 def image(picture: UInt8[np.ndarray, "height width 3"], text: str, form: Literal["jpeg", "png"]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float32, UInt8
 from PIL import Image
 
 from vitrail.analysis import charts
@@ -25,13 +25,14 @@ from vitrail.analysis.drawing import (
     draw_probes,
     overlay,
 )
-from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, image
+from vitrail.analysis.pages.figure import NARROW, STYLE, captioned, figure, image, skipped_part
 from vitrail.analysis.statistics import HeadStatistic
-from vitrail.analysis.summaries.overview import Overview
+from vitrail.analysis.summaries.overview import EmbeddingMap, Overview
 from vitrail.analysis.summaries.samples import distances
 from vitrail.charts.svg import Series
 from vitrail.errors import plural
-from vitrail.evaluation.predictions.bootstrap import Metric
+from vitrail.evaluation.predictions.bootstrap import LEVEL
+from vitrail.evaluation.predictions.named import named_metrics
 from vitrail.files import write_json
 from vitrail.page import document, escape, table, thumbnail
 from vitrail.plain import to_plain
@@ -65,56 +66,49 @@ def write_overview(found: Overview, folder: Path) -> None:
     write_json(folder / "report.json", overview_as_plain(found))
     rows = [(row.name, row.images, row.accuracy, row.precision, row.f1) for row in found.report.per_class]
     _write_csv(folder / "classes.csv", ("class", "images", "accuracy", "precision", "f1"), rows)
-    places = [
-        (key, label, *map(float, point))
-        for key, label, point in zip(found.embedding.keys, found.embedding.labels, found.embedding.points, strict=True)
-    ]
-    _write_csv(folder / "embedding.csv", ("key", "class", "component_1", "component_2"), places)
+    if (mapped := found.embedding) is not None:
+        places = [
+            (key, label, *map(float, point))
+            for key, label, point in zip(mapped.keys, mapped.labels, mapped.points, strict=True)
+        ]
+        _write_csv(folder / "embedding.csv", ("key", "class", "component_1", "component_2"), places)
 
 
 def overview_as_plain(found: Overview) -> dict[str, Any]:
-    """Return the numbers of an overview as JSON values. What the model does not have is None."""
+    """Return the numbers of an overview as JSON values. An analysis without a result is None."""
     return {
         "name": found.name,
         "images": found.report.images,
-        **{name: to_plain(metric) for name, metric, _ in _metrics(found) if metric is not None},
+        **{one.name: to_plain(one.metric) for one in named_metrics(found.report)},
         "images_for_layers": found.looked_at,
         "distance": {"name": found.reach.name, "unit": found.reach.unit, "layers": dict(distances(found.reach))},
         "entropy": None if found.entropy is None else found.entropy.mean.round(6).tolist(),
-        "similarity": found.similarity.values.round(6).tolist(),
+        "similarity": None if found.similarity is None else found.similarity.values.round(6).tolist(),
         "outlier_tokens": None if found.norms is None else found.norms.outliers().round(6).tolist(),
         "probes": [to_plain(one) for one in found.probes],
-        "embedding_explained": list(found.embedding.explained),
+        "embedding_explained": None if found.embedding is None else list(found.embedding.explained),
         "errors": [
             {"key": one.key, "label": one.label, "predicted": one.answer.label, "probability": one.answer.probability}
             for one in found.errors
         ],
+        "skipped": [to_plain(item) for item in found.skipped],
         "notes": list(found.notes),
     }
 
 
-def _metrics(found: Overview) -> list[tuple[str, Metric | None, str]]:
-    report = found.report
-    calibration = None if report.calibration is None else report.calibration.error
-    return [
-        ("accuracy", report.accuracy, ".2%"),
-        ("balanced accuracy", report.balanced_accuracy, ".2%"),
-        ("top-5 accuracy", report.top5, ".2%"),
-        ("cross-entropy, nats", report.cross_entropy, ".4f"),
-        ("calibration error", calibration, ".2%"),
-    ]
-
-
 def _charts(found: Overview) -> dict[str, str]:
     """Return the charts by name, as SVG."""
-    drawn = {"similarity": draw_layer_similarity(found.similarity), "distance": _distance(found)}
+    drawn = {"distance": _distance(found)}
+    if found.similarity is not None:
+        drawn["similarity"] = draw_layer_similarity(found.similarity)
     if found.entropy is not None:
         drawn["entropy"] = draw_heads(found.entropy)
     if found.norms is not None:
         drawn["norms"] = draw_norms(found.norms)
     if found.probes:
         drawn["probes"] = draw_probes(found.probes)
-    drawn["embedding"] = _embedding(found)
+    if found.embedding is not None:
+        drawn["embedding"] = _embedding(found.embedding)
     return drawn
 
 
@@ -132,9 +126,8 @@ def _distance(found: Overview) -> str:
     )
 
 
-def _embedding(found: Overview) -> str:
+def _embedding(mapped: EmbeddingMap) -> str:
     """Return the map of embeddings. Of many images, some at equal distances in the data are drawn."""
-    mapped = found.embedding
     groups: dict[str, list[tuple[float, float]]] = {name: [] for name in sorted({*mapped.labels})}
     every = max(1, math.ceil(len(mapped.labels) / MAX_POINTS))
     for label, point in list(zip(mapped.labels, mapped.points, strict=True))[::every]:
@@ -155,7 +148,8 @@ def _pictures(found: Overview) -> dict[str, UInt8[np.ndarray, "height width 3"]]
         drawn["filters"] = draw_filters(found.filters)
     if found.positions is not None:
         drawn["positions"] = draw_positions(found.positions)
-    drawn["patches"] = draw_patch_colours(found.colours)
+    if found.colours is not None:
+        drawn["patches"] = draw_patch_colours(found.colours)
     return drawn
 
 
@@ -169,9 +163,10 @@ def _parts(
         f'<p class="dim">{config.parameters() / 1e6:,.2f} million parameters, {config.macs(size) / 1e6:,.2f} million '
         f"multiply-accumulates for an image of {size[0]} x {size[1]} pixels.</p>"
     )
-    rows = [(name, f"{metric.value:{form}}", _ends(metric, form)) for name, metric, form in _metrics(found) if metric]
-    yield table(("metric", "value", "95 % interval"), rows)
-    if len(pictures) > 1:
+    rows = [(one.name, one.value, one.interval) for one in named_metrics(report)]
+    yield table(("metric", "value", f"{LEVEL:.0%} interval"), rows)
+    yield from skipped_part(found.skipped)
+    if {"filters", "positions"} & pictures.keys():
         yield "<h2>What the first layer sees</h2>"
     yield '<div class="maps first">'
     if "filters" in pictures:
@@ -189,20 +184,28 @@ def _parts(
     yield "</div>"
     for note in found.notes:
         yield f'<p class="dim">Not shown: {escape(note)}.</p>'
+    if found.colours is not None:
+        yield from _patches(found.colour_pictures, found.colours.pictures())
+    yield from _results(found, drawn)
+
+
+def _patches(
+    images: Sequence[UInt8[np.ndarray, "_ _ 3"]], colours: Float32[np.ndarray, "b rows columns components"]
+) -> Iterator[str]:
+    """Yield each image beside the colours of its patches."""
     yield "<h2>Patches</h2>"
     yield (
         "<p>Patches of equal colour have similar features: their first three principal components are drawn as red, "
         "green and blue.</p>"
     )
     yield '<div class="strip">'
-    for picture, values in zip(found.colour_pictures, found.colours.pictures(), strict=True):
+    for picture, values in zip(images, colours, strict=True):
         shown = np.rint(255 * values[..., :3]).astype(np.uint8)
         pair = [
             thumbnail(Image.fromarray(each), name) for each, name in ((picture, "an image"), (shown, "its patches"))
         ]
         yield f'<div class="group">{"".join(pair)}</div>'
     yield "</div>"
-    yield from _results(found, drawn)
 
 
 def _layer_charts(found: Overview, drawn: dict[str, str]) -> Iterator[str]:
@@ -222,11 +225,12 @@ def _layer_charts(found: Overview, drawn: dict[str, str]) -> Iterator[str]:
 
 def _results(found: Overview, drawn: dict[str, str]) -> Iterator[str]:
     """Yield the parts about classes and images."""
-    yield "<h2>Embeddings</h2>"
-    yield captioned(
-        drawn["embedding"],
-        "Embeddings of the images along their first two principal components. A dot's name shows under the pointer.",
-    )
+    if "embedding" in drawn:
+        yield "<h2>Embeddings</h2>"
+        yield captioned(
+            drawn["embedding"],
+            "Embeddings of the images along their first two principal components. The pointer shows the name of a dot.",
+        )
     classes = sorted(found.report.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)
     yield "<h2>Classes, worst first</h2>"
     yield table(
@@ -255,10 +259,6 @@ def _picture(picture: UInt8[np.ndarray, "height width 3"], text: str) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
-
-
-def _ends(metric: Metric, form: str) -> str:
-    return "" if metric.low is None or metric.high is None else f"{metric.low:{form}} to {metric.high:{form}}"
 
 
 def _write_csv(path: Path, heads: tuple[str, ...], rows: list[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Bool, Int64, UInt8
 
 from vitrail.analysis.cka import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.analysis.receptive import ReceptiveField
@@ -15,15 +15,17 @@ from vitrail.analysis.summaries.samples import (
     answer_about,
     distances,
     evenly,
+    images_at,
     in_batches,
     inputs_of,
     picture_of,
     reach_of,
 )
+from vitrail.data.batch import Skipped
 from vitrail.data.source import Source
-from vitrail.errors import ConfigError, DataError
+from vitrail.errors import ConfigError, DataError, plural
 from vitrail.evaluation.outputs import Outputs
-from vitrail.evaluation.predictions.calibration import PerSample, per_sample
+from vitrail.evaluation.predictions.calibration import per_sample
 from vitrail.evaluation.predictions.paired import PairedDifference, paired_difference
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.evaluation.predictions.report import ClassificationReport, report
@@ -73,6 +75,11 @@ class Comparison:
     disagreements: tuple[Disagreement, ...]
 
     @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Images that one of the models could not decode. They are not compared."""
+        return tuple({item.key: item for one in self.models for item in one.report.skipped}.values())
+
+    @property
     def classes(self) -> list[tuple[str, int, float, float]]:
         """Name, number of images and both accuracies of each class with images, with the largest difference first."""
         first, second = (
@@ -114,46 +121,57 @@ def compare(
     them at equal distances in the data. `examples` is the largest number of disagreements with pictures: those for
     which the answers are most certain, in turn right for the first and for the second model.
 
-    Raises `ConfigError` for models that cannot be compared and for fewer than four `images`, and `DataError` if no
-    image has a label.
+    Raises `ConfigError` for models that cannot be compared and for fewer than four `images`, and `DataError` if fewer
+    than four images have one label.
     """
     check_comparable(outputs[0].bundle, outputs[1].bundle)
     if images < SMALLEST_BATCH:
         raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
-    first, second = _aligned(outputs[0].predictions(sources[0]), outputs[1].predictions(sources[1]))
-    judged = tuple(per_sample(each.logits, _labels(each), scores=each.scores) for each in (first, second))
-    right = tuple(each.truth.hits(one.predicted) for each, one in zip((first, second), judged, strict=True))
-    chosen = evenly(len(first), images)
-    seen = [inputs_of(one.bundle, source, each.indices[chosen]) for one, source, each in
-            zip(outputs, sources, (first, second), strict=True)]  # fmt: skip
+    found = _aligned(outputs[0].predictions(sources[0]), outputs[1].predictions(sources[1]))
+    first, second = (_Side(one.bundle, source, each) for one, source, each in zip(outputs, sources, found, strict=True))
+    chosen = evenly(len(first.found), images)
+    seen = [inputs_of(side.bundle, images_at(side.source, side.found.indices[chosen])) for side in (first, second)]
     models = [
-        Measured(name, one.bundle, report(each, bootstrap=bootstrap, worst=0), reach_of(one.bundle, inputs))
-        for name, one, each, inputs in zip(names, outputs, (first, second), seen, strict=True)
+        Measured(name, side.bundle, report(side.found, bootstrap=bootstrap, worst=0), reach_of(side.bundle, inputs))
+        for name, side, inputs in zip(names, (first, second), seen, strict=True)
     ]
-    rows = _most_certain(judged[0], judged[1], right[0], right[1], examples)
     return Comparison(
         models=(models[0], models[1]),
-        paired=paired_difference(right[0], right[1], resamples=bootstrap),
+        paired=paired_difference(first.right, second.right, resamples=bootstrap),
         similarity=layer_similarity(
-            outputs[0].bundle.network,
-            in_batches(seen[0]),
-            outputs[1].bundle.network,
-            other_batches=in_batches(seen[1]),
+            first.bundle.network, in_batches(seen[0]), second.bundle.network, other_batches=in_batches(seen[1])
         ),
         looked_at=len(chosen),
-        disagreements=tuple(
-            Disagreement(
-                key=first.keys[row],
-                label=first.classes[int(_labels(first)[row])],
-                first_is_right=bool(right[0][row]),
-                picture=picture_of(sources[0], int(first.indices[row])),
-                answers=(
-                    answer_about(outputs[0].bundle, sources[0], int(first.indices[row]), judged[0], row),
-                    answer_about(outputs[1].bundle, sources[1], int(second.indices[row]), judged[1], row),
-                ),
-            )
-            for row in rows
-        ),
+        disagreements=tuple(_disagreement(first, second, row) for row in _most_certain(first, second, examples)),
+    )
+
+
+class _Side:
+    """One of the two models with its answers for the images that both could decode, one per row."""
+
+    def __init__(self, bundle: Bundle, source: Source, found: Predictions) -> None:
+        assert isinstance(found.truth, SingleLabels)
+        self.bundle = bundle
+        self.source = source
+        self.found = found
+        self.labels: Int64[np.ndarray, " n"] = found.truth.values
+        self.judged = per_sample(found.logits, self.labels, scores=found.scores)
+        self.right: Bool[np.ndarray, " n"] = found.truth.hits(self.judged.predicted)
+
+    def image(self, row: int) -> bytes | np.ndarray:
+        return next(images_at(self.source, [int(self.found.indices[row])]))
+
+    def answer(self, row: int) -> Answer:
+        return answer_about(self.bundle, self.image(row), self.judged, row)
+
+
+def _disagreement(first: _Side, second: _Side, row: int) -> Disagreement:
+    return Disagreement(
+        key=first.found.keys[row],
+        label=first.found.classes[int(first.labels[row])],
+        first_is_right=bool(first.right[row]),
+        picture=picture_of(first.image(row)),
+        answers=(first.answer(row), second.answer(row)),
     )
 
 
@@ -170,32 +188,23 @@ def _aligned(first: Predictions, second: Predictions) -> tuple[Predictions, Pred
         if len(each) and not isinstance(each.truth, SingleLabels):
             raise DataError("images with several labels cannot be compared; name data with one label for each image")
     shared = set(first.keys) & set(second.keys)
-    if not shared:
-        raise DataError("no image has a label and can be decoded, so there is nothing to compare")
+    if len(shared) < SMALLEST_BATCH:
+        raise DataError(
+            f"{plural(len(shared), 'image')} with a label can be compared; the layers need at least {SMALLEST_BATCH}"
+        )
     ours, theirs = (each.rows(np.array([key in shared for key in each.keys])) for each in (first, second))
     assert ours.keys == theirs.keys, "both sources have the same samples in the same order"
     return ours, theirs
 
 
-def _labels(predictions: Predictions) -> Int64[np.ndarray, " n"]:
-    assert isinstance(predictions.truth, SingleLabels)
-    return predictions.truth.values
-
-
-def _most_certain(
-    first: PerSample,
-    second: PerSample,
-    first_right: np.ndarray,
-    second_right: np.ndarray,
-    count: int,
-) -> list[int]:
+def _most_certain(first: _Side, second: _Side, count: int) -> list[int]:
     """Return the rows on which one model alone is right, in turn the first and the second, most certain first."""
-    certain = np.minimum(first.confidence, second.confidence)
-    sides = [
+    certain = np.minimum(first.judged.confidence, second.judged.confidence)
+    queues = [
         [int(row) for row in np.argsort(-certain, kind="stable") if mask[row]]
-        for mask in (first_right & ~second_right, second_right & ~first_right)
+        for mask in (first.right & ~second.right, second.right & ~first.right)
     ]
     rows: list[int] = []
-    while len(rows) < count and any(sides):
-        rows += [side.pop(0) for side in sides if side]
+    while len(rows) < count and any(queues):
+        rows += [queue.pop(0) for queue in queues if queue]
     return rows[:count]

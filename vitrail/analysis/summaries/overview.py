@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
 
 from vitrail.analysis.cka import SMALLEST_BATCH, LayerSimilarity, layer_similarity
 from vitrail.analysis.embedding import (
@@ -25,12 +26,15 @@ from vitrail.analysis.summaries.samples import (
     Answer,
     answer_about,
     evenly,
+    images_at,
     in_batches,
     inputs_of,
     picture_of,
     reach_of,
 )
-from vitrail.data.source import Source
+from vitrail.data.batch import Skipped
+from vitrail.data.pipeline import evaluation_batches
+from vitrail.data.source import Source, Subset, Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions.calibration import per_sample
@@ -43,6 +47,9 @@ __all__ = ["EmbeddingMap", "Error", "Overview", "overview"]
 
 COLOURED = 8
 """Number of images whose patches are shown in the colours of their principal components."""
+
+READ_BATCH = 32
+"""Number of training images that are decoded at once."""
 
 T = TypeVar("T")
 
@@ -71,7 +78,8 @@ class Error:
 
 @dataclass(frozen=True, eq=False)
 class Overview:
-    """The result of `overview`. What the model does not have is None, and `notes` says why."""
+    """The result of `overview`. An analysis that the model or the images do not allow is None, and `notes` has the
+    reason."""
 
     name: str
     bundle: Bundle = field(repr=False)
@@ -83,23 +91,25 @@ class Overview:
     entropy: HeadStatistic | None
     filters: Filters | None
     positions: PositionSimilarity | None
-    similarity: LayerSimilarity
+    similarity: LayerSimilarity | None
     norms: TokenNorms | None
-    colours: PatchColours
+    colours: PatchColours | None
     colour_pictures: tuple[UInt8[np.ndarray, "height width 3"], ...]
     """The images whose patches are in `colours`."""
     probes: tuple[LayerProbe, ...]
     """Accuracy of a linear model of each layer's tokens, or nothing if it was not asked for."""
-    embedding: EmbeddingMap
+    embedding: EmbeddingMap | None
     errors: tuple[Error, ...]
     """The wrong predictions of which the model is most certain."""
+    skipped: tuple[Skipped, ...]
+    """Images that could not be decoded: those to measure, and those for the linear models."""
     notes: tuple[str, ...]
 
 
 def overview(
     outputs: Outputs,
     source: Source,
-    train: Source,
+    train: Source | None,
     name: str,
     *,
     images: int = 64,
@@ -111,8 +121,8 @@ def overview(
 
     Features and attention are computed for `images` of them at equal distances in the data. A linear model of each
     layer learns from at most `probe_images` of the training images `train` and is measured on as many images of
-    `source`. It is left out if the number is 0 or if `train` is `source`. `examples` is the largest number of errors
-    with pictures.
+    `source`. Without `probe_images` or `train`, there are no linear models. `train` is None if `source` contains the
+    training images. `examples` is the largest number of errors with pictures.
 
     Raises `ConfigError` for a model without classes and for fewer than four `images`, and `DataError` if no image has
     one label.
@@ -124,20 +134,22 @@ def overview(
         raise ConfigError(f"images={images} is too small to compare layers; choose at least {SMALLEST_BATCH}")
     found = _single(outputs.predictions(source))
     chosen = evenly(len(found), images)
-    inputs = inputs_of(bundle, source, found.indices[chosen])
+    inputs = inputs_of(bundle, images_at(source, found.indices[chosen]))
     notes: list[str] = []
 
     def optional(measure: Callable[[], T]) -> T | None:
         try:
             return measure()
-        except ConfigError as reason:  # the model does not have what is measured
+        except (ConfigError, DataError) as reason:  # the model or the images do not allow it
             notes.append(str(reason))
             return None
 
-    if source is train and probe_images:
+    if train is None and probe_images:
         notes.append("a linear model of each layer, which would be measured on images that it learned from")
-        probe_images = 0
-    coloured = chosen[evenly(len(chosen), COLOURED)]
+    if len(inputs) < SMALLEST_BATCH:
+        notes.append(f"the similarity of layers, which needs at least {SMALLEST_BATCH} images")
+    learned = _training_images(bundle, train, probe_images) if train is not None and probe_images else None
+    coloured = evenly(len(chosen), COLOURED)
     return Overview(
         name=name,
         bundle=bundle,
@@ -147,13 +159,14 @@ def overview(
         entropy=optional(lambda: attention_entropy(bundle.network, inputs)),
         filters=optional(lambda: embedding_filters(bundle.network)),
         positions=optional(lambda: position_similarity(bundle.network)),
-        similarity=layer_similarity(bundle.network, in_batches(inputs)),
+        similarity=layer_similarity(bundle.network, in_batches(inputs)) if len(inputs) >= SMALLEST_BATCH else None,
         norms=optional(lambda: token_norms(bundle.network, inputs)),
-        colours=patch_colours(bundle.network, inputs_of(bundle, source, found.indices[coloured])),
-        colour_pictures=tuple(picture_of(source, int(index)) for index in found.indices[coloured]),
-        probes=_probes(bundle, source, found, train, probe_images) if probe_images else (),
-        embedding=_embedding_map(outputs, source, found),
+        colours=optional(lambda: patch_colours(bundle.network, inputs[coloured])),
+        colour_pictures=tuple(map(picture_of, images_at(source, found.indices[chosen[coloured]]))),
+        probes=() if learned is None else optional(lambda: _probes(bundle, source, found, learned, probe_images)) or (),
+        embedding=optional(lambda: _embedding_map(outputs, source, found)),
         errors=_errors(bundle, source, found, examples),
+        skipped=found.skipped if learned is None else (*found.skipped, *learned.skipped),
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -172,28 +185,49 @@ def _labels(predictions: Predictions) -> Int64[np.ndarray, " n"]:
     return predictions.truth.values
 
 
-def _probes(bundle: Bundle, source: Source, found: Predictions, train: Source, count: int) -> tuple[LayerProbe, ...]:
-    """Return the accuracy of a linear model of each layer."""
+class _TrainingImages(NamedTuple):
+    """Training images that linear models learn from."""
+
+    inputs: Float[Tensor, "n c h w"]
+    labels: Int64[np.ndarray, " n"]
+    skipped: tuple[Skipped, ...]
+
+
+def _training_images(bundle: Bundle, train: Source, count: int) -> _TrainingImages:
+    """Return at most `count` training images with one label."""
     labelled = [index for index in range(len(train)) if isinstance(train.target(index), int)]
-    learned = np.array(labelled)[evenly(len(labelled), count)]
-    labels = np.array([train.target(int(index)) for index in learned], dtype=np.int64)
+    chosen = [labelled[place] for place in evenly(len(labelled), count)]
+    preprocess = bundle.preprocess
+    inputs = [torch.empty(0, preprocess.channels, *preprocess.image_size, device=bundle.device)]
+    labels: list[Target] = []
+    skipped: list[Skipped] = []
+    for batch in evaluation_batches(Subset(train, chosen), preprocess, batch_size=READ_BATCH):
+        inputs.append(preprocess.normalise(batch.images[batch.valid].to(bundle.device)))
+        labels += [train.target(chosen[place]) for place in batch.samples[batch.valid].tolist()]
+        skipped += batch.skipped
+    return _TrainingImages(torch.cat(inputs), np.array(labels, dtype=np.int64), tuple(skipped))
+
+
+def _probes(
+    bundle: Bundle, source: Source, found: Predictions, learned: _TrainingImages, count: int
+) -> tuple[LayerProbe, ...]:
+    """Return the accuracy of a linear model of each layer on at most `count` images of `source`. Raise `DataError` if
+    there are no images to learn from."""
+    if not len(learned.labels):
+        raise DataError("no training image has a label and can be decoded, so no layer has a linear model")
     tested = evenly(len(found), count)
-    return tuple(
-        probe_layers(
-            bundle.network,
-            inputs_of(bundle, train, learned),
-            labels,
-            inputs_of(bundle, source, found.indices[tested]),
-            _labels(found)[tested],
-        )
-    )
+    inputs = inputs_of(bundle, images_at(source, found.indices[tested]))
+    return tuple(probe_layers(bundle.network, learned.inputs, learned.labels, inputs, _labels(found)[tested]))
 
 
 def _embedding_map(outputs: Outputs, source: Source, found: Predictions) -> EmbeddingMap:
+    """Return the embeddings of the images. Raise `DataError` if they do not span two directions."""
     features = outputs.features(source)
     rows = {key: row for row, key in enumerate(features.keys)}
     kept = [rows[key] for key in found.keys]
     values = torch.from_numpy(np.asarray(features.features[kept], dtype=np.float64))
+    if min(values.shape) < 2:
+        raise DataError("a map of the embeddings, which needs at least two images and two features")
     values = values - values.mean(dim=0)
     components, explained = principal_components(values, 2)
     points = (values @ components.T).numpy()
@@ -215,8 +249,8 @@ def _errors(bundle: Bundle, source: Source, found: Predictions, count: int) -> t
         Error(
             key=found.keys[row],
             label=found.classes[labels[row]],
-            picture=picture_of(source, int(found.indices[row])),
-            answer=answer_about(bundle, source, int(found.indices[row]), judged, row),
+            picture=picture_of(image),
+            answer=answer_about(bundle, image, judged, row),
         )
-        for row in map(int, rows)
+        for row, image in zip(map(int, rows), images_at(source, found.indices[rows]), strict=True)
     )

@@ -1,8 +1,8 @@
-"""Images of a data set as a network takes them, what a model says about them, and where it looks."""
+"""Images of a data set as inputs of a network, and a model's answers about them with the relevance of each pixel."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,22 @@ from vitrail.analysis.receptive import ReceptiveField, effective_receptive_field
 from vitrail.analysis.saliency import class_relevance
 from vitrail.analysis.statistics import HeadStatistic, attention_distance
 from vitrail.analysis.tracing import has_maps, trace
-from vitrail.data.pixels.decode import to_pil
+from vitrail.data.pixels.decode import image_size_of, to_pil
 from vitrail.data.source import Source
 from vitrail.evaluation.predictions.calibration import PerSample
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["Answer", "answer_about", "distances", "evenly", "in_batches", "inputs_of", "picture_of", "reach_of"]
+__all__ = [
+    "Answer",
+    "answer_about",
+    "distances",
+    "evenly",
+    "images_at",
+    "in_batches",
+    "inputs_of",
+    "picture_of",
+    "reach_of",
+]
 
 BATCH = 16
 """Number of images whose features are computed at once."""
@@ -32,7 +42,7 @@ RECEPTIVE_IMAGES = 8
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a model says about an image."""
+    """The class that a model predicts for an image."""
 
     label: str
     probability: float
@@ -45,9 +55,14 @@ def evenly(total: int, count: int) -> Int64[np.ndarray, " n"]:
     return np.unique(np.linspace(0, total - 1, min(count, total)).round().astype(np.int64))
 
 
-def inputs_of(bundle: Bundle, source: Source, indices: Int64[np.ndarray, " n"]) -> Float[Tensor, "n c h w"]:
-    """Return images as the network takes them."""
-    pixels = np.stack([bundle.preprocess.pixels(source[int(index)].image) for index in indices])
+def images_at(source: Source, indices: Sequence[int] | Int64[np.ndarray, " n"]) -> Iterator[bytes | np.ndarray]:
+    """Yield the images of a source at the given indices: bytes of image files, or arrays of pixels."""
+    return (source[int(index)].image for index in indices)
+
+
+def inputs_of(bundle: Bundle, images: Iterable[bytes | np.ndarray]) -> Float[Tensor, "n c h w"]:
+    """Return images as the network takes them. An image is the bytes of a file, or an array of pixels."""
+    pixels = np.stack([bundle.preprocess.pixels(image) for image in images])
     return bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))
 
 
@@ -56,9 +71,9 @@ def in_batches(images: Float[Tensor, "n c h w"]) -> Iterator[Float[Tensor, "b c 
     return (batch for batch in torch.split(images, BATCH) if len(batch) >= SMALLEST_BATCH)
 
 
-def picture_of(source: Source, index: int) -> UInt8[np.ndarray, "height width 3"]:
-    """Return an image of a source at its own size."""
-    return np.asarray(to_pil(source[index].image, 3))
+def picture_of(image: bytes | np.ndarray) -> UInt8[np.ndarray, "height width 3"]:
+    """Return the colours of an image at its own size."""
+    return np.asarray(to_pil(image, 3))
 
 
 def reach_of(bundle: Bundle, images: Float[Tensor, "n c h w"]) -> HeadStatistic | ReceptiveField:
@@ -75,15 +90,14 @@ def distances(reach: HeadStatistic | ReceptiveField) -> list[tuple[int, float]]:
     return [(layer, float(value)) for layer, value in zip(reach.layers, each, strict=True)]
 
 
-def answer_about(bundle: Bundle, source: Source, index: int, judged: PerSample, row: int) -> Answer:
+def answer_about(bundle: Bundle, image: bytes | np.ndarray, judged: PerSample, row: int) -> Answer:
     """Return a model's answer for an image, with the relevance of the predicted class. `row` is the image's row in
     `judged`."""
     number = int(judged.predicted[row])
     relevance = None
     if has_maps(bundle.network):
-        inputs = inputs_of(bundle, source, np.array([index]))
+        inputs = inputs_of(bundle, [image])
         found = trace(bundle.network, inputs, layers=(-1,))
         values = class_relevance(bundle.network, inputs, torch.tensor([number], device=inputs.device)).values[0]
-        height, width = picture_of(source, index).shape[:2]
-        relevance = on_picture(values, found, bundle.preprocess.placement((height, width)))
+        relevance = on_picture(values, found, bundle.preprocess.placement(image_size_of(image)))
     return Answer(bundle.classes[number], float(judged.confidence[row]), relevance)

@@ -1,0 +1,39 @@
+"""Tests of the images that summaries look at."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.analysis.summaries.test_comparison import bundle_of
+from vitrail.analysis.summaries.samples import evenly, in_batches, inputs_of, picture_of
+
+
+def test_inputs_are_files_or_pixels_and_can_be_written_to() -> None:
+    bundle = bundle_of(size=(12, 8))
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+    pixels.flags.writeable = False
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PyTorch warns of arrays that are not writable
+        alone = inputs_of(bundle, [pixels])
+        both = inputs_of(bundle, iter([pixels, file.getvalue()]))
+    assert alone.shape == (1, 3, 12, 8)
+    assert torch.equal(both[0], both[1]) and torch.equal(both[0], alone[0])
+    assert np.array_equal(picture_of(file.getvalue()), pixels)
+
+
+@pytest.mark.parametrize(("total", "count", "chosen"), [(5, 3, [0, 2, 4]), (3, 9, [0, 1, 2]), (4, 1, [0]), (0, 3, [])])
+def test_images_are_chosen_at_equal_distances(total: int, count: int, chosen: list[int]) -> None:
+    assert evenly(total, count).tolist() == chosen
+
+
+@pytest.mark.parametrize(("images", "sizes"), [(20, [16, 4]), (19, [16]), (3, [])])
+def test_batches_that_are_too_small_for_cka_are_left_out(images: int, sizes: list[int]) -> None:
+    assert [len(batch) for batch in in_batches(torch.zeros(images, 1, 1, 1))] == sizes
