@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.analysis.summaries.test_comparison import BIT, bundle_of
+from tests.conftest import make_colour_folder
 from vitrail.cli import main
 
 
@@ -50,12 +51,62 @@ def test_a_resnet_has_no_pictures_of_attention(colour_folder: Path, tmp_path: Pa
     assert "Not shown: a network of the architecture" in (out / "report.html").read_text()
 
 
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A folder of training and test images, each with a JPEG that cannot be decoded."""
+    for split in ("train", "test"):
+        folder = make_colour_folder(tmp_path / "data" / split, images=3)
+        (folder / "red" / f"{split}.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing more")
+    return tmp_path / "data"
+
+
+def test_images_that_cannot_be_decoded_are_named(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle_of(seed=3).save(tmp_path / "model")
+    out = tmp_path / "report"
+    given = ["report", str(tmp_path / "model"), "--data", str(broken), "--out", str(out), "--bootstrap", "0"]
+    assert main(given) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("skipped ")]
+    assert [line.partition(": ")[0] for line in lines] == ["skipped red/test.jpg", "skipped red/train.jpg"]
+    found = json.loads((out / "report.json").read_text())
+    assert [f"skipped {item['key']}: {item['reason']}" for item in found["skipped"]] == lines
+    assert found["images"] == 9 and found["probes"]
+    page = (out / "report.html").read_text()
+    assert "2 images could not be decoded. The numbers do not include them." in page and "red/test.jpg" in page
+
+
+def test_all_reports_on_the_images_of_every_split(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle_of(seed=3).save(tmp_path / "model")
+    given = ["report", str(tmp_path / "model"), "--data", str(broken), "--out", str(tmp_path / "report"), "--json"]
+    assert main([*given, "--bootstrap", "0", "--split", "all"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert found["images"] == 18 and not found["probes"]
+    assert "a linear model of each layer, which would be measured on images that it learned from" in found["notes"]
+    assert "skipped 1:red/train.jpg" in shown.err and "skipped 2:red/test.jpg" in shown.err
+
+
+def test_the_note_about_a_missing_split_offers_an_option_of_this_verb(
+    colour_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle_of(seed=3).save(tmp_path / "model")
+    given = ["report", str(tmp_path / "model"), "--data", str(colour_folder), "--out", str(tmp_path / "report")]
+    assert main([*given, "--bootstrap", "0", "--probe-images", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "use --split all to measure every image" in shown and "accuracy on 4 images" in shown
+    assert main([*given, "--bootstrap", "0", "--overwrite", "--split", "all"]) == 0
+    assert "accuracy on 36 images" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--data", "x", "--images", "3"], "--images 3: give at least 4"),
         (["--data", "x", "--probe-images", "-1"], "--probe-images -1: give at least 0"),
-        ([], "--data is missing: name a data set that the model knows"),
+        ([], "--data is missing: name a data set with the classes of the model"),
     ],
 )
 def test_options_are_checked_before_the_model_is_read(
