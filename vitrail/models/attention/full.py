@@ -26,11 +26,16 @@ class FullAttention(AttentionKind):
         width, heads = self.config.width, self.config.heads
         return [f"width={width} is not divisible by heads={heads}"] if heads >= 1 and width % heads else []
 
+    def layer_class(self) -> type[SelfAttention]:
+        """Return the class of the layer. It takes the arguments of `SelfAttention`."""
+        return SelfAttention
+
     def build(self) -> AttentionLayer:
         config = self.config
-        return SelfAttention(
+        return self.layer_class()(
             config.width,
             config.heads,
+            prefix=config.prefix,
             qkv_bias=config.qkv_bias,
             out_bias=config.dense_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else 0.0,
@@ -76,14 +81,23 @@ class SelfAttention(AttentionLayer):
     Queries, keys and values come from one matrix product (equation 5). The first third of the rows of `qkv.weight`
     computes the queries, the second third the keys, and the last third the values. In each third, the rows are ordered
     by head. If `qk_norm_eps` is above 0, a layer norm over each head's channels follows the projection of queries and
-    keys, which keeps the logits small (2302.05442).
+    keys, which keeps the logits small (2302.05442). `prefix` is the number of tokens before the patches, class token
+    and registers, for subclasses in which these tokens see and are seen in another way than patches.
     """
 
     def __init__(
-        self, width: int, heads: int, *, qkv_bias: bool = True, out_bias: bool = True, qk_norm_eps: float = 0.0
+        self,
+        width: int,
+        heads: int,
+        *,
+        prefix: int = 0,
+        qkv_bias: bool = True,
+        out_bias: bool = True,
+        qk_norm_eps: float = 0.0,
     ) -> None:
         super().__init__()
         self.heads = heads
+        self.prefix = prefix
         self.qkv = Linear(width, 3 * width, bias=qkv_bias)
         self.query_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None
         self.key_norm = nn.LayerNorm(width // heads, eps=qk_norm_eps) if qk_norm_eps else None

@@ -80,16 +80,8 @@ class LinformerAttention(FullAttention):
         }
         return context_shape[self.settings.share] * self.settings.rows * prod(self.config.grid)
 
-    def build(self) -> AttentionLayer:
-        config = self.config
-        return LinformerSelfAttention(
-            config.width,
-            config.heads,
-            prefix=config.prefix,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.dense_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else 0.0,
-        )
+    def layer_class(self) -> type[SelfAttention]:
+        return LinformerSelfAttention
 
     def macs(self, tokens: int, read: int) -> int:
         width, rows, prefix = self.config.width, self.settings.rows, self.config.prefix
@@ -157,19 +149,6 @@ class LinformerSelfAttention(SelfAttention):
 
     weights = AttentionLayer.weights
     operands = AttentionLayer.operands
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        prefix: int,
-        qkv_bias: bool = True,
-        out_bias: bool = True,
-        qk_norm_eps: float = 0.0,
-    ) -> None:
-        super().__init__(width, heads, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm_eps=qk_norm_eps)
-        self.prefix = prefix
 
     def forward(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None

@@ -12,6 +12,7 @@ from math import ceil
 from typing import Literal
 
 from vitrail.errors import ConfigError
+from vitrail.models.attention.full import SelfAttention
 from vitrail.models.attention.groups import Axis, Group, GroupSize, axis_of, windows
 from vitrail.models.attention.sparse import PaddedSelfAttention, SparseAttention, SparseSelfAttention
 
@@ -56,7 +57,7 @@ class LocalAttention(SparseAttention):
             found.append(str(error))
         return found
 
-    def layer_class(self) -> type[SparseSelfAttention]:
+    def layer_class(self) -> type[SelfAttention]:
         return PaddedSelfAttention if self.takes_zeros else SparseSelfAttention
 
     def sizes(self) -> tuple[GroupSize, ...]:

@@ -49,20 +49,8 @@ class SparseAttention(FullAttention):
     def context(self) -> AttentionContext:
         return GroupContext([type(self)(self.config, block) for block in range(self.period)])
 
-    def layer_class(self) -> type[SparseSelfAttention]:
-        """Return the class of the layer."""
+    def layer_class(self) -> type[SelfAttention]:
         return SparseSelfAttention
-
-    def build(self) -> AttentionLayer:
-        config = self.config
-        return self.layer_class()(
-            config.width,
-            config.heads,
-            prefix=config.prefix,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.dense_bias,
-            qk_norm_eps=config.norm_eps if config.qk_norm else 0.0,
-        )
 
     def macs(self, tokens: int, read: int) -> int:
         prefix = self.config.prefix
@@ -131,19 +119,6 @@ class GroupContext(AttentionContext):
 
 class SparseSelfAttention(SelfAttention):
     """Multi-head self-attention in which a patch sees the patches of its groups, class token and registers."""
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        prefix: int,
-        qkv_bias: bool = True,
-        out_bias: bool = True,
-        qk_norm_eps: float = 0.0,
-    ) -> None:
-        super().__init__(width, heads, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm_eps=qk_norm_eps)
-        self.prefix = prefix
 
     def forward(
         self, tokens: Float[Tensor, "b n width"], positions: AttentionPositions | None = None, read: int | None = None
