@@ -1,24 +1,26 @@
-"""Images without labels, which the tests of several tasks share."""
+"""Random images with and without labels, which the tests of several tasks share."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
+from vitrail.data.source import Sample, Target
 
 __all__ = ["Pictures", "batch_of", "images_of"]
 
 
 class Pictures:
-    """A source of random images without targets."""
+    """A source of random images. `targets` are those of the images in turn, by default none."""
 
-    classes: tuple[str, ...] = ()
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, classes: tuple[str, ...] = (), targets: Sequence[Target] = (None,)) -> None:
         self.count = count
+        self.classes = classes
+        self.targets = targets
 
     def __len__(self) -> int:
         return self.count
@@ -26,13 +28,13 @@ class Pictures:
     def __getitem__(self, index: int) -> Sample:
         generator = torch.Generator().manual_seed(index)
         image = torch.randint(0, 256, (21, 28, 3), generator=generator, dtype=torch.uint8).numpy()
-        return Sample(self.key(index), image, None)
+        return Sample(self.key(index), image, self.target(index))
 
     def key(self, index: int) -> str:
         return str(index)
 
-    def target(self, index: int) -> None:
-        return None
+    def target(self, index: int) -> Target:
+        return self.targets[index % len(self.targets)]
 
 
 def images_of(count: int, *, size: tuple[int, int] = (21, 28), channels: int = 3) -> Tensor:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tasks.images import batch_of, images_of
+from tests.tasks.images import Pictures, batch_of, images_of
+from tests.tasks.objectives import SMALL, overfit, small_network
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Sample
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.models.cost.footprint import prediction_bytes
@@ -27,35 +27,10 @@ from vitrail.testing import check_task
 from vitrail.weights.bundle import Bundle
 
 CLASSES = ("ant", "bee", "cat")
-SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
 TOKEN: dict[str, Any] = {"pool": "cls+dist", "registers": 1, "positions_cover": "all"}
 
 
-class Labelled:
-    """A source of random images of three classes."""
-
-    classes = CLASSES
-
-    def __init__(self, count: int, target: Any = None) -> None:
-        self.count = count
-        self.one = target
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Sample:
-        generator = torch.Generator().manual_seed(index)
-        image = torch.randint(0, 256, (21, 28, 3), generator=generator, dtype=torch.uint8).numpy()
-        return Sample(self.key(index), image, self.target(index))
-
-    def key(self, index: int) -> str:
-        return str(index)
-
-    def target(self, index: int) -> Any:
-        return index % 3 if self.one is None else self.one
-
-
-DATA = Splits(Labelled(9), Labelled(5), None)
+DATA = Splits(Pictures(9, CLASSES, range(3)), Pictures(5, CLASSES, range(3)), None)
 
 
 @pytest.fixture
@@ -78,8 +53,7 @@ def teacher(tmp_path: Path) -> Callable[..., str]:
 
 
 def make_objective(task: Distillation, **fields: Any) -> Any:
-    torch.manual_seed(0)
-    network = create("ViT-Pico/7", image_size=(21, 28), num_classes=3, **SMALL, **fields)
+    network = small_network(num_classes=3, **fields)
     objective = task.objective(network, DATA)
     assert isinstance(objective, DistillationObjective) and network.head is not None
     with torch.no_grad():
@@ -216,21 +190,13 @@ def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any], teacher: Ca
 
 def test_the_student_learns_the_teachers_predictions(teacher: Callable[..., str]) -> None:
     objective = make_objective(Distillation(teacher=teacher(), teacher_weight=1.0))
-    batch = labelled(6)
-    optimizer = torch.optim.Adam(objective.parameters(), lr=1e-2)
-    for _ in range(25):
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
+    _, output = overfit(objective, labelled(6), steps=25, lr=1e-2)
     assert output.loss.item() < 0.1 and output.metrics["teacher_agreement"].item() == 1
 
 
 def test_the_cost_of_a_step_counts_the_teacher(teacher: Callable[..., str]) -> None:
-    task, network = (
-        Distillation(teacher=teacher(preprocess=Preprocess(image_size=(14, 21)))),
-        variant_config("ViT-Ti/16"),
-    )
+    task = Distillation(teacher=teacher(preprocess=Preprocess(image_size=(14, 21))))
+    network = variant_config("ViT-Ti/16")
     cost = task.step_cost(network, "float32")
     facts = teacher_facts(task.teacher or "")
     assert cost.all_flops == network.training_flops() + facts.network.inference_flops((14, 21))
@@ -261,7 +227,7 @@ def test_a_teacher_must_be_named_and_exist(tmp_path: Path) -> None:
 
 
 def test_images_with_several_labels_are_refused(teacher: Callable[..., str]) -> None:
-    several = Splits(Labelled(3, (0, 1)), None, None)
+    several = Splits(Pictures(3, CLASSES, [(0, 1)]), None, None)
     with pytest.raises(ConfigError, match="images with several labels, which the task distillation cannot learn"):
         Distillation(teacher=teacher()).check_data(several)
 

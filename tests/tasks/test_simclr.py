@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tasks.images import Pictures, images_of
+from tests.tasks.images import Pictures, batch_of, images_of
+from tests.tasks.objectives import overfit, small_network
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
 from vitrail.evaluation.outputs import Outputs
-from vitrail.models.variants import create, variant_config
+from vitrail.models.variants import variant_config
 from vitrail.tasks.simclr import (
     SimClr,
     SimClrObjective,
@@ -31,23 +32,13 @@ from vitrail.training.config import TrainConfig
 
 def two_views(samples: int, valid: list[bool] | None = None) -> Batch:
     """Return a batch with two random views of each sample, in consecutive rows."""
-    count = 2 * samples
-    return Batch(
-        images=images_of(count),
-        labels=torch.full((count,), -1),
-        valid=torch.tensor(valid or [True] * samples).repeat_interleave(2),
-        samples=torch.arange(samples).repeat_interleave(2),
-        epochs=torch.zeros(count, dtype=torch.int64),
-        views=torch.arange(count) % 2,
-        target_kind="none",
-    )
+    whole = batch_of(images_of(2 * samples))
+    decoded = torch.tensor(valid or [True] * samples).repeat_interleave(2)
+    return replace(whole, valid=decoded, samples=whole.samples // 2, views=whole.samples % 2)
 
 
 def make_objective(task: SimClr | None = None, variant: str = "ViT-Pico/7") -> SimClrObjective:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
-    network = create(variant, image_size=(21, 28), num_classes=0, **(sizes if variant.startswith("ViT") else {}))
-    return SimClrObjective(network, task or SimClr())
+    return SimClrObjective(small_network(variant), task or SimClr())
 
 
 def formula(vectors: Tensor, rows: list[int], temperature: float) -> tuple[float, float]:
@@ -101,13 +92,8 @@ def test_views_that_are_not_decoded_change_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_batch_is_overfitted() -> None:
-    objective, batch = make_objective(SimClr(contrast_temperature=0.2)), two_views(6)
-    optimizer = torch.optim.Adam(objective.parameters(), lr=5e-3)
-    for _ in range(80):
-        optimizer.zero_grad()
-        output = objective(batch)
-        output.loss.backward()
-        optimizer.step()
+    objective = make_objective(SimClr(contrast_temperature=0.2))
+    _, output = overfit(objective, two_views(6), steps=80, lr=5e-3)
     assert output.loss.item() < 0.2 and output.metrics["contrast_accuracy"].item() == 1
 
 
