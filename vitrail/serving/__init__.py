@@ -1,1 +1,1 @@
-"""Use of trained models elsewhere: exported files for other runtimes."""
+"""Use of trained models by other programs: exported files for other runtimes, and an HTTP server."""

@@ -1,4 +1,4 @@
-"""The part that tasks share in which a network predicts hidden patches of images from the others, without labels."""
+"""The common part of all tasks in which a network predicts hidden patches of an image from its visible patches."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class PatchObjective(Objective):
     """
 
     measured: tuple[str, ...] = ("patch_loss",)
-    """Names of what `losses` returns."""
+    """Names of the values that `losses` returns."""
 
     def __init__(self, network: Any) -> None:
         super().__init__(network)
@@ -153,7 +153,8 @@ class PatchObjective(Objective):
         self.preprocess: Preprocess | None = None
 
     def begin(self, preprocess: Preprocess, seed: int) -> None:
-        """Keep the normalisation of the images, which leads back to levels, and the seed of the hidden patches."""
+        """Store the normalisation of the images, which is needed to recover their levels, and the seed of the hidden
+        patches."""
         self.preprocess, self.seed = preprocess, seed
 
     def forward(self, batch: Batch) -> LossOutput:
@@ -184,7 +185,8 @@ class PatchErrors:
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the mean of everything that `PatchObjective.losses` returns, `images` and `skipped`."""
+        """Return the means of the values that `PatchObjective.losses` returns, with the counts `images` and
+        `skipped`."""
         bundle, objective = outputs.bundle, self.objective
         network = shared_copy(bundle.network)
         names = objective.measured
@@ -221,7 +223,7 @@ def draw_order(batch: Batch, patches: int, *, seed: int) -> Int64[np.ndarray, "b
 
 
 def batch_key(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return epochs, samples and views of a batch, which the random numbers of its images depend on."""
+    """Return the epochs, samples and views of a batch. The random numbers of its images depend on them."""
     # DLPack shares memory on the CPU only, so it cannot wait for a device.
     return np.from_dlpack(batch.epochs), np.from_dlpack(batch.samples), np.from_dlpack(batch.views)
 

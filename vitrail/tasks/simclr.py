@@ -38,7 +38,7 @@ EVALUATION_SEED = 0
 """Seed of the views of held-out images. It is fixed, so that the losses of all runs can be compared."""
 
 GROUP = 256
-"""Number of held-out images among which the views of an image are found. The loss depends on it."""
+"""Number of held-out images whose views are compared with each other. The loss depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +167,8 @@ def contrast_losses(
     """Return the loss of each view, and 1 if its partner is the most similar of all other views, else 0.
 
     `vectors` have length 1, and rows 2 k and 2 k + 1 are partners. The loss is the cross-entropy of the softmax of the
-    cosine similarities with all other valid views, divided by the temperature (NT-Xent). Rows that are not valid count
-    for nothing, and their own results have no meaning.
+    cosine similarities with all other valid views, divided by the temperature (NT-Xent). Rows that are not valid do not
+    change the results of other rows, and their own results have no meaning.
     """
     rows = torch.arange(len(vectors), device=vectors.device)
     logits = vectors @ vectors.T / temperature
@@ -182,7 +182,7 @@ def contrast_losses(
 
 @dataclass(frozen=True)
 class ContrastErrors:
-    """Measures the loss on held-out images, and whether the embeddings collapse.
+    """Measures the loss on held-out images, and metrics that show a collapse of the embeddings.
 
     Each image has two fixed views: boxes of 30 to 100 % of its sides, one of them mirrored. Views are compared among
     the views of groups of 256 images.

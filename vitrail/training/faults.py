@@ -30,15 +30,15 @@ class FaultConfig:
     of them."""
 
     on_non_finite: OnNonFinite = "stop"
-    """Reaction to a loss or gradient that is not finite. stop: end the run, and save nothing of it. skip: leave the
-    batch out. rollback: go back to a checkpoint, and leave the last batches out."""
+    """Reaction to a loss or gradient that is not finite. stop: end the run, and save nothing of it. skip: skip the
+    batch. rollback: go back to a checkpoint, and skip the last batches."""
     spike_score: float = 0.0
     """Go back to a checkpoint if the loss of a step is this many robust standard deviations above the median of the
     last steps, such as 10. 0: never."""
     spike_window: int = 100
     """Number of steps with which --spike-score compares a loss. The first steps of a run are not compared."""
     rollback_skips: int = 10
-    """Number of batches that are left out after going back to a checkpoint. The last of them is the batch of the
+    """Number of batches to skip after the run goes back to a checkpoint. The last skipped batch is the batch of the
     fault."""
     max_faults: int = 10
     """Maximum number of faults in a run. The run ends at a further one."""
@@ -76,7 +76,7 @@ class Faults:
 
     count: int = 0
     left_out: set[int] = field(default_factory=set)
-    """Steps, counted from 1, whose batches are left out."""
+    """Steps whose batches are skipped. The first step is 1."""
     losses: list[float] = field(default_factory=list)
     """Losses of the last steps, if losses are compared."""
 

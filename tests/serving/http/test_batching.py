@@ -143,7 +143,7 @@ def test_a_fault_of_the_network_fails_its_batch_only(batcher: Batcher, gate: Gat
 
 def test_the_largest_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best() -> None:
     def chosen(seconds: Callable[[int], float]) -> int:
-        """The chosen size, if a batch of n images takes so many seconds."""
+        """Return the chosen batch size. `seconds` returns the time for a batch of some number of images."""
         now = 0.0
 
         def run(batch: np.ndarray) -> dict[str, np.ndarray]:

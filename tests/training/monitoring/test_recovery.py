@@ -1,4 +1,4 @@
-"""Tests of faults of training steps: nothing moves, batches are left out, and the run goes back to a checkpoint."""
+"""Tests of the recovery from faults of training steps: unchanged weights, skipped batches, and rollbacks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ FILES = ("compare.html", "compare.json", "classes.csv", "similarity.svg", "dista
 """Files of a comparison."""
 
 SIGNIFICANT = 0.05
-"""Largest p-value of a difference that is called shown."""
+"""Largest p-value with which the verdict names a more accurate model."""
 
 COSTS = (("parameters, millions", "parameters", 1e6), ("multiply-accumulates per image, millions", "macs", 1e6))
 """Name, key and unit of each row of the costs."""

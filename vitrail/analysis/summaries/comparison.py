@@ -117,9 +117,9 @@ def compare(
 ) -> Comparison:
     """Compare two models on the images that both could decode.
 
-    `sources` are the same data with the classes of each model. Features and attention are computed for `images` of
-    them at equal distances in the data. `examples` is the largest number of disagreements with pictures: those for
-    which the answers are most certain, in turn right for the first and for the second model.
+    `sources` are the same data with the classes of each model. Features and attention are computed for `images` images
+    at equal distances in the data. `examples` is the largest number of disagreements with pictures. The most
+    certain ones are chosen, alternately images on which the first and on which the second model is right.
 
     Raises `ConfigError` for models that cannot be compared and for fewer than four `images`, and `DataError` if fewer
     than four images have one label.
@@ -198,7 +198,8 @@ def _aligned(first: Predictions, second: Predictions) -> tuple[Predictions, Pred
 
 
 def _most_certain(first: _Side, second: _Side, count: int) -> list[int]:
-    """Return the rows on which one model alone is right, in turn the first and the second, most certain first."""
+    """Return at most `count` rows on which one model alone is right, most certain first. Rows on which the first
+    model is right alternate with rows on which the second one is right."""
     certain = np.minimum(first.judged.confidence, second.judged.confidence)
     queues = [
         [int(row) for row in np.argsort(-certain, kind="stable") if mask[row]]

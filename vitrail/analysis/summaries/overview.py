@@ -1,4 +1,4 @@
-"""An overview of one model on a data set: its metrics, what its layers do, and where it errs."""
+"""An overview of one model on a data set: its metrics, analyses of its layers, and its errors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Overview:
     colour_pictures: tuple[UInt8[np.ndarray, "height width 3"], ...]
     """The images whose patches are in `colours`."""
     probes: tuple[LayerProbe, ...]
-    """Accuracy of a linear model of each layer's tokens, or nothing if it was not asked for."""
+    """Accuracy of a linear model of each layer's tokens. Empty without linear models."""
     embedding: EmbeddingMap | None
     errors: tuple[Error, ...]
     """The wrong predictions of which the model is most certain."""
@@ -119,7 +119,7 @@ def overview(
 ) -> Overview:
     """Measure a model of classes on the images of `source`.
 
-    Features and attention are computed for `images` of them at equal distances in the data. A linear model of each
+    Features and attention are computed for `images` images at equal distances in the data. A linear model of each
     layer learns from at most `probe_images` of the training images `train` and is measured on as many images of
     `source`. Without `probe_images` or `train`, there are no linear models. `train` is None if `source` contains the
     training images. `examples` is the largest number of errors with pictures.

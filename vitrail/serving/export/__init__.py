@@ -1,1 +1,2 @@
-"""Export of models: the program of a network with everything after decoding, its files, and the proof of parity."""
+"""Export of models: the traced program of a network, the writers of files, and the comparison of a file with its
+network."""

@@ -111,8 +111,8 @@ def expected_outputs(bundle: Bundle, exported: Exported, samples: Sequence[Sampl
 
 
 def compare(expected: Expected, written: ExportedNetwork, tolerance: float = TOLERANCE) -> Parity:
-    """Return how far a written file is from the network. Raise `ExportFailed` if the difference exceeds the
-    tolerance."""
+    """Return the differences between the outputs of a written file and those of the network. Raise `ExportFailed` if
+    the difference exceeds the tolerance."""
     found = []
     for levels, wanted in zip(expected.batches, expected.outputs, strict=True):
         found.append(torch.from_numpy(written.session.run(levels)[expected.name]))

@@ -20,7 +20,7 @@ from vitrail.weights.exported.network import ExportedNetwork
 __all__ = ["EndToEnd", "describe", "trace"]
 
 EXAMPLES = 2
-"""Number of images in the batch that is traced. PyTorch would take a batch of 1 for a constant."""
+"""Number of images in the batch that is traced. PyTorch would treat a batch size of 1 as a constant."""
 
 
 class EndToEnd(nn.Module):

@@ -203,7 +203,7 @@ def _keep_padding(onnx: Any, model: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back the exporter's warnings about packages that are not needed, and its progress."""
+    """Suppress the exporter's progress messages, and its warnings about packages that are not needed."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable

@@ -63,7 +63,7 @@ class Compute:
         return max(0, self.workers - self._running)
 
     async def run(self, function: Run, batch: np.ndarray, *, is_last: bool) -> Mapping[str, np.ndarray]:
-        """Return `function(batch)`. `is_last` is True if no images wait, which would be the next batch."""
+        """Return `function(batch)`. `is_last` is True if no images wait for the next batch."""
         self._running += 1
         parts = min(self.workers, self._running + (not is_last))
         threads = max(1, self._threads // parts)
@@ -73,7 +73,7 @@ class Compute:
             self._running -= 1
 
     def stop(self) -> None:
-        """End the workers, when they have computed their batches."""
+        """End the workers after they have computed their batches."""
         self._executor.shutdown()
 
 
@@ -150,7 +150,8 @@ class Batcher:
                 item.answer.set_result({name: values[row] for name, values in outputs.items()})
 
     def _next_batch(self) -> list[_Waiting]:
-        """Take images from the queue: as many as each free worker gets, but at most `largest`."""
+        """Take the next batch from the queue: at most `largest` images. The free workers get equal parts of the
+        queue."""
         most = min(self.largest, math.ceil(len(self._waiting) / max(1, self._compute.free)))
         batch: list[_Waiting] = []
         while self._waiting and len(batch) < most:

@@ -45,7 +45,8 @@ def protocol_class(service: Service) -> type[H11Protocol]:
                 super().shutdown()
 
         def _limit_headers(self) -> None:
-            """Start the time when a request may begin, and end it when its headers are complete."""
+            """Limit the time for the headers: start a timer before a request, and cancel it when the headers are
+            complete."""
             if self.conn.their_state is not h11.IDLE:
                 if self.timer is not None:
                     self.timer.cancel()
@@ -58,7 +59,7 @@ def protocol_class(service: Service) -> type[H11Protocol]:
                 self._refuse("408 Request Timeout", "")
 
         def _refuse(self, status: str, headers: str) -> None:
-            """Answer without a request, and forget what the client still sends."""
+            """Send an answer without waiting for a request, and discard everything that the client still sends."""
             self.is_refused = True
             self.connections.discard(self)
             service.metrics.requests.labels("none", status[:3]).inc()

@@ -1,4 +1,5 @@
-"""The outer layer of the server: the token, the limits of a request's body, clients that go, and the access log."""
+"""The outer layer of the server: the token, the limits of a request's body, clients that disconnect, and the access
+log."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PROBES = ("live", "ready", "startup")
-"""Questions about the server's state."""
+"""Names of the probes, which ask for the state of the server."""
 
 PROBE_PATHS = tuple(f"{prefix}/{probe}" for prefix in ("/health", "/v2/health") for probe in PROBES)
 """Paths of the probes, which need no token."""
@@ -35,7 +36,7 @@ CLIENT_GONE = 499
 
 class Guard:
     """Receives the whole body of a request within its limits before the application sees the request. Stops the
-    application if the client goes."""
+    application if the client disconnects."""
 
     def __init__(self, app: App, service: Service) -> None:
         self._app, self._service, self._settings = app, service, service.settings
@@ -95,7 +96,8 @@ class Guard:
                     part, is_complete = await _next_part(receive)
                     if refused is None:
                         refused = self._keep(part, body)
-                    # A body that is refused is received and forgotten, because many clients read no answer before.
+                    # The rest of a refused body is received and discarded, because many clients read no answer before
+                    # they have sent it.
         except TimeoutError:
             message = f"the body did not arrive within {settings.receive_seconds:g} seconds, the limit of this server"
             raise refused or Refused(408, message) from None
@@ -103,7 +105,7 @@ class Guard:
             raise refused
 
     def _keep(self, part: bytes, body: _Body) -> Refused | None:
-        """Append a part to the body, or return why the body is refused."""
+        """Append a part to the body. If the body is refused, return the reason."""
         if body.size + len(part) > self._settings.body_bytes:
             return Refused(413, f"the body is larger than {self._settings.max_body}, the limit of this server")
         if self._held + len(part) > self._settings.body_memory_bytes:
@@ -154,7 +156,7 @@ class _Body:
         self.size = 0
 
     def take(self) -> bytes:
-        """Return the content, of which no second copy is kept."""
+        """Return the content of the body, and free the received parts."""
         content = b"".join(self.parts)
         self.parts.clear()
         return content

@@ -59,7 +59,7 @@ async def _hugging_face(request: Request) -> Response:
 
 
 async def _upload(request: Request) -> Response:
-    """Answer files of a form, each for itself. The status is 422 only if all files fail."""
+    """Answer the files of a form. Each file has a result of its own. The status is 422 only if all files fail."""
     service = service_of(request)
     model = service.model(request.query_params.get("model"))
     top = parse_top(request.query_params.get("top", TOP))

@@ -22,7 +22,7 @@ from vitrail.weights.exported.network import ExportedNetwork
 __all__ = ["ModelOutputs", "ServedModel", "Task"]
 
 Task = Literal["classes", "embedding"]
-"""What is computed of an image: its classes (or the numbers of a regression), or its embedding."""
+"""Task of a model: to predict the classes (or the numbers of a regression) of an image, or to compute its embedding."""
 
 
 class ServedModel:

@@ -20,7 +20,7 @@ from vitrail.serving.http.watch import Watcher
 __all__ = ["Server", "open_socket"]
 
 FILES = 256
-"""Number of open files that a process needs beside its connections."""
+"""Number of files that a process opens in addition to its connections."""
 
 
 class Server(uvicorn.Server):

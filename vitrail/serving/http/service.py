@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class Service:
-    """The models of a server, and what its requests share."""
+    """The models of a server, and the limits and counters that all requests share."""
 
     def __init__(
         self,
@@ -126,7 +126,8 @@ class Service:
 
     @contextmanager
     def _accept(self, model: ServedModel, tasks: Sequence[Task], images: int) -> Iterator[None]:
-        """Count images from here to their answer. They are refused before they are decoded, which is the cheapest."""
+        """Count images as accepted inside the `with` block. Raise `Refused` if the server cannot accept them. Images
+        are refused before they are decoded, because decoding takes time."""
         for task in tasks:
             if task not in model.tasks:
                 raise Refused(400, f"model {model.name!r} computes no {task}; it computes {', '.join(model.tasks)}")

@@ -15,7 +15,7 @@ from vitrail.tasks import Task
 __all__ = ["TRAINING", "ConsoleDisplay", "Display", "training_metrics"]
 
 TRAINING = "train_"
-"""Beginning of the names of metrics of training steps, where they stand beside metrics of an evaluation."""
+"""Prefix of the names of training metrics in a dictionary that also has the metrics of an evaluation."""
 
 
 def training_metrics(values: Mapping[str, float]) -> dict[str, float]:

@@ -70,9 +70,8 @@ class Examiner:
         processes: Processes = Processes(),
     ) -> None:
         """`model` returns the model with its current weights. If `best_in` is not None, the best model is saved in this
-        folder, and `before_best` is called before with the step of the best model that is replaced. Several `processes`
-        share the images, and all of them get the same metrics.
-        """
+        folder, and `before_best` is called first, with the step of the best model that will be replaced. Several
+        `processes` share the images, and all of them get the same metrics."""
         self.processes = processes
         self.task = task
         self.state = state
@@ -92,7 +91,7 @@ class Examiner:
         """Measure the weights on the validation split, if there is one. Save the weights if they are the best so far.
 
         If weights are averaged, the weights in training are measured as well. `training` has the metrics of the
-        training steps since the last evaluation, which the display shows beside. Raises `NonFiniteLoss`.
+        training steps since the last evaluation, which the display shows as well. Raises `NonFiniteLoss`.
         """
         state, validation = self.state, self.splits.validation
         if validation is None:

@@ -135,8 +135,8 @@ class Monitor:
         self.clock.waiting += time.perf_counter() - begin
 
     def before_first_step(self, *, evaluates: bool) -> None:
-        """Save the state if a fault can lead back to it. If `evaluates`, measure the initial weights on the validation
-        split, so that they are kept unless training improves them.
+        """Save the state if the run may go back to it after a fault. If `evaluates`, measure the initial weights on the
+        validation split, so that they are kept unless training improves them.
 
         Raises `NonFiniteLoss` and `SaveError`.
         """
@@ -167,8 +167,8 @@ class Monitor:
         )
 
     def after_step(self, batch: Batch, metrics: dict[str, Tensor]) -> None:
-        """Run the reports, evaluations and checkpoints that are due after a step. Without `metrics`, the batch was left
-        out.
+        """Run the reports, evaluations and checkpoints that are due after a step. `metrics` is empty if the batch was
+        skipped.
 
         Raises `Stopped` if the user asked to stop, `DataError` for too many broken images, `NonFiniteLoss` and
         `SaveError`.
@@ -278,7 +278,7 @@ class Monitor:
             )
 
     def _say_threads(self, cores: SharedCores, threads: int) -> None:
-        """Write a new number of compute threads to the journal. The display says only the first change."""
+        """Write a new number of compute threads to the journal. The display shows only the first change."""
         self.sinks.journal.write("threads", step=self.state.step, threads=threads, at_most=cores.full)
         if not self._has_shared:
             self._has_shared = True

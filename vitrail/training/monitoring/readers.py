@@ -22,7 +22,7 @@ class ReaderTrials:
     TURNS = 2
     """Number of turns of each choice. The faster one counts."""
     GAIN = 0.02
-    """Fraction of the time that another choice than the first one must save."""
+    """Fraction of the time that a choice must save to be preferred to the first one."""
 
     def __init__(self, choices: Sequence[int], use: Callable[[int], None]) -> None:
         """`choices` are numbers of threads, the usual one first. `use` is called with each number that is tried, and

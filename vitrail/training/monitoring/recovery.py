@@ -1,4 +1,4 @@
-"""Recovery from faults of training steps: batches that are left out, and ways back to a checkpoint."""
+"""Recovery from faults of training steps: the batch is skipped, or the run goes back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vitrail.training.state.state import TrainState
 __all__ = ["Recovery"]
 
 BY_ROLLBACK = "the run went back to an earlier checkpoint"
-"""Reason in the journal for leaving out the batches before that of a fault."""
+"""Reason in the journal for skipping the batches before the batch of a fault."""
 
 
 class Recovery:
@@ -46,7 +46,7 @@ class Recovery:
         self._on_rollback = on_rollback
 
     def leaves_out(self, batch: Batch) -> bool:
-        """Return True if the batch of the current step is left out after a rollback, and write its keys into the
+        """Return True if the batch of the current step is skipped after a rollback, and write its keys into the
         journal."""
         if self.state.step + 1 not in self.state.faults.left_out:
             return False
@@ -54,7 +54,7 @@ class Recovery:
         return True
 
     def recover(self, batch: Batch, fault: StepFault) -> bool:
-        """Leave the batch of a fault out, or go back to a checkpoint. Return True if the run went back.
+        """Skip the batch of a fault, or go back to a checkpoint. Return True if the run went back.
 
         Raises `NonFiniteLoss` if the run has had as many faults as it may have.
         """
@@ -78,8 +78,8 @@ class Recovery:
         self.journal.write("batch left out", step=self.state.step + 1, reason=reason, keys=everyone)
 
     def _roll_back(self, step: int, reason: str) -> None:
-        """Restore a checkpoint from before the batches that are left out from now on. If there is none, restore the
-        oldest checkpoint, and leave only the batches after it out."""
+        """Restore a checkpoint from before the batches that will be skipped. If there is none, restore the oldest
+        checkpoint, and skip only the batches after it."""
         state = self.state
         faults = state.faults
         first = step - self.config.rollback_skips + 1

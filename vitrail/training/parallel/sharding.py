@@ -25,11 +25,12 @@ __all__ = ["Shard", "ShardedGradients", "shard", "shard_problems", "whole_weight
 Shard = Literal["none", "full", "hybrid"]
 
 MOST_PADDED = 1.125
-"""Largest length of a padded first axis, as a multiple of its length, for which a weight is divided along it."""
+"""Largest ratio of the padded length of a weight's first axis to its own length. A weight with a larger ratio is
+divided along another axis."""
 
 
 def shard_problems(kind: Shard, optimizer: OptimizerConfig, processes: Processes) -> Iterator[str]:
-    """Yield messages about settings that do not work with sharded weights. A process alone has whole weights."""
+    """Yield messages about settings that do not work with sharded weights. A single process does not shard."""
     if kind == "none" or not processes.are_several:
         return
     world, here = processes.world, processes.place.local_world

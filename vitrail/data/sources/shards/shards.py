@@ -303,7 +303,7 @@ def _resolve(
     distinct: dict[RawLabel, tuple[Shard, int]], classes: tuple[str, ...], numbered: tuple[str, ...]
 ) -> tuple[dict[RawLabel, Target], dict[RawLabel, str]]:
     """Return the class indices of each label, and the end of a message for each label that is not among the classes.
-    Such a label is left out of a list, and is None if it is alone."""
+    A list of labels is returned without such labels. A single label of this kind becomes None."""
     numbers = {name: number for number, name in enumerate(classes)}
     resolved: dict[RawLabel, Target] = {}
     strange: dict[RawLabel, str] = {}
