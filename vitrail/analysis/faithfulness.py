@@ -88,46 +88,74 @@ def saliency_curves(
         raise ConfigError(f"maps has the name {RANDOM!r}, which stands for a random order; choose another name")
     if steps < 1:
         raise ConfigError(f"steps={steps} is less than 1")
-    vit = transformer_of(network)
-    predictor, config = Predictor(network), vit.config
-    grid = config.grid_of(images.shape[2], images.shape[3])
-    stride = config.root.stride if config.root else 1
-    patch = config.patch_size[0] * stride, config.patch_size[1] * stride
-    count = grid[0] * grid[1]
-    if targets is None:
-        targets = torch.cat([predictor.logits(batch) for batch in torch.split(images, batch_size)]).argmax(dim=1)
-    orders = {}
-    for name, found in maps.items():
-        if found.values.shape != (len(images), *grid):
-            raise ConfigError(
-                f"maps[{name!r}] has the shape {found.values.shape}, but these images have patches of the shape "
-                f"{(len(images), *grid)}"
-            )
-        orders[name] = np.argsort(-found.values.reshape(len(images), count), axis=1, kind="stable")
+    hiding = _Hiding(network, images, targets, fill=fill, batch_size=batch_size)
+    orders = {name: hiding.order(name, found) for name, found in maps.items()}
     random = np.random.default_rng(seed)
-    orders[RANDOM] = np.stack([random.permutation(count) for _ in range(len(images))])
-    changed = np.round(np.linspace(0, count, min(steps, count) + 1)).astype(int)
-
-    def curve(order: np.ndarray, *, delete: bool) -> np.ndarray:
-        found = []
-        for number in changed:
-            hidden = torch.full((len(images), count), not delete)
-            hidden.scatter_(1, torch.from_numpy(order[:, :number]), delete)
-            pixels = _pixel_mask(hidden.reshape(-1, *grid), patch, images.shape[2:]).to(images.device)
-            shown = images.masked_fill(pixels[:, None], fill)
-            logits = torch.cat([predictor.logits(batch) for batch in torch.split(shown, batch_size)])
-            chosen = logits.float().softmax(dim=1).gather(1, targets[:, None])[:, 0]
-            found.append(chosen.double().cpu().numpy())
-        return np.stack(found, axis=1)
-
+    orders[RANDOM] = np.stack([random.permutation(hiding.count) for _ in range(len(images))])
+    changed = np.round(np.linspace(0, hiding.count, min(steps, hiding.count) + 1)).astype(int)
+    deletion, insertion = (
+        np.stack([hiding.curve(order, changed, delete=delete) for order in orders.values()]) for delete in (True, False)
+    )
     return SaliencyCurves(
         "deletion and insertion",
         "probability of the class",
         tuple(orders),
-        changed / count,
-        np.stack([curve(order, delete=True) for order in orders.values()]),
-        np.stack([curve(order, delete=False) for order in orders.values()]),
+        changed / hiding.count,
+        deletion,
+        insertion,
     )
+
+
+class _Hiding:
+    """Images of which some patches are hidden, and the probabilities of their classes."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        images: Float[Tensor, "b c h w"],
+        targets: Int64[Tensor, " b"] | None,
+        *,
+        fill: float,
+        batch_size: int,
+    ) -> None:
+        """`targets` are the classes, by default the predicted ones. Hidden patches are filled with `fill`."""
+        config = transformer_of(network).config
+        stride = config.root.stride if config.root else 1
+        self.predictor = Predictor(network)
+        self.images = images
+        self.fill = fill
+        self.batch_size = batch_size
+        self.grid = config.grid_of(images.shape[2], images.shape[3])
+        self.count = self.grid[0] * self.grid[1]
+        self.patch = config.patch_size[0] * stride, config.patch_size[1] * stride
+        self.targets = self._logits(images).argmax(dim=1) if targets is None else targets
+
+    def order(self, name: str, maps: SaliencyMaps) -> Int64[np.ndarray, "b patches"]:
+        """Return the patches of each image, most salient first. Raise `ConfigError` if the maps have other patches."""
+        if maps.values.shape != (len(self.images), *self.grid):
+            raise ConfigError(
+                f"maps[{name!r}] has the shape {maps.values.shape}, but these images have patches of the shape "
+                f"{(len(self.images), *self.grid)}"
+            )
+        return np.argsort(-maps.values.reshape(len(self.images), self.count), axis=1, kind="stable")
+
+    def curve(
+        self, order: Int64[np.ndarray, "b patches"], changed: Int64[np.ndarray, " steps"], *, delete: bool
+    ) -> Float64[np.ndarray, "b steps"]:
+        """Return the probability of each image's class after the first patches of the order were deleted, or were
+        inserted into an empty image. `changed` are the numbers of these patches."""
+        found = []
+        for number in changed:
+            hidden = torch.full(order.shape, not delete)
+            hidden.scatter_(1, torch.from_numpy(order[:, :number]), delete)
+            mask = _pixel_mask(hidden.reshape(-1, *self.grid), self.patch, self.images.shape[2:])
+            logits = self._logits(self.images.masked_fill(mask.to(self.images.device)[:, None], self.fill))
+            chosen = logits.float().softmax(dim=1).gather(1, self.targets[:, None])[:, 0]
+            found.append(chosen.double().cpu().numpy())
+        return np.stack(found, axis=1)
+
+    def _logits(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b classes"]:
+        return torch.cat([self.predictor.logits(batch) for batch in torch.split(images, self.batch_size)])
 
 
 def randomised_weights(

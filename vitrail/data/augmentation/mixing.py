@@ -53,7 +53,6 @@ def mix(
 
     Raise `ConfigError` if the batch has no targets and `classes` is missing, or if CutMix is on for regression.
     """
-    views = batch.views_per_sample
     if batch.target_kind == "numbers" and cutmix:
         raise ConfigError(
             f"cutmix={cutmix} pastes a part of another image, and no rule says how that changes a number; use mixup, "
@@ -65,34 +64,66 @@ def mix(
     if mixup_per == "batch":
         weights = (draws[:1] if first is None else first)[:, 1:3].repeat(len(batch), 0)
     cut = draws[:, 0] < (0.5 if mixup and cutmix else float(bool(cutmix)))
-    device, (height, width) = batch.images.device, batch.images.shape[2:]
-    usable = batch.counted.roll(-views)
-    targets = _one_hot(batch.labels, classes) if batch.targets is None else batch.targets
-
-    images, shares = batch.images.clone(), torch.ones(len(batch), device=device)
+    mixture = _Mixture(batch)
     if not cut.all():
-        places = np.flatnonzero(~cut)
-        index, partner = on_device(places, device), on_device((places + views) % len(batch), device)
-        kept = on_device(mixup_shares(weights[places], mixup), device)
-        kept = torch.where(usable[index], kept, WHOLE)
-        weight = kept.int()[:, None, None, None]
-        own, other = batch.images[index].int(), batch.images[partner].int()
-        images[index] = ((own * weight + other * (WHOLE - weight) + WHOLE // 2) >> 16).to(torch.uint8)
-        shares[index] = kept.float() / WHOLE
+        blended = np.flatnonzero(~cut)
+        mixture.blend(blended, mixup_shares(weights[blended], mixup))
     if cut.any():
-        places = np.flatnonzero(cut)
-        index, partner = on_device(places, device), on_device((places + views) % len(batch), device)
-        rows, columns = cut_boxes(draws[places, 1:5], cutmix, height, width)
-        taken = usable[index]
-        mask = box_mask(rows, columns, device) & taken[:, None, None, None]
-        images[index] = torch.where(mask, batch.images[partner], batch.images[index])
-        area = (rows.sum(1) * columns.sum(1)).astype(np.float32)
-        shares[index] = 1 - on_device(area, device) / (height * width) * taken
-    share = shares[:, None]
-    mixed = targets * share + targets.roll(-views, 0) * (1 - share)
-    if batch.target_kind == "numbers":  # 0 x NaN is NaN, so the NaN of a partner that is not mixed in would spread
-        mixed = torch.where(share == 1, targets, mixed)
-    return replace(batch, images=images, targets=mixed, valid=batch.counted)
+        pasted = np.flatnonzero(cut)
+        mixture.paste(pasted, *cut_boxes(draws[pasted, 1:5], cutmix, *batch.images.shape[2:]))
+    targets = _one_hot(batch.labels, classes) if batch.targets is None else batch.targets
+    return replace(batch, images=mixture.images, targets=mixture.mixed(targets), valid=batch.counted)
+
+
+class _Mixture:
+    """The images of a batch while they are mixed with their partners, and the fraction that each image keeps of its
+    target."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.device = batch.images.device
+        self.views = batch.views_per_sample
+        self.usable = batch.counted.roll(-self.views)
+        """True for each image whose partner can be mixed in."""
+        self.images = batch.images.clone()
+        self.shares = torch.ones(len(batch), device=self.device)
+
+    def blend(self, places: Int64[np.ndarray, " n"], weights: Int64[np.ndarray, " n"]) -> None:
+        """Mix the images at these places by mixup. `weights` are in units of 1 / 65536."""
+        index, partner = self._pairs(places)
+        kept = torch.where(self.usable[index], on_device(weights, self.device), WHOLE)
+        weight = kept.int()[:, None, None, None]
+        own, other = self.batch.images[index].int(), self.batch.images[partner].int()
+        self.images[index] = ((own * weight + other * (WHOLE - weight) + WHOLE // 2) >> 16).to(torch.uint8)
+        self.shares[index] = kept.float() / WHOLE
+
+    def paste(
+        self,
+        places: Int64[np.ndarray, " n"],
+        rows: Bool[np.ndarray, "n h"],
+        columns: Bool[np.ndarray, "n w"],
+    ) -> None:
+        """Mix the images at these places by CutMix: copy a box of rows and columns from the partner."""
+        index, partner = self._pairs(places)
+        taken = self.usable[index]
+        mask = box_mask(rows, columns, self.device) & taken[:, None, None, None]
+        self.images[index] = torch.where(mask, self.batch.images[partner], self.batch.images[index])
+        area = on_device((rows.sum(1) * columns.sum(1)).astype(np.float32), self.device)
+        self.shares[index] = 1 - area / (rows.shape[1] * columns.shape[1]) * taken
+
+    def mixed(self, targets: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+        """Return the targets, mixed like the images."""
+        share = self.shares[:, None]
+        mixed = targets * share + targets.roll(-self.views, 0) * (1 - share)
+        if self.batch.target_kind != "numbers":
+            return mixed
+        # 0 x NaN is NaN, so the NaN of a partner that is not mixed in would spread
+        return torch.where(share == 1, targets, mixed)
+
+    def _pairs(self, places: Int64[np.ndarray, " n"]) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
+        """Return the indices of images and of their partners, on the device."""
+        partners = (places + self.views) % len(self.batch)
+        return on_device(places, self.device), on_device(partners, self.device)
 
 
 def mixup_shares(uniform: Float32[np.ndarray, "n 2"], alpha: float) -> Int64[np.ndarray, " n"]:
