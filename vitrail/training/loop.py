@@ -36,7 +36,8 @@ def fit(state: TrainState, plan: Plan, monitor: Monitor) -> None:
         metrics: dict[str, Tensor] = {}
         if not monitor.recovery.leaves_out(batch):
             try:
-                metrics = train_step(state, plan, batch.to(plan.device))
+                with monitor.measuring():
+                    metrics = train_step(state, plan, batch.to(plan.device))
             except StepFault as fault:
                 if monitor.recovery.recover(batch, fault):
                     phase = None

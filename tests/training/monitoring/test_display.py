@@ -16,6 +16,11 @@ from vitrail.training.monitoring.display import ConsoleDisplay
 REPORTS = ((4.0, 10, None), (13.9, 11, 80.0), (14.1, 20, 245.4), (30.0, 31, 233.0))
 """Seconds, steps and seconds left."""
 
+METRICS = {
+    "loss": 1.25, "accuracy": 0.5, "images_per_second": 894.4, "learning_rate": 5.17e-4,
+    "memory_bytes": 1.5 * 2**30, "waiting_share": 0.04,
+}  # fmt: skip
+
 
 def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> str:
     file = io.StringIO()
@@ -25,7 +30,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> str:
     for seconds, step, left in REPORTS:
         monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda seconds=seconds: seconds))
         known = {} if left is None else {"seconds_left": left}
-        display.step(step, {"loss": 1.25, "accuracy": 0.5, "images_per_second": 894.4, **known})
+        display.step(step, METRICS | known)
         if display._progress is not None:
             display._progress.refresh()
     display.end()
@@ -34,9 +39,9 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> str:
 
 def test_lines_are_ten_seconds_apart_and_the_first_comes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, terminal=False).splitlines() == [
-        "step 10/100  loss 1.250  accuracy 50.0%  894 images/s",
-        "step 20/100  loss 1.250  accuracy 50.0%  894 images/s  245 s left",
-        "step 31/100  loss 1.250  accuracy 50.0%  894 images/s  233 s left",
+        "step 10/100  loss 1.250  accuracy 50.0%  learning rate 0.00052  894 images/s  1.5 GiB",
+        "step 20/100  loss 1.250  accuracy 50.0%  learning rate 0.00052  894 images/s  1.5 GiB  245 s left",
+        "step 31/100  loss 1.250  accuracy 50.0%  learning rate 0.00052  894 images/s  1.5 GiB  233 s left",
     ]
 
 
@@ -45,6 +50,36 @@ def test_a_terminal_shows_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None
     found = re.findall(r"(\d):(\d\d):(\d\d) left", text)
     times = [int(hours) * 3600 + int(minutes) * 60 + int(seconds) for hours, minutes, seconds in found]
     assert tuple(dict.fromkeys(times)) == (80, 245, 233)
+
+
+def test_waiting_for_images_is_said() -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, width=120))
+    display.begin(0, 100, TASKS["classification"]())
+    display.step(100, METRICS | {"waiting_share": 0.37})
+    assert file.getvalue().endswith("1.5 GiB  waiting for images 37%\n")
+
+
+def test_a_narrow_terminal_shows_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, force_terminal=True, width=80))
+    display.begin(0, 1200, TASKS["classification"]())
+    display.step(1000, METRICS | {"seconds_left": 7384.0})
+    assert display._progress is not None
+    display._progress.refresh()
+    display.end()
+    assert "loss 1.250  accuracy 50.0%  894 images/s" in file.getvalue() and "2:03:04 left" in file.getvalue()
+
+
+def test_a_week_has_some_hundred_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    display = ConsoleDisplay(Console(file=file, width=120))
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    display.begin(0, 10**6, TASKS["classification"]())
+    for step in range(1, 60_481):
+        monkeypatch.setattr(display_module, "time", SimpleNamespace(perf_counter=lambda step=step: 10.0 * step))
+        display.tick(step, 60.0)
+    assert 650 < len(file.getvalue().splitlines()) < 780
 
 
 @pytest.mark.parametrize("terminal", [False, True])

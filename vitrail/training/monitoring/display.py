@@ -40,7 +40,8 @@ class Display:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Receive the means since the last call: the loss and the objective's metrics. images_per_second is the mean
-        over about the last minute. seconds_left is missing while the time left is unknown."""
+        over about the last minute. seconds_left is missing while the time left is unknown. waiting_share is the
+        fraction of the time that was spent waiting for images."""
 
     def tick(self, step: int, seconds_left: float) -> None:
         """Receive the progress after a step without metrics. On a GPU, which computes several steps ahead, only `step`
@@ -55,14 +56,22 @@ class Display:
 
 
 class ConsoleDisplay(Display):
-    """Shows the step, loss, metrics, images per second and time left.
+    """Shows the step, loss, metrics, learning rate, images per second, peak memory and time left. Says if more than a
+    tenth of the time is spent waiting for images.
 
-    On a terminal it shows a progress bar. Elsewhere it prints a line about every ten seconds.
+    On a terminal it shows a progress bar. Elsewhere it prints lines: first one about every ten seconds, and after 1,000
+    seconds one whenever a hundredth of the time so far has passed, so that a week has about 700 lines.
     """
 
     LINE_SECONDS = 10.0
     FIRST_SECONDS = 3.0
     """Seconds before the first line."""
+    LINE_SHARE = 0.01
+    """Least time between two lines, as a fraction of the time so far."""
+    WAITING_SHARE = 0.1
+    """Fraction of the time spent waiting for images from which on it is shown."""
+    WIDE = 120
+    """Number of columns of a terminal from which on the learning rate and the memory are shown beside the bar."""
 
     def __init__(self, console: Console, spell: Callable[[str], str] = str) -> None:
         """`spell` returns a note with the values that it recommends in the syntax of the command line."""
@@ -76,7 +85,8 @@ class ConsoleDisplay(Display):
 
     def begin(self, step: int, steps: int, task: Task) -> None:
         self.steps, self.task = steps, task
-        self._last_line = time.perf_counter() - self.LINE_SECONDS + self.FIRST_SECONDS
+        self._began = time.perf_counter()
+        self._last_line = self._began - self.LINE_SECONDS + self.FIRST_SECONDS
         if not self.console.is_terminal:
             return
         self._progress = Progress(
@@ -109,7 +119,15 @@ class ConsoleDisplay(Display):
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         texts = [f"loss {metrics['loss']:.3f}", *self.task.texts(metrics, digits=1)]
-        self._metrics = "  ".join([*texts, f"{metrics['images_per_second']:,.0f} images/s"])
+        is_wide = self._progress is None or self.console.width >= self.WIDE
+        if is_wide:
+            texts.append(f"learning rate {metrics['learning_rate']:.2g}")
+        texts.append(f"{metrics['images_per_second']:,.0f} images/s")
+        if is_wide:
+            texts.append(f"{metrics['memory_bytes'] / 2**30:.1f} GiB")
+        if metrics["waiting_share"] > self.WAITING_SHARE:
+            texts.append(f"waiting for images {metrics['waiting_share']:.0%}")
+        self._metrics = "  ".join(texts)
         self._show(step, metrics.get("seconds_left"), is_last=step == self.steps)
 
     def tick(self, step: int, seconds_left: float) -> None:
@@ -122,7 +140,7 @@ class ConsoleDisplay(Display):
             self._progress.update(self._task, completed=step, metrics=self._metrics, left=left)
             return
         now = time.perf_counter()
-        if now - self._last_line >= self.LINE_SECONDS or is_last:
+        if now - self._last_line >= max(self.LINE_SECONDS, self.LINE_SHARE * (now - self._began)) or is_last:
             self._last_line = now
             left = "" if seconds_left is None else f"{seconds_left:,.0f} s left"
             self.say("  ".join(filter(None, (f"step {step:,}/{self.steps:,}", self._metrics, left))))

@@ -17,6 +17,7 @@ from vitrail.errors import DataError, Stopped, plural
 from vitrail.machine import peak_memory
 from vitrail.training.monitoring.display import TRAINING, Display
 from vitrail.training.monitoring.examiner import Examiner
+from vitrail.training.monitoring.health import Health
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import Meter, RunningMeans
 from vitrail.training.monitoring.readers import ReaderTrials
@@ -62,6 +63,8 @@ class Clock:
     """Time spent waiting for data."""
     paused: float = 0.0
     """Time spent in evaluation and in saving since the last report."""
+    waited: float = 0.0
+    """Time spent waiting for data since the last report."""
     images: int = 0
     mark: float = field(default_factory=time.perf_counter)
     marked_images: int = 0
@@ -103,6 +106,7 @@ class Monitor:
         self.stop = stop
         self.clock = Clock(started)
         self.meter = Meter()
+        self.health = Health()
         self.speed = SmoothedRate()
         self.means = RunningMeans()
         self.left = self._time_left()
@@ -132,7 +136,19 @@ class Monitor:
         """Count the time inside the `with` block as waiting for data."""
         begin = time.perf_counter()
         yield
-        self.clock.waiting += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        self.clock.waiting += seconds
+        self.clock.waited += seconds
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure the step inside the `with` block if the journal is due after it."""
+        following = self.state.step + 1
+        if following % self.intervals.journal and following != self.plan.steps:
+            yield
+            return
+        with self.health.measuring(self.state.objective):
+            yield
 
     def before_first_step(self, *, evaluates: bool) -> None:
         """Save the state if the run may go back to it after a fault. If `evaluates`, measure the initial weights on the
@@ -233,9 +249,11 @@ class Monitor:
         metrics["learning_rate"] = max(group["lr"] for group in self.state.optimizer.param_groups)  # the highest
         images = clock.images - clock.marked_images
         metrics["images_per_second"] = images / seconds
+        metrics |= {"waiting_share": clock.waited / seconds, "memory_bytes": float(peak_memory(self.plan.device))}
+        metrics |= self.health.read()
         smoothed = self.speed.add(images, seconds)
         clock.training += seconds
-        clock.mark, clock.paused, clock.marked_images = now, 0.0, clock.images
+        clock.mark, clock.paused, clock.waited, clock.marked_images = now, 0.0, 0.0, clock.images
         self.sinks.journal.write("step", step=self.state.step, **metrics)
         metrics["images_per_second"] = smoothed
         if (left := self.left.seconds(self.state.step)) is not None:
