@@ -30,7 +30,7 @@ def test_the_wheel_is_whole_and_small(tmp_path: Path) -> None:
     assert "MIT License" in notice and "Zalando" in notice
     assert {
         f"vitrail/{path.relative_to(ROOT / 'vitrail').as_posix()}"
-        for kind in ("*.py", "*.toml", "*.html")
+        for kind in ("*.py", "*.toml", "*.html", "*.js", "*.css")
         for path in (ROOT / "vitrail").rglob(kind)
     } <= names
     assert {"vitrail/py.typed", "vitrail/data/sources/bundled/train-images-idx3-ubyte.gz"} <= names

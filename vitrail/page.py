@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import io
 import re
@@ -66,20 +67,33 @@ def is_our_page(path: Path) -> bool:
     return path.is_file() and GENERATOR in path.read_text(encoding="utf-8", errors="replace")[:2000]
 
 
-def document(title: str, parts: Iterable[str], *, style: str = "") -> str:
+def document(title: str, parts: Iterable[str], *, style: str = "", script: str = "") -> str:
     """Return an HTML document with a heading followed by the parts.
 
     `title` is the plain text of the heading and of the window's title. `parts` are HTML. `style` is appended to
-    `STYLE`.
+    `STYLE`. With a `script`, which runs last, the page has a policy: no other script runs, and nothing is requested.
     """
-    name = escape(title)
+    name, style = escape(title), STYLE + style
     head = [
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{name}</title>',
         GENERATOR,
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{STYLE}{style}</style>\n</head>\n<body>\n<h1>{name}</h1>",
+        *([_policy(style, script)] if script else []),
+        f"<style>{style}</style>\n</head>\n<body>\n<h1>{name}</h1>",
     ]
-    return "\n".join([*head, *parts]) + "\n</body>\n</html>\n"
+    last = [f"<script>{script}</script>"] if script else []
+    return "\n".join([*head, *parts, *last]) + "\n</body>\n</html>\n"
+
+
+def _policy(style: str, script: str) -> str:
+    """Return tags that allow this style, this script and embedded pictures only."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    rules = (
+        "default-src 'none'", "img-src data:", f"style-src 'sha256-{hashes[0]}'", f"script-src 'sha256-{hashes[1]}'",
+        "base-uri 'none'", "form-action 'none'",
+    )  # fmt: skip
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">'
+    return f'{policy}\n<link rel="icon" href="data:,">'
 
 
 def printable(name: str) -> str:

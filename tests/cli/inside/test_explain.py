@@ -6,13 +6,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from vitrail.analysis.saliency import attention_rollout
+from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.cli import main
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.models.resnet import ResNet
@@ -68,6 +69,13 @@ class Tags(HTMLParser):
         self.text += data
 
 
+def about_of(text: str) -> dict[str, Any]:
+    """Return the data of a page, without the weights."""
+    found = re.search(r'id="about">(.*?)</script>', text)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
 def test_files_have_the_size_of_the_picture(
     model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,19 +127,31 @@ def test_the_map_is_the_rollout(model: Path, image: Path, tmp_path: Path) -> Non
     assert green[y_high, x_high] > 200 and green[y_low, x_low] < 30
 
 
-def test_the_page_is_whole(model: Path, image: Path, tmp_path: Path) -> None:
+def test_the_page_has_the_numbers(model: Path, image: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["explain", str(model), str(image), "--out", str(out), "--label", "ant & bee", "--top", "2"]
     assert main([*words, "--device", "cpu"]) == 0
     text = (out / "a rose.html").read_text(encoding="utf-8")
     page = Tags(text)
-    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
-    assert "http" not in re.sub(r'base64,[^"]*', "", text)
-    pictures = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(pictures) == 3 + 2 and all(one["alt"] and str(one["src"]).startswith("data:image/") for one in pictures)
-    assert "patches that speak for ant & bee" in page.text
-    assert "Attention of the class token to each patch" in page.text
-    (prediction,) = load(model, device="cpu").predict([image], top=2)
+    assert not {"link", "iframe", "img"} & {tag for tag, attributes in page.tags if attributes.get("href") != "data:,"}
+    about, bundle = about_of(text), load(model, device="cpu")
+    assert (about["grid"], about["layers"], about["heads"], about["prefix"]) == (
+        [3, 4],
+        [0, 1],
+        [0, 1],
+        ["class token"],
+    )
+    inputs = bundle.preprocess.normalise(torch.from_numpy(np.stack([bundle.preprocess.pixels(image.read_bytes())])))
+    np.testing.assert_allclose(about["rollout"], attention_rollout(bundle.network, inputs).values.ravel(), rtol=1e-5)
+    likeliest = bundle.network(inputs)[0].argsort(descending=True).tolist()[:2]
+    numbers = [0, *(number for number in likeliest if number != 0)]  # --label comes first
+    assert [one["label"] for one in about["relevance"]] == [bundle.classes[number] for number in numbers]
+    for number, one in zip(numbers, about["relevance"], strict=True):
+        wanted = class_relevance(bundle.network, inputs, torch.tensor([number])).values[0]
+        np.testing.assert_allclose(one["values"], wanted.ravel(), rtol=1e-4)
+    # The network sees a window of 28 x 47 in the middle of 33 x 47 pixels.
+    np.testing.assert_allclose(about["area"], [0, 2.36, 47, 28.2], atol=0.1)
+    (prediction,) = bundle.predict([image], top=2)
     label, probability = prediction.ranking[0]  # type: ignore[union-attr]
     assert label in page.text and f"{probability:.1%}" in page.text
 
@@ -146,9 +166,27 @@ def test_layers_and_heads_are_chosen(model: Path, image: Path, tmp_path: Path) -
 def test_a_model_without_class_token_or_head(image: Path, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", classes=(), pool="gap", class_token=False)
     assert main(["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
-    text = Tags((tmp_path / "out" / "a rose.html").read_text()).text
-    assert "Attention of all patches (their mean) to each patch" in text and "speak for" not in text
+    about = about_of((tmp_path / "out" / "a rose.html").read_text(encoding="utf-8"))
+    assert about["prefix"] == [] and not about["hasClassToken"] and about["relevance"] == []
     assert not (tmp_path / "out" / "a rose-relevance.png").exists()
+
+
+def test_tokens_have_names(image: Path, tmp_path: Path) -> None:
+    for pool, names in (("cls", ["register 0", "register 1"]), ("cls+dist", ["distillation token", "register 1"])):
+        model = save_model(tmp_path / pool, pool=pool, registers=2)
+        assert main(["explain", str(model), str(image), "--out", str(tmp_path / f"{pool} out"), "--device", "cpu"]) == 0
+        about = about_of((tmp_path / f"{pool} out" / "a rose.html").read_text(encoding="utf-8"))
+        assert about["prefix"] == ["class token", *names]
+
+
+def test_a_page_that_would_be_too_large_is_announced(
+    model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.analysis.pages.explanation.MAX_BYTES", 10_000)
+    assert main(["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    note = "The page has no attention of heads, because one map of 13 tokens exceeds the limit of 0.01 MB."
+    assert f"vitrail: a rose.html: {note} Choose a smaller --image-size." in capsys.readouterr().err
+    assert note in (tmp_path / "out" / "a rose.html").read_text(encoding="utf-8")
 
 
 def test_images_of_one_name_and_a_broken_one(

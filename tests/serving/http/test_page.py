@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.http.browser import CHROMIUM, Browser
+from tests.browser import CHROMIUM, Browser
 from tests.serving.http.conftest import Running, serving
 from vitrail.weights.bundle import Bundle, weights_sha256
 

@@ -1,29 +1,29 @@
-"""Explanations of predictions: what the model attends to in one image, as PNG files and an HTML page."""
+"""Explanations of predictions: what the model attends to in one image, as PNG files and an interactive page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
+from torch import Tensor
 
-from vitrail.analysis.charts import colours, mosaic, png
+from vitrail.analysis.charts import png
 from vitrail.analysis.drawing import on_picture, overlay
-from vitrail.analysis.pages.figure import STYLE, figure, image
+from vitrail.analysis.pages.interactive.page import MAX_BYTES, AttentionMaps, make_page
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.tracing import Trace, trace, transformer_of
 from vitrail.data.pixels.decode import to_pil
-from vitrail.page import document, escape, table
+from vitrail.data.pixels.geometry import Placement
+from vitrail.models.vit import VisionTransformer
+from vitrail.page import escape
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.prediction import NumberPrediction
 
-__all__ = ["Explainer", "Explanation", "write_explanation"]
-
-MAP_SIDE = 56
-"""Smallest side of a head's map on a page, in pixels."""
+__all__ = ["Explainer", "Explanation", "Written", "prefix_names", "write_explanation"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +41,18 @@ class Explanation:
     relevance: Float[np.ndarray, "height width"] | None
     heads: dict[tuple[int, int], Float[np.ndarray, "height width"]]
     """Attention of the query of each chosen layer and head."""
-    small: Float[np.ndarray, "layers heads rows columns"]
-    """Attention of the query of all layers and heads, by patch."""
-    query: str
-    """Query of the maps: the class token, or the mean of all patches."""
+    maps: AttentionMaps
+    """Attention of all tokens in all layers and heads, and the relevance of several classes."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files of an explanation."""
+
+    files: list[str]
+    """Names of the files. The first one is the page."""
+    notes: tuple[str, ...]
+    """Layers, heads and precision that the page lacks, because it would be too large."""
 
 
 class Explainer:
@@ -81,27 +89,46 @@ class Explainer:
         def full_size(values: np.ndarray) -> np.ndarray:
             return on_picture(values, every, placement)
 
-        relevance, explained = None, None
-        if bundle.classes:
-            number = int(every.logits[0].argmax()) if self._target is None else self._target
-            found = class_relevance(network, inputs, torch.tensor([number], device=inputs.device))
-            relevance, explained = full_size(found.values[0]), bundle.classes[number]
+        rollout = attention_rollout(network, inputs).values[0]
+        relevance = self._relevance(inputs, every.logits[0])
         large = _query_maps(chosen)
+        assert every.attention is not None
         return Explanation(
             picture=picture,
             ranking=self._ranking(image),
             has_probabilities=bundle.output != "numbers",
-            explained=explained,
-            rollout=full_size(attention_rollout(network, inputs).values[0]),
-            relevance=relevance,
+            explained=relevance[0][0] if relevance else None,
+            rollout=full_size(rollout),
+            relevance=full_size(relevance[0][1]) if relevance else None,
             heads={
                 (layer, head): full_size(large[row, column])
                 for row, layer in enumerate(chosen.layers)
                 for column, head in enumerate(chosen.heads)
             },
-            small=_query_maps(every),
-            query="the class token" if every.has_class_token else "all patches (their mean)",
+            maps=AttentionMaps(
+                attention=every.attention[0].float().cpu().numpy(),
+                grid=every.grid,
+                prefix=prefix_names(network),
+                has_class_token=every.has_class_token,
+                area=_area(every, placement),
+                rollout=rollout,
+                relevance=relevance,
+            ),
         )
+
+    def _relevance(
+        self, inputs: Tensor, logits: Float[Tensor, " classes"]
+    ) -> tuple[tuple[str, Float[np.ndarray, "rows columns"]], ...]:
+        """Return the relevance for the chosen class and then for the likeliest ones."""
+        classes = self._bundle.classes
+        if not classes:
+            return ()
+        likeliest = logits.argsort(descending=True, stable=True)[: self._top].tolist()
+        first = likeliest[0] if self._target is None else self._target
+        numbers = [first, *(number for number in likeliest if number != first)]
+        targets = torch.tensor(numbers, device=inputs.device)
+        found = class_relevance(self._network, inputs.expand(len(numbers), -1, -1, -1), targets, batch_size=1)
+        return tuple((classes[number], values) for number, values in zip(numbers, found.values, strict=True))
 
     def _ranking(self, image: bytes) -> tuple[tuple[str, float], ...]:
         bundle = self._bundle
@@ -116,8 +143,8 @@ class Explainer:
         return found.ranking
 
 
-def write_explanation(explanation: Explanation, folder: Path, name: str, *, title: str) -> list[str]:
-    """Write the page and the PNG files of an image, whose names start with `name`. Return their names.
+def write_explanation(explanation: Explanation, folder: Path, name: str, *, title: str) -> Written:
+    """Write the page and the PNG files of an image, whose names start with `name`.
 
     The pictures of the files have the size of the image.
     """
@@ -129,41 +156,35 @@ def write_explanation(explanation: Explanation, folder: Path, name: str, *, titl
         files[f"{name}-layer-{layer:02}-head-{head:02}.png"] = overlay(picture, values)
     for file, pixels in files.items():
         (folder / file).write_bytes(png(pixels))
-    (folder / f"{name}.html").write_text(_page(explanation, title), encoding="utf-8")
-    return [f"{name}.html", *files]
-
-
-def _page(explanation: Explanation, title: str) -> str:
-    return document(title, _parts(explanation), style=STYLE)
-
-
-def _parts(explanation: Explanation) -> Iterator[str]:
-    if explanation.ranking:
-        form = "{:.1%}" if explanation.has_probabilities else "{:.4g}"
-        yield table(("prediction", ""), [(label, form.format(value)) for label, value in explanation.ranking])
-    yield '<div class="maps">'
-    yield figure(explanation.picture, "The image.")
-    yield figure(
-        overlay(explanation.picture, explanation.rollout), "Attention rollout: patches that the output attends to."
+    page = make_page(
+        explanation.maps, picture, title=title, predictions=_ranking_list(explanation), max_bytes=MAX_BYTES
     )
-    if explanation.relevance is not None:
-        text = f"Relevance: patches that speak for {explanation.explained}."
-        yield figure(overlay(explanation.picture, explanation.relevance), text)
-    yield "</div>"
-    yield "<h2>Heads</h2>"
-    yield (
-        f"<p>Attention of {escape(explanation.query)} to each patch, by layer (rows) and head (columns). Each map has "
-        "its own scale, from dark (least) to bright (most).</p>"
-    )
-    _, heads, rows, columns = explanation.small.shape
-    scale = max(1, round(MAP_SIDE / max(rows, columns)))
-    yield '<div class="scroll">'
-    for layer, maps in enumerate(explanation.small):
-        low, high = maps.min(axis=(1, 2), keepdims=True), maps.max(axis=(1, 2), keepdims=True)
-        tiles = mosaic(colours((maps - low) / np.maximum(high - low, 1e-300)) / 255, heads, scale=scale, gap=3)
-        text = f"Attention maps of layer {layer}, heads 0 to {heads - 1}."
-        yield f'<div class="layer"><span>layer {layer}</span>{image(tiles, text, "png")}</div>'
-    yield "</div>"
+    (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
+    return Written([f"{name}.html", *files], page.notes)
+
+
+def _ranking_list(explanation: Explanation) -> str:
+    form = "{:.1%}" if explanation.has_probabilities else "{:.4g}"
+    items = (f"<li>{escape(label)} <b>{form.format(value)}</b></li>" for label, value in explanation.ranking)
+    return f'<ul class="ranking" aria-label="Predictions">{"".join(items)}</ul>' if explanation.ranking else ""
+
+
+def prefix_names(network: VisionTransformer) -> tuple[str, ...]:
+    """Return the names of the tokens before the patches."""
+    config = network.config
+    first = ["class token"] if config.has_class_token else []
+    registers = [f"register {number}" for number in range(config.prefix - len(first))]
+    if config.pool == "cls+dist":
+        registers[0] = "distillation token"
+    return (*first, *registers)
+
+
+def _area(found: Trace, placement: Placement) -> tuple[float, float, float, float]:
+    """Return left, top, width and height of all patches on the picture."""
+    (rows, columns), (height, width) = found.grid, found.patch
+    corners = np.array([[0, 0], [columns * width, rows * height]], np.float64)
+    (left, top), (right, bottom) = placement.points_back(corners).tolist()
+    return left, top, right - left, bottom - top
 
 
 def _query_maps(found: Trace) -> Float[np.ndarray, "layers heads rows columns"]:

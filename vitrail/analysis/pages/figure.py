@@ -16,7 +16,10 @@ from vitrail.data.batch import Skipped
 from vitrail.errors import plural
 from vitrail.page import escape, table
 
-__all__ = ["NARROW", "STYLE", "captioned", "figure", "image", "skipped_part"]
+__all__ = ["NARROW", "STYLE", "captioned", "figure", "image", "image_address", "skipped_part"]
+
+ImageForm = Literal["jpeg", "png"]
+"""File format of an embedded picture."""
 
 PAGE_SIDE = 480
 """Longest side of a picture on a page, in pixels."""
@@ -29,8 +32,6 @@ STYLE = """
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); }
 .maps figure { width: auto; } .maps figure img { width: 100%; height: auto; }
 .maps figcaption { color: CanvasText; font-size: .9rem; line-height: 1.4; }
-.layer { display: flex; gap: .7rem; align-items: center; margin: .4rem 0; }
-.layer span { flex: none; width: 5rem; color: var(--dim); } .layer img { display: block; image-rendering: pixelated; }
 """
 
 NARROW = ".chart svg { max-width: 100%; height: auto; }"
@@ -63,13 +64,17 @@ def skipped_part(skipped: Collection[Skipped]) -> Iterator[str]:
     yield table(("image", "reason"), rows[:MAX_SKIPPED])
 
 
-def image(picture: UInt8[np.ndarray, "height width 3"], text: str, form: Literal["jpeg", "png"]) -> str:
+def image(picture: UInt8[np.ndarray, "height width 3"], text: str, form: ImageForm) -> str:
     """Return an `img` tag with an embedded picture."""
+    return f'<img alt="{escape(text)}" src="{image_address(picture, form)}">'
+
+
+def image_address(picture: UInt8[np.ndarray, "height width 3"], form: ImageForm) -> str:
+    """Return an address that contains a picture."""
     if form == "png":
         data = png(picture)
     else:
         file = io.BytesIO()
         Image.fromarray(picture).save(file, "JPEG", quality=88)
         data = file.getvalue()
-    encoded = base64.b64encode(data).decode("ascii")
-    return f'<img alt="{escape(text)}" src="data:image/{form};base64,{encoded}">'
+    return f"data:image/{form};base64,{base64.b64encode(data).decode('ascii')}"

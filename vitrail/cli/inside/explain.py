@@ -1,4 +1,4 @@
-"""`vitrail explain`: show what a model looked at in images, as PNG files and one HTML page per image."""
+"""`vitrail explain`: show what a model looked at in images, as PNG files and one interactive page per image."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Explain:
     heads: tuple[int, ...] | None = None
     """Heads that are written as PNG files, from 0, or backward from -1. The default is all of them."""
     top: int = 5
-    """Number of classes on the page."""
+    """Number of the likeliest classes on the page, each with its relevance."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
     device: str = "auto"
@@ -54,8 +54,8 @@ class Explain:
 
 COMMAND = Command(
     name="explain",
-    summary="""Show which parts of an image a Vision Transformer attends to, and which parts speak for a class. One HTML
-    page and several PNG files are written for each image.""",
+    summary="""Show which parts of an image a Vision Transformer attends to, and which parts speak for a class. One
+    interactive HTML page and several PNG files are written for each image.""",
     examples=(
         Example("vitrail explain runs/flowers rose.jpg", "Explain the prediction for one image."),
         Example("vitrail explain runs/flowers rose.jpg --label tulip", "Show what speaks for another class."),
@@ -75,8 +75,8 @@ def main(call: Call) -> int:
     if options.top < 1:
         raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show")
     paths = image_paths(options.images)
-    written = _earlier(options.out)
-    check_new_folder(options.out, (CONTENTS, *written), overwrite=options.overwrite, recognise=_is_ours)
+    earlier = _earlier(options.out)
+    check_new_folder(options.out, (CONTENTS, *earlier), overwrite=options.overwrite, recognise=_is_ours)
     bundle = load(options.model, device=options.device, image_size=options.image_size)
     transformer_of(bundle.network)
     target = _target(options, bundle)
@@ -84,7 +84,7 @@ def main(call: Call) -> int:
         print(f"vitrail: {COMMAND.note(note)}", file=sys.stderr)
     explainer = Explainer(bundle, target=target, layers=options.layers, heads=options.heads, top=options.top)
     broken, names = [], _names(paths)
-    with replacing_folder("explanations", options.out, (CONTENTS, *written)) as partial:
+    with replacing_folder("explanations", options.out, (CONTENTS, *earlier)) as partial:
         files: list[str] = []
         for path, name in zip(paths, names, strict=True):
             try:
@@ -92,7 +92,10 @@ def main(call: Call) -> int:
             except UndecodableImage as error:
                 broken.append(f"{path} {error}")
                 continue
-            files += write_explanation(explanation, partial, name, title=path.name)
+            written = write_explanation(explanation, partial, name, title=path.name)
+            files += written.files
+            for note in written.notes:
+                print(f"vitrail: {written.files[0]}: {note}", file=sys.stderr)
         write_json(partial / CONTENTS, {"files": files})
     for name in (file for file in files if file.endswith(".html")):
         print(options.out / name)

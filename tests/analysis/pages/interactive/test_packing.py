@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from vitrail.analysis.pages.packing import BITS, PackedMaps, Rows, dequantise, pack, quantise, unpack
+from vitrail.analysis.pages.interactive.packing import BITS, PackedMaps, Rows, dequantise, pack, quantise, unpack
 
 WEIGHTS = arrays.arrays(
     np.float32,
@@ -32,8 +32,7 @@ def check_steps(found: np.ndarray, weights: np.ndarray, bits: int) -> None:
     assert (np.abs(np.sqrt(found) - np.sqrt(weights.astype(np.float64))) <= 0.5001 * step + 1e-22).all()
 
 
-@pytest.mark.parametrize("bits", BITS)
-@given(weights=WEIGHTS)
+@given(weights=WEIGHTS, bits=st.sampled_from(BITS))
 def test_weights_come_back_within_half_a_step(weights: np.ndarray, bits: int) -> None:
     rows = quantise(weights, bits)
     assert rows.codes.max() <= 2**bits - 1

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["CHROMIUM", "Browser"]
 
@@ -75,17 +75,39 @@ class Browser:
         node = self._send("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self._send("DOM.setFileInputFiles", nodeId=node, files=[str(path) for path in paths])
 
-    def press(self, key: str) -> None:
-        """Press and release a key."""
-        codes = {"Tab": 9, "Enter": 13}
-        for kind in ("rawKeyDown", "keyUp"):
-            self._send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Press and release a key, which is named as in `KeyboardEvent.key`."""
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, 0), "modifiers": 8 if shift else 0}
+        text = {"text": key} if len(key) == 1 else {}
+        self._send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **about, **text)
+        self._send("Input.dispatchKeyEvent", type="keyUp", **about)
 
-    def show(self, width: int, height: int, scheme: str = "light") -> None:
-        """Set the size of the window, and the colour scheme that the user prefers."""
+    def mouse(self, kind: Literal["move", "press", "release"], x: float, y: float, *, shift: bool = False) -> None:
+        """Move the mouse to a place in the window, or press or release its left button there."""
+        names = {"move": "mouseMoved", "press": "mousePressed", "release": "mouseReleased"}
+        button = {} if kind == "move" else {"button": "left", "clickCount": 1}
+        self._send("Input.dispatchMouseEvent", type=names[kind], x=x, y=y, modifiers=8 if shift else 0, **button)
+
+    def touch(self, *places: tuple[float, float]) -> None:
+        """Touch the first place, move the finger to the others, and lift it."""
+        kinds = ["touchStart", *["touchMove"] * (len(places) - 1)]
+        for kind, (x, y) in zip(kinds, places, strict=True):
+            self._send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y}])
+        self._send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def show(self, width: int, height: int, scheme: str = "light", **preferences: str) -> None:
+        """Set the size of the window, and the colour scheme that the user prefers. Other preferences are media
+        features, such as `forced_colors="active"`."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self._send("Emulation.setDeviceMetricsOverride", **size)
-        self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        wanted = {"prefers-color-scheme": scheme, **preferences}
+        features = [{"name": name.replace("_", "-"), "value": value} for name, value in wanted.items()]
+        self._send("Emulation.setEmulatedMedia", features=features)
+
+    def download_to(self, folder: Path) -> None:
+        """Save files that the page offers in a folder."""
+        self._send("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
     def screenshot(self) -> bytes:
         """Return the whole page as PNG."""
@@ -96,9 +118,9 @@ class Browser:
         return [one["params"]["request"]["url"] for one in self.events if one["method"] == "Network.requestWillBeSent"]
 
     def faults(self) -> list[Any]:
-        """Return exceptions of the page and violations of its policy since the page was opened. Answers that are no
-        success are not included."""
-        kinds = ("Runtime.exceptionThrown", "Log.entryAdded")
+        """Return exceptions, console messages and violations of the policy since the page was opened. Answers that are
+        no success are not included."""
+        kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         found = [one["params"] for one in self.events if one["method"] in kinds]
         return [one for one in found if one.get("entry", {}).get("source") != "network"]
 

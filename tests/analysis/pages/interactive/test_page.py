@@ -1,0 +1,110 @@
+"""Tests of the interactive page as a file: its policy, its data and its size."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from vitrail.analysis.pages.interactive.packing import PackedMaps, dequantise, quantise, unpack
+from vitrail.analysis.pages.interactive.page import MAX_BYTES, AttentionMaps, make_page, script_text
+
+MakeMaps = Callable[..., AttentionMaps]
+PICTURE = np.random.default_rng(1).integers(0, 255, (30, 50, 3), dtype=np.uint8)
+
+
+def element(text: str, name: str) -> str:
+    found = re.search(rf'<script type="[a-z/]+" id="{name}">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def packed_in(text: str) -> PackedMaps:
+    about = json.loads(element(text, "about"))
+    tokens = len(about["prefix"]) + about["grid"][0] * about["grid"][1]
+    data = base64.b64decode(element(text, "weights"), validate=True)
+    return PackedMaps(tuple(about["layers"]), tuple(about["heads"]), tokens, about["bits"], data)
+
+
+def test_the_page_contains_the_numbers(make_maps: MakeMaps) -> None:
+    maps = make_maps()
+    page = make_page(maps, PICTURE, title="a & b.jpg", predictions="<p>rose</p>", max_bytes=MAX_BYTES)
+    assert page.notes == ()
+    about = json.loads(element(page.text, "about"))
+    assert (about["name"], about["grid"], about["layers"], about["heads"]) == ("a & b", [3, 5], [0, 1], [0, 1, 2])
+    assert about["picture"] == [50, 30] and about["area"] == [5, 3, 40, 24]
+    np.testing.assert_allclose(about["rollout"], maps.rollout.ravel(), rtol=1e-5)
+    assert [one["label"] for one in about["relevance"]] == ["</script>a & b", "cat"]
+    np.testing.assert_allclose(about["relevance"][1]["values"], maps.relevance[1][1].ravel(), rtol=1e-5)
+    np.testing.assert_array_equal(unpack(packed_in(page.text)), dequantise(quantise(maps.attention, 8), 8))
+    assert "<h1>a &amp; b.jpg</h1>" in page.text and "<p>rose</p>" in page.text
+
+
+def test_nothing_is_requested_and_only_the_own_script_runs(make_maps: MakeMaps) -> None:
+    text = make_page(make_maps(), PICTURE, title="x", max_bytes=MAX_BYTES).text
+    found = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    assert found is not None
+    rules = dict(rule.split(" ", 1) for rule in found[1].split("; "))
+    assert set(rules) == {"default-src", "img-src", "style-src", "script-src", "base-uri", "form-action"}
+    assert rules["default-src"] == "'none'" and rules["img-src"] == "data:"
+    for name, tag in (("style-src", "style"), ("script-src", "script")):
+        (own,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert rules[name] == f"'sha256-{base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()}'"
+    rest = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.findall(r"https?:|@import|url\(|fetch\(|\son\w+=|\sstyle=|innerHTML|eval\(", rest)
+    assert found.start() < text.index("<style>")
+
+
+def test_the_script_is_small_and_whole() -> None:
+    script = script_text()
+    assert len(script.encode()) <= 30_000
+    # Only comments of one line are left out of the page.
+    assert not re.findall(r"^(?:\*|/\*)", script, re.MULTILINE) and "</script" not in script
+
+
+def test_a_large_picture_is_embedded_smaller(make_maps: MakeMaps) -> None:
+    picture = np.zeros((600, 2048, 3), np.uint8)
+    text = make_page(make_maps(area=(1024.0, 300.0, 512.0, 300.0)), picture, title="x", max_bytes=MAX_BYTES).text
+    about = json.loads(element(text, "about"))
+    assert about["picture"] == [1024, 300] and about["area"] == [512, 150, 256, 150]
+    assert element(text, "picture").startswith("data:image/jpeg;base64,")
+
+
+def test_a_page_that_would_be_too_large_says_what_it_lacks(make_maps: MakeMaps) -> None:
+    maps = make_maps(layers=6, heads=2, grid=(9, 9), prefix=("class token",))
+    rest = len(make_page(maps, PICTURE, title="x", max_bytes=0).text.encode())
+    notes = []
+    for room in (200_000, 75_000, 40_000, 14_000, 2_500):
+        page = make_page(maps, PICTURE, title="x", max_bytes=rest + room)
+        assert len(page.text.encode()) <= rest + room
+        assert all(note.replace("&", "&amp;") in page.text for note in page.notes)
+        packed = packed_in(page.text) if json.loads(element(page.text, "about"))["layers"] else None
+        notes.append((packed and (packed.bits, packed.layers, packed.heads), page.notes))
+    limits = [f"the limit of {(rest + room) / 1e6:g} MB" for room in (200_000, 75_000, 40_000, 14_000, 2_500)]
+    assert notes[0] == ((8, (0, 1, 2, 3, 4, 5), (0, 1)), ())
+    assert notes[1][0][1:] == ((0, 1, 2, 3, 4, 5), (0, 1))
+    assert notes[1][1] == (f"Attention has {notes[1][0][0]} bits per weight instead of 8 because of {limits[1]}.",)
+    assert notes[2][0] == (4, (0, 3, 5), (0, 1))
+    assert notes[2][1][1] == f"The page has 3 layers of 6 (0, 3, 5) because of {limits[2]}."
+    assert notes[3][0] == (4, (5,), (0, 1))
+    assert notes[4] == (None, (
+        f"The page has no attention of heads, because one map of 82 tokens exceeds {limits[4]}. Choose a smaller "
+        "--image-size.",
+    ))  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_page_of_a_vit_b16_takes_at_most_5_mb(make_maps: MakeMaps) -> None:
+    """Random weights of all scales are harder to compress than those of trained models."""
+    maps = make_maps(layers=12, heads=12, grid=(14, 14), prefix=("class token",), area=(0.0, 0.0, 1024.0, 768.0))
+    picture = np.random.default_rng(0).integers(0, 255, (768, 1024, 3), dtype=np.uint8)  # JPEG's worst case
+    page = make_page(maps, picture, title="x", max_bytes=MAX_BYTES)
+    packed = packed_in(page.text)
+    assert len(page.text.encode()) <= 5_000_000
+    assert (len(packed.layers), len(packed.heads)) == (12, 12) and packed.bits < 8
+    assert page.notes == (f"Attention has {packed.bits} bits per weight instead of 8 because of the limit of 5 MB.",)
