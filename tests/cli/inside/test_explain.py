@@ -189,6 +189,14 @@ def test_a_page_that_would_be_too_large_is_announced(
     assert note in (tmp_path / "out" / "a rose.html").read_text(encoding="utf-8")
 
 
+def test_the_relevance_of_ten_classes_is_computed(image: Path, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", classes=tuple(f"class {number:02}" for number in range(13)))
+    words = ["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--top", "13", "--device", "cpu"]
+    assert main(words) == 0
+    text = (tmp_path / "out" / "a rose.html").read_text(encoding="utf-8")
+    assert len(about_of(text)["relevance"]) == 10 and text.count("<li>class ") == 13
+
+
 def test_images_of_one_name_and_a_broken_one(
     model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,10 @@ from vitrail.page import escape
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.prediction import NumberPrediction
 
-__all__ = ["Explainer", "Explanation", "Written", "prefix_names", "write_explanation"]
+__all__ = ["Explainer", "Explanation", "Written", "write_explanation"]
+
+MAX_CLASSES = 10
+"""Largest number of classes, beside the chosen one, whose relevance is computed. Each needs a backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +38,9 @@ class Explanation:
     """Names of the likeliest classes with their probabilities, or names of numbers with their values."""
     has_probabilities: bool
     """True if the values of the ranking are probabilities."""
-    explained: str | None
-    """Name of the class that the relevance is about, or None if the model has no head."""
     rollout: Float[np.ndarray, "height width"]
     relevance: Float[np.ndarray, "height width"] | None
+    """Relevance for the chosen class, or None if the model has no head."""
     heads: dict[tuple[int, int], Float[np.ndarray, "height width"]]
     """Attention of the query of each chosen layer and head."""
     maps: AttentionMaps
@@ -97,7 +99,6 @@ class Explainer:
             picture=picture,
             ranking=self._ranking(image),
             has_probabilities=bundle.output != "numbers",
-            explained=relevance[0][0] if relevance else None,
             rollout=full_size(rollout),
             relevance=full_size(relevance[0][1]) if relevance else None,
             heads={
@@ -108,7 +109,7 @@ class Explainer:
             maps=AttentionMaps(
                 attention=every.attention[0].float().cpu().numpy(),
                 grid=every.grid,
-                prefix=prefix_names(network),
+                prefix=_prefix_names(network),
                 has_class_token=every.has_class_token,
                 area=_area(every, placement),
                 rollout=rollout,
@@ -123,7 +124,7 @@ class Explainer:
         classes = self._bundle.classes
         if not classes:
             return ()
-        likeliest = logits.argsort(descending=True, stable=True)[: self._top].tolist()
+        likeliest = logits.argsort(descending=True, stable=True)[: min(self._top, MAX_CLASSES)].tolist()
         first = likeliest[0] if self._target is None else self._target
         numbers = [first, *(number for number in likeliest if number != first)]
         targets = torch.tensor(numbers, device=inputs.device)
@@ -169,7 +170,7 @@ def _ranking_list(explanation: Explanation) -> str:
     return f'<ul class="ranking" aria-label="Predictions">{"".join(items)}</ul>' if explanation.ranking else ""
 
 
-def prefix_names(network: VisionTransformer) -> tuple[str, ...]:
+def _prefix_names(network: VisionTransformer) -> tuple[str, ...]:
     """Return the names of the tokens before the patches."""
     config = network.config
     first = ["class token"] if config.has_class_token else []

@@ -43,7 +43,7 @@ class Explain:
     heads: tuple[int, ...] | None = None
     """Heads that are written as PNG files, from 0, or backward from -1. The default is all of them."""
     top: int = 5
-    """Number of the likeliest classes on the page, each with its relevance."""
+    """Number of the likeliest classes on the page. The first 10 have their relevance."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
     device: str = "auto"

@@ -24,6 +24,12 @@ function pin(selection, isSecond = pointer.isComparing) {
 
 const stepped = (value, step, count) => Math.max(0, Math.min(count - 1, value + step));
 
+/** Show another layer and head, which are so many away. */
+function changeHead(layers, heads) {
+  const layer = stepped(state.layer, layers, about.layers.length);
+  change({ layer, head: stepped(state.head, heads, about.heads.length), view: "attention" });
+}
+
 /** Move the cursor on the picture. With `isExtending`, the rectangle from where it was grows. */
 function moveCursor([down, across], isExtending) {
   if (isExtending) pointer.anchor ??= pointer.cursor;
@@ -96,10 +102,10 @@ function pinCursor(isSecond) {
 }
 
 const keys = {
-  "[": () => change({ layer: stepped(state.layer, -1, about.layers.length) }),
-  "]": () => change({ layer: stepped(state.layer, 1, about.layers.length) }),
-  ",": () => change({ head: stepped(state.head, -1, about.heads.length) }),
-  ".": () => change({ head: stepped(state.head, 1, about.heads.length) }),
+  "[": () => changeHead(-1, 0),
+  "]": () => changeHead(1, 0),
+  ",": () => changeHead(0, -1),
+  ".": () => changeHead(0, 1),
   c: () => change({ [pointer.isComparing && state.a ? "b" : "a"]: start }),
   p: () => pinCursor(false),
   P: () => pinCursor(true),
@@ -145,9 +151,7 @@ function makeMatrix() {
     table.append(line);
   });
   rove(table, (_, [down, across]) => {
-    const layer = stepped(state.layer, down, about.layers.length);
-    const head = stepped(state.head, across, about.heads.length);
-    change({ layer, head, view: "attention" });
+    changeHead(down, across);
     return cells[chosenMap()].button;
   });
 }

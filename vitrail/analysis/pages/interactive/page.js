@@ -12,7 +12,7 @@ const usual = { layer: about.layers.length - 1, head: 0, a: null, b: null, direc
   form: "linear", view: about.layers.length ? "attention" : "rollout", class: 0, strength: 65 };
 const state = { ...usual };
 const pointer = { at: null, cursor: [rowCount >> 1, columnCount >> 1], anchor: null, drag: null, isComparing: false };
-let weights = null, shown = null, isWaiting = false, isSaying = false, hashTimer = 0;
+let weights = null, shown = null, computed = {}, isWaiting = false, isSaying = false, hashTimer = 0;
 
 /** Return a number as text of four digits. */
 function formatNumber(value) {
@@ -70,16 +70,19 @@ function queries() {
   return second && !sameSelection(first, second) ? [first, second] : [first];
 }
 
-/** Return the values of all tokens in each map. */
+/** Return the values of all tokens in each map. They are kept until the selections or the direction change. */
 function attentionMaps(chosen) {
-  const isReversed = state.direction === "from";
+  const isReversed = state.direction === "from", key = [state.direction, ...chosen.map(formatSelection)].join(" ");
+  if (computed.key === key) return computed.maps;
   const [first, second] = chosen.map((one) => tokensOf(one, about));
-  return Array.from({ length: weights.count }, (_, map) => {
+  const maps = Array.from({ length: weights.count }, (_, map) => {
     const values = weights.values(map, first, isReversed);
     if (!second) return values;
     const others = weights.values(map, second, isReversed);
     return values.map((value, token) => value - others[token]);
   });
+  computed = { key, maps };
+  return maps;
 }
 
 /** Return what the picture shows: a map with its scale and its name. */
