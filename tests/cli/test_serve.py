@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import random
@@ -52,6 +53,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], "MODEL... is missing; usage: vitrail serve MODEL..."),
         (["MODEL", "MODEL"], "MODEL: two models are called 'flowers'; give another name to one of them: NAME=MODEL"),
         (["=MODEL"], "lacks a name or a path; give NAME=MODEL"),
+        (["MODEL", "--workers", "0"], "--workers: 0 is less than 1"),
         (["MODEL", "--max-queue", "8"], "--max-images: 64 is more than --max-queue 8"),
         (["MODEL", "--port", "PORT"], "--port: PORT on host='127.0.0.1' cannot be used: Address already in use"),
         (["nowhere/at-all/here"], "nowhere/at-all/here"),
@@ -108,9 +110,10 @@ def picture(draws: np.random.Generator) -> bytes:
 
 
 @pytest.mark.slow
-def test_stopping_loses_no_request(slow_model: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_stopping_loses_no_request(slow_model: Path, workers: str) -> None:
     images = [picture(np.random.default_rng(seed)) for seed in range(8)]
-    with started(str(slow_model), "--drain-seconds", "0.5") as (process, server, lines):
+    with started(str(slow_model), "--drain-seconds", "2", "--workers", workers) as (process, server, lines):
         is_stopping = threading.Event()
         statuses: list[int] = []
 
@@ -161,6 +164,67 @@ def test_a_second_signal_stops_at_once(model: Path) -> None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_workers_share_a_port_and_are_replaced(slow_model: Path) -> None:
+    """A killed worker takes its own requests with it and no others, a worker that is asked to stop takes none, and the
+    metrics are those of all workers that ever were."""
+    images = [picture(np.random.default_rng(seed)) for seed in range(8)]
+    with started(str(slow_model), "--workers", "2", "--drain-seconds", "0") as (process, server, lines):
+        is_over = threading.Event()
+        answered = [0] * 8
+
+        def client(number: int) -> int:
+            """Ask again and again, each time with a new connection. Return the number of broken connections."""
+            broken = 0
+            while not is_over.is_set():
+                try:
+                    assert server.ask("POST", "/", images[number]).status == 200
+                    answered[number] += 1
+                except (OSError, http.client.HTTPException):
+                    broken += 1
+            return broken
+
+        def under_load(change: Callable[[], None]) -> int:
+            """Make a change while clients ask. Return the number of broken connections."""
+            is_over.clear()
+            with ThreadPoolExecutor(8) as clients:
+                running = [clients.submit(client, number) for number in range(8)]
+                before = sum(answered)
+                wait_for(lambda: sum(answered) > before + 20)
+                count = events(lines, "worker started")
+                change()
+                wait_for(lambda: events(lines, "worker started") == count + 1)
+                before = sum(answered)
+                wait_for(lambda: sum(answered) > before + 20)
+                is_over.set()
+                return sum(one.result() for one in running)
+
+        first, second = workers_of(lines)
+        assert under_load(lambda: os.kill(first, signal.SIGKILL)) <= 8
+        assert '"signal": "SIGKILL"' in "".join(lines)
+        assert under_load(lambda: os.kill(second, signal.SIGTERM)) == 0
+        assert '"exit_code": 0' in "".join(lines)
+        for _ in range(8):  # whichever worker answers
+            assert server.metric("vitrail_ready") == 2
+            assert server.metric('vitrail_requests_total{path="/",status="200"}') >= sum(answered)
+        third, fourth = workers_of(lines)[-2:]
+        process.kill()
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (third, fourth)))
+
+
+def workers_of(lines: list[str]) -> list[int]:
+    """Processes of workers, in the order in which they started."""
+    return [json.loads(line)["pid"] for line in lines if '"event": "worker started"' in line]
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_start(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = Path(shutil.copytree(model / "model", tmp_path / "broken"))
+    (path / "model.safetensors").write_bytes(b"")
+    assert main(["serve", str(path), "--workers", "2", "--port", "0"]) == 2
+    assert capfd.readouterr().err.count("model.safetensors was altered") == 1
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from vitrail.analysis.overlays import Overlays
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.errors import ConfigError
@@ -55,7 +56,7 @@ COMMAND = Command(
     options=(Serve,),
     essential={
         "Address": ("host", "port", "token"),
-        "Models": ("watch",),
+        "Processes and models": ("workers", "watch"),
         "Limits": ("max_body", "max_images", "max_queue", "deadline_seconds"),
         "Speed": ("max_batch", "device", "precision"),
     },
@@ -67,22 +68,33 @@ def main(call: Call) -> int:
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")
-    from vitrail.serving.http.process import Job, serve
+    from vitrail.serving.http.process import Job, Worker, serve
     from vitrail.serving.http.server import open_socket
+    from vitrail.serving.http.supervisor import Supervisor
 
     values = asdict(options)
     settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
-    job = Job(models=_named(options.models), settings=settings, device=options.device, precision=options.precision)
+    job = Job(
+        models=_named(options.models),
+        settings=settings,
+        device=options.device,
+        precision=options.precision,
+        overlays=Overlays(),
+    )
     with open_socket(settings) as listening:  # before the models are loaded, which takes longer
         host, port = listening.getsockname()[:2]
         names = ", ".join(job.models)
+        what = f"{names} by {settings.workers} processes" if settings.workers > 1 else names
 
         def report() -> None:
-            _say(f"serving {names} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
+            _say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C stops)")
 
         if settings.host not in LOOPBACK and not settings.token:
             _say("everyone who reaches this machine can use the server; --token restricts it")
-        serve(job, listening, on_start=report, on_note=lambda note: _say(COMMAND.note(note)))
+        if settings.workers == 1:
+            serve(job, listening, on_start=report, on_note=_note)
+        else:
+            Supervisor(settings.workers, Worker(job, _note), listening, report).run()
     return 0
 
 
@@ -100,6 +112,10 @@ def _named(models: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
         paths[name] = path
     return paths
+
+
+def _note(note: str) -> None:
+    _say(COMMAND.note(note))
 
 
 def _say(text: str) -> None:

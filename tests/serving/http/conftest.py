@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from tests.serving.conftest import make_bundle
+from vitrail.analysis.overlays import Overlays
 from vitrail.serving.http.server import Server, open_socket
 from vitrail.serving.http.service import Service
 from vitrail.serving.http.settings import ServeSettings
@@ -83,7 +84,7 @@ class Running:
 def serving(bundles: dict[str, Bundle], **settings: Any) -> Iterator[Running]:
     """Run a server in a thread."""
     made = ServeSettings(**{"port": 0, "max_batch": 4, "drain_seconds": 0.0, **settings})
-    service = Service(bundles, made)
+    service = Service(bundles, made, overlays=Overlays())
     started = threading.Event()
     server = Server(service, started.set)
     with open_socket(made) as listening:

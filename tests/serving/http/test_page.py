@@ -27,7 +27,7 @@ def test_the_models_of_the_page(server: Running, bundle: Bundle) -> None:
     assert [model["name"] for model in models] == ["flowers", "numbers", "features"]
     assert models[0] == {
         "name": "flowers", "sha256": weights_sha256(bundle.network), "architecture": "ViT", "image_size": [12, 10],
-        "output": "softmax", "classes": 3, "precision": "float32", "metrics": {},
+        "output": "softmax", "classes": 3, "precision": "float32", "metrics": {}, "no_overlays": None,
     }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_the_page_in_a_browser(
         (wanted,) = bundles["flowers"].predict([images[place]])
         lines = [line for line in shown[place].splitlines() if line.strip()]
         ranking = [word for label, value in wanted.ranking for word in (label, f"{100 * value:.1f} %")]
-        assert lines == [f"{place}.png", *ranking]
+        assert lines[:-1] == [f"{place}.png", *ranking] and lines[-1].startswith("Press a name to see")
     assert "the file" in shown[1] and "%" not in shown[1]
     text = base64.b64encode(images[3]).decode()
     events = {
@@ -90,6 +90,36 @@ def test_the_page_in_a_browser(
     assert browser.faults() == []
     assert browser.value("fetch('http://localhost:1/').then(() => 'sent', () => 'refused')") == "refused"
     assert any("Content Security Policy" in str(fault) for fault in browser.faults())
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_overlays_on_the_page(browser: Browser, server: Running, files: list[Path]) -> None:
+    browser.show(1000, 700)
+    browser.open(server.url)
+    browser.wait("document.querySelectorAll('#card dt').length > 5")
+    browser.choose_files("#file", files[0], files[1])
+    browser.wait("document.getElementById('status').textContent === 'Predicted 2 images'")
+    assert browser.value("document.querySelectorAll('article button').length") == 3  # the broken file has none
+    shown = "document.querySelector('article img').src"
+    caption = "document.querySelector('figcaption').textContent"
+    labels = browser.value("[...document.querySelectorAll('li button')].map((one) => one.textContent)")
+    pictures = [browser.value(shown)]
+    for number in (1, 0):
+        browser.value(f"document.querySelectorAll('li button')[{number}].click()")
+        browser.wait(f"{caption} === 'The bright parts speak most for {labels[number]}.'")
+        browser.wait(f"{shown}.startsWith('data:image/jpeg')")
+        assert browser.value("document.querySelectorAll('[aria-pressed=true]').length") == 1
+        pictures.append(browser.value(shown))
+    assert len({*pictures}) == 3
+    browser.value("document.querySelector('[aria-pressed=true]').click()")
+    browser.wait(f"{shown} === '{pictures[0]}' && {caption} === ''")
+    browser.value("document.getElementById('model').selectedIndex = 2")
+    browser.choose_files("#file", files[2])
+    browser.wait("document.querySelector('article button')?.textContent === 'Show attention'")
+    browser.value("document.querySelector('article button').click()")
+    browser.wait(f"{caption} === 'The model attends to the bright parts.'")
+    assert browser.faults() == []
 
 
 @pytest.mark.slow

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from tests.serving.http.conftest import Running, data_uri, serving
+from tests.serving.conftest import make_bundle
+from tests.serving.http.conftest import Running, data_uri, encoded, serving
 from vitrail import load
+from vitrail.models.variants import variant_config
 from vitrail.serving.http.protocol_v2 import HEADER
 from vitrail.weights.bundle import Bundle, weights_sha256
 
@@ -128,6 +133,42 @@ def test_exported_files_are_served(exported: Callable[[str], Path], bundle: Bund
         answer = running.ask_json("/v1/embeddings", {"input": data_uri(images[0]), "model": "file"})
         assert answer.status == 400
         assert answer.json["error"] == "model 'file' computes no embedding; it computes classes"
+
+
+def test_explanations(server: Running, bundle: Bundle, images: list[bytes]) -> None:
+    answer = server.ask("POST", f"/explain?label={quote(bundle.classes[2])}", images[0])
+    assert answer.status == 200 and answer.headers["x-model-sha256"] == answer.json["sha256"]
+    assert (answer.json["map"], answer.json["label"]) == ("relevance", bundle.classes[2])
+    head, _, text = answer.json["image"].partition(",")
+    assert head == "data:image/jpeg;base64"
+    with Image.open(io.BytesIO(base64.b64decode(text))) as picture, Image.open(io.BytesIO(images[0])) as original:
+        assert picture.format == "JPEG" and picture.size == original.size
+    answer = server.ask("POST", "/explain?model=features", images[0])
+    assert (answer.json["map"], answer.json["label"], answer.json["model"]) == ("rollout", None, "features")
+
+
+@pytest.mark.parametrize(
+    ("query", "size", "status", "words"),
+    [
+        ("label=rows", 11, 400, "label: 'rows' is not a class of model 'flowers'; nearest: rose"),
+        ("label=x&model=features", 11, 400, "'features'; it has no classes"),
+        ("model=nowhere", 11, 404, "model 'nowhere' does not exist here"),
+        ("label=rose", 0, 422, "the image "),
+    ],
+)
+def test_an_explanation_that_is_refused(server: Running, query: str, size: int, status: int, words: str) -> None:
+    image = encoded(np.zeros((size, 7, 3), np.uint8)) if size else b"no image"
+    answer = server.ask("POST", f"/explain?{query}", image)
+    assert answer.status == status and words in answer.json["error"]
+
+
+def test_a_model_without_attention(images: list[bytes]) -> None:
+    resnet = make_bundle(variant_config("BiT-Pico", num_classes=3))
+    with serving({"resnet": resnet}) as running:
+        answer = running.ask("POST", "/explain?label=rose", images[0])
+        assert answer.status == 400
+        assert answer.json["error"].startswith("model 'resnet' has no overlays: a network of the architecture 'BiT'")
+        assert "no attention" in running.ask("GET", "/models").json["models"][0]["no_overlays"]
 
 
 def test_metrics(server: Running, images: list[bytes]) -> None:

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from vitrail import __version__
 from vitrail.serving.http.guard import PROBE_PATHS, Guard
 from vitrail.serving.http.requests import service_of
+from vitrail.serving.http.routes_explain import routes_explain
 from vitrail.serving.http.routes_images import routes_images
 from vitrail.serving.http.routes_v2 import routes_v2
 from vitrail.serving.http.served import ServedModel
@@ -54,6 +55,7 @@ def make_app(service: Service, watcher: Watcher | None = None) -> Guard:
         Route("/metrics", _metrics),
         *(Route(path, _probe) for path in PROBE_PATHS),
         *routes_images(),
+        *routes_explain(),
         *routes_v2(),
     ]
     handlers: Any = {Refused: _refused, HTTPException: _not_found, Exception: _crashed}
@@ -93,7 +95,7 @@ def _page_route() -> Any:
 async def _models(request: Request) -> Response:
     """Describe all models, for the page."""
     service = service_of(request)
-    cards = [_card(model) for model in service.models.values()]
+    cards = [{**_card(model), "no_overlays": service.overlay_refusal(model)} for model in service.models.values()]
     return JSONResponse({"version": __version__, "models": cards})
 
 

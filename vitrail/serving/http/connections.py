@@ -14,6 +14,9 @@ __all__ = ["protocol_class"]
 LINGER = 1.0
 """Seconds in which a refused client can read the answer before its connection is closed."""
 
+GRACE = 0.5
+"""Seconds in which a stopping server waits for the request of a connection that has just been made."""
+
 
 def protocol_class(service: Service) -> type[H11Protocol]:
     """Return uvicorn's HTTP protocol with the limits of a service."""
@@ -22,6 +25,7 @@ def protocol_class(service: Service) -> type[H11Protocol]:
     class Protocol(H11Protocol):
         timer: asyncio.TimerHandle | None = None
         is_refused = False
+        awaits_request = True  # until an answer was sent; then until the next bytes come
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -32,8 +36,13 @@ def protocol_class(service: Service) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             if not self.is_refused:
+                self.awaits_request = True
                 super().data_received(data)
                 self._limit_headers()
+
+        def on_response_complete(self) -> None:
+            self.awaits_request = False
+            super().on_response_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self.timer is not None:
@@ -41,7 +50,11 @@ def protocol_class(service: Service) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def shutdown(self) -> None:
-            if not self.is_refused:
+            """Close the connection, or let it be closed after the answer, because the server stops."""
+            if self.awaits_request:
+                self.awaits_request = False
+                self.loop.call_later(GRACE, self.shutdown)
+            elif not self.is_refused and not self.transport.is_closing():
                 super().shutdown()
 
         def _limit_headers(self) -> None:

@@ -27,7 +27,7 @@ PROBES = ("live", "ready", "startup")
 PROBE_PATHS = tuple(f"{prefix}/{probe}" for prefix in ("/health", "/v2/health") for probe in PROBES)
 """Paths of the probes, which need no token."""
 
-NAMED = (*PROBE_PATHS, "/", "/metrics", "/models", "/predict", "/v1/embeddings", "/v2")
+NAMED = (*PROBE_PATHS, "/", "/metrics", "/models", "/predict", "/explain", "/v1/embeddings", "/v2")
 """Paths that metrics name. Other paths are counted together, so that a scan cannot fill the memory."""
 
 CLIENT_GONE = 499

@@ -13,4 +13,5 @@ __all__ = ["log_line"]
 def log_line(**values: Any) -> None:
     """Write a line with the time and these values."""
     line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **values}
-    print(json.dumps(line), file=sys.stderr, flush=True)
+    sys.stderr.write(json.dumps(line) + "\n")  # in one call, so that lines of several processes do not mix
+    sys.stderr.flush()

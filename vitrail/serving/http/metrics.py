@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
-__all__ = ["Metrics"]
+__all__ = ["FOLDER", "Metrics"]
+
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Variable with a folder in which several processes keep their metrics. It must be set before they start."""
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 MODEL = ("model", "task")
@@ -14,7 +19,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Metrics:
-    """Counters and histograms of one server."""
+    """Counters and histograms of one server. All processes of a server report the metrics of all of them."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -26,9 +31,9 @@ class Metrics:
         self.queue = self._histogram("vitrail_queue_seconds", "Longest wait in a batch", MODEL)
         self.inference = self._histogram("vitrail_inference_seconds", "Time for computing a batch", MODEL)
         self.sizes = self._histogram("vitrail_batch_size", "Images in a batch", MODEL, SIZES)
-        self.images = Gauge("vitrail_images", "Images that are accepted and not answered", registry=self._registry)
-        self.bodies = Gauge("vitrail_body_bytes", "Bytes of all bodies of requests", registry=self._registry)
-        self.ready = Gauge("vitrail_ready", "1 if the server accepts requests", registry=self._registry)
+        self.images = self._gauge("vitrail_images", "Images that are accepted and not answered")
+        self.bodies = self._gauge("vitrail_body_bytes", "Bytes of all bodies of requests")
+        self.ready = self._gauge("vitrail_ready", "Number of processes that accept requests")
 
     def batches(self, model: str, task: str) -> Callable[[int, float, float], None]:
         """Return a function that records a batch: number of images, longest wait, and time for computing."""
@@ -43,7 +48,15 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics as text."""
-        return generate_latest(self._registry)
+        folder = os.environ.get(FOLDER)
+        if folder is None:
+            return generate_latest(self._registry)
+        everyone = CollectorRegistry()
+        MultiProcessCollector(everyone, path=folder)  # type: ignore[no-untyped-call]
+        return generate_latest(everyone)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self._registry, multiprocess_mode="livesum")
 
     def _histogram(
         self, name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...] = SECONDS

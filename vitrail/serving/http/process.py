@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
+import torch
+
+from vitrail.errors import VitrailError
 from vitrail.machine import Precision, keep_freed_memory
+from vitrail.serving.http.served import OverlayMaker
 from vitrail.serving.http.server import Server
 from vitrail.serving.http.service import Service
 from vitrail.serving.http.settings import ServeSettings
@@ -14,7 +21,7 @@ from vitrail.serving.http.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
-__all__ = ["Job", "serve"]
+__all__ = ["Job", "Worker", "serve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +33,54 @@ class Job:
     settings: ServeSettings
     device: str = "auto"
     precision: Precision | None = None
+    overlays: OverlayMaker | None = None
+    """Draws what a model looked at. It can be pickled."""
 
 
 def serve(
-    job: Job, listening: socket.socket, *, on_start: Callable[[], None], on_note: Callable[[str], None] = lambda _: None
+    job: Job,
+    listening: socket.socket,
+    *,
+    on_start: Callable[[], None],
+    on_note: Callable[[str], None],
+    supervisor: int | None = None,
 ) -> None:
     """Load the models, and serve them until a signal stops the process. Raise `VitrailError` for a model that cannot be
-    loaded or served. `on_note` is called with each note on loading, and `on_start` when the server listens."""
+    loaded or served. `on_note` is called with each note on loading, and `on_start` when the server listens.
+    `supervisor` is the process of a worker's supervisor."""
     keep_freed_memory()  # otherwise each batch gets its memory from the system anew
     files, states = {}, {}
     if job.settings.watch:
         files = {name: ModelFiles.of(path, job.device) for name, path in job.models.items()}
         states = {name: one.state() for name, one in files.items()}
-    service = Service(_load(job, files, on_note), job.settings, job.precision)
+    service = Service(_load(job, files, on_note), job.settings, job.precision, job.overlays)
     watcher = Watcher(service, files, states) if files else None
-    Server(service, on_start, watcher).run(sockets=[listening])
+    Server(service, on_start, watcher=watcher, supervisor=supervisor).run(sockets=[listening])
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The function of one of several processes that serve the same models, for `Supervisor`."""
+
+    job: Job
+    on_note: Callable[[str], None]
+
+    def __call__(self, number: int, listening: socket.socket, told: Connection) -> None:
+        """Serve with a part of the compute threads. The first worker alone reports notes, which are the same for
+        all."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the server has its own rule
+        torch.set_num_threads(max(1, torch.get_num_threads() // self.job.settings.workers))
+        try:
+            serve(
+                self.job,
+                listening,
+                on_start=lambda: told.send(None),
+                on_note=self.on_note if number == 0 else lambda _: None,
+                supervisor=os.getppid(),
+            )
+        except VitrailError as error:
+            told.send(error)
+            raise SystemExit(error.exit_code) from None
 
 
 def _load(job: Job, files: Mapping[str, ModelFiles], on_note: Callable[[str], None]) -> dict[str, Bundle]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,10 +19,22 @@ from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported.description import output_names
 from vitrail.weights.exported.network import ExportedNetwork
 
-__all__ = ["ModelOutputs", "ServedModel", "Task"]
+__all__ = ["ModelOutputs", "OverlayMaker", "ServedModel", "Task"]
 
 Task = Literal["classes", "embedding"]
 """Task of a model: to predict the classes (or the numbers of a regression) of an image, or to compute its embedding."""
+
+
+@runtime_checkable
+class OverlayMaker(Protocol):
+    """Draws what a model looked at on pictures."""
+
+    def refusal(self, bundle: Bundle) -> str | None:
+        """Return why a model has no overlays, or None if it has them."""
+
+    def draw(self, bundle: Bundle, image: bytes, target: int | None) -> bytes:
+        """Return the picture of an image file under a map, as a JPEG file. The map explains the output of the number
+        `target`, or for None all outputs."""
 
 
 class ServedModel:
@@ -85,10 +97,14 @@ class ServedModel:
 
     def pixels(self, image: bytes) -> Pixels:
         """Return the pixels of an encoded image. Raise `UndecodableImage`."""
+        self.check_size(image)
+        return self.bundle.preprocess.pixels(image)
+
+    def check_size(self, image: bytes) -> None:
+        """Raise `UndecodableImage` for an image that cannot be decoded, or is larger than the server accepts."""
         height, width = image_size_of(image)
         if height * width > self._max_pixels:
             raise UndecodableImage(f"claims {width} x {height} pixels; this server accepts {self._max_pixels:,}")
-        return self.bundle.preprocess.pixels(image)
 
     def _find_tasks(self) -> tuple[Task, ...]:
         network: Any = self.bundle.network

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -28,12 +30,21 @@ class Server(uvicorn.Server):
 
     After the first signal the probe `ready` answers 503 for `drain_seconds`, while requests are still accepted. Then
     the server stops listening and answers what it has. A second signal stops it at once.
+
+    A worker of a supervisor leaves SIGINT, which a terminal sends to all processes, and second signals to its
+    supervisor. It also stops if its supervisor dies.
     """
 
     def __init__(
-        self, service: Service, on_start: Callable[[], None] = lambda: None, watcher: Watcher | None = None
+        self,
+        service: Service,
+        on_start: Callable[[], None] = lambda: None,
+        *,
+        watcher: Watcher | None = None,
+        supervisor: int | None = None,
     ) -> None:
-        """`on_start` is called when the server listens. `watcher` replaces models while the server runs."""
+        """`on_start` is called when the server listens. `watcher` replaces models while the server runs. `supervisor`
+        is the process of a worker's supervisor."""
         settings = service.settings
         super().__init__(
             uvicorn.Config(
@@ -44,6 +55,7 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         self._service = service
         self._on_start = on_start
+        self._supervisor = supervisor
         self._stops_at: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -52,17 +64,24 @@ class Server(uvicorn.Server):
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._supervisor is not None and (sig == signal.SIGINT or self._stops_at is not None):
+            return
         if self._stops_at is not None or not self.started:
             self.should_exit = self.force_exit = True
             return
-        self._stops_at = time.monotonic() + self._service.settings.drain_seconds  # `on_tick` does the rest
+        self._begin_stop()  # `on_tick` does the rest
 
     async def on_tick(self, counter: int) -> bool:
+        if self._stops_at is None and self._supervisor not in (None, os.getppid()):
+            self._begin_stop()
         if self._stops_at is not None and not self._service.is_draining:
             self._service.drain()
         if self._stops_at is not None and time.monotonic() >= self._stops_at:
             self.should_exit = True
         return await super().on_tick(counter)
+
+    def _begin_stop(self) -> None:
+        self._stops_at = time.monotonic() + self._service.settings.drain_seconds
 
 
 def open_socket(settings: ServeSettings) -> socket.socket:

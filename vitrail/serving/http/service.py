@@ -17,7 +17,7 @@ from vitrail.errors import UndecodableImage
 from vitrail.machine import Precision
 from vitrail.serving.http.batching import Compute, Row, TooLate
 from vitrail.serving.http.metrics import Metrics
-from vitrail.serving.http.served import ServedModel, Task
+from vitrail.serving.http.served import OverlayMaker, ServedModel, Task
 from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.bundle import Bundle
 
@@ -47,9 +47,10 @@ class Service:
         bundles: Mapping[str, Bundle],
         settings: ServeSettings,
         precision: Precision | None = None,
+        overlays: OverlayMaker | None = None,
     ) -> None:
-        """Prepare models, given by their names. The first model answers requests that name none. Raise `ConfigError`
-        for a model that cannot be served."""
+        """Prepare models, given by their names. The first model answers requests that name none. `overlays` draws what
+        a model looked at. Raise `ConfigError` for a model that cannot be served."""
         self.settings = settings
         self.metrics = Metrics()
         self.is_ready = False
@@ -60,6 +61,8 @@ class Service:
         threads = torch.get_num_threads()
         self._compute = Compute(min(threads, MOST_WORKERS) if on_cpu else 1, threads)
         self._decode = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "vitrail-decode")
+        self._draw = ThreadPoolExecutor(1, "vitrail-overlay")  # one at a time, because each needs much memory
+        self._overlays = overlays
         self._accepted = 0
         self._precision = precision
         self.models = {name: self._served(name, bundle) for name, bundle in bundles.items()}
@@ -73,6 +76,7 @@ class Service:
         """End the threads, after all requests are answered."""
         self.is_ready = False
         self._decode.shutdown()
+        self._draw.shutdown()
         self._compute.stop()
 
     def drain(self) -> None:
@@ -124,6 +128,31 @@ class Service:
         with self._accept(model, tasks, len(pixels)):
             return await self._outputs(model, tasks, pixels)
 
+    def overlay_refusal(self, model: ServedModel) -> str | None:
+        """Return why a model has no overlays, or None if it has them."""
+        return "this server has none" if self._overlays is None else self._overlays.refusal(model.bundle)
+
+    async def overlay(self, model: ServedModel, image: bytes, target: int | None) -> bytes:
+        """Return a picture under a map of what the model looked at, as `OverlayMaker.draw` does. Raise `Refused` if the
+        model has no overlays, the image cannot be decoded, or the server has too much to do."""
+        overlays, refusal = self._overlays, self.overlay_refusal(model)
+        if overlays is None or refusal is not None:
+            raise Refused(400, f"model {model.name!r} has no overlays: {refusal}")
+
+        def draw() -> bytes:
+            model.check_size(image)
+            with compute_threads(1):  # predictions come first
+                return overlays.draw(model.bundle, image, target)
+
+        with self._accept(model, (), 1):
+            drawing = asyncio.get_running_loop().run_in_executor(self._draw, draw)
+            try:
+                return await asyncio.wait_for(drawing, self.settings.deadline_seconds)
+            except UndecodableImage as error:
+                raise Refused(422, f"the image {error}") from None
+            except TimeoutError:
+                raise self._too_late("an overlay") from None
+
     @contextmanager
     def _accept(self, model: ServedModel, tasks: Sequence[Task], images: int) -> Iterator[None]:
         """Count images as accepted inside the `with` block. Raise `Refused` if the server cannot accept them. Images
@@ -149,8 +178,7 @@ class Service:
         try:
             found = await asyncio.gather(*(model.batchers[task].compute(pixels) for task in tasks))
         except TooLate:
-            message = f"an image waited longer than {self.settings.deadline_seconds:g} seconds; try again later"
-            raise Refused(503, message, RETRY) from None
+            raise self._too_late("an image") from None
         return [{name: row[name] for row in rows for name in row} for rows in zip(*found, strict=True)]
 
     def _pixels(self, model: ServedModel, image: bytes) -> Pixels | UndecodableImage:
@@ -161,6 +189,11 @@ class Service:
             return error
         finally:
             self.metrics.decoding.observe(time.perf_counter() - begun)
+
+    def _too_late(self, what: str) -> Refused:
+        return Refused(
+            503, f"{what} waited longer than {self.settings.deadline_seconds:g} seconds; try again later", RETRY
+        )
 
     def _served(self, name: str, bundle: Bundle, before: ServedModel | None = None) -> ServedModel:
         with compute_threads(None if before is None else 1):  # a server that has requests keeps the other threads

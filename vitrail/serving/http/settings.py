@@ -21,6 +21,9 @@ class ServeSettings:
     token: str = ""
     """Secret that requests must send as `Authorization: Bearer TOKEN`. The default is the environment variable
     VITRAIL_TOKEN, and without it no token is needed. Probes and the empty page need no token."""
+    workers: int = 1
+    """Processes that answer requests to the port, each with its own copy of the models, its part of the compute threads
+    and its own limits. A process that dies is started again."""
     watch: bool = False
     """Replace a model when its files change, without losing a request. Each model is read from a private copy of its
     files."""
@@ -52,7 +55,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port} is not in 0 to 65535")
-        for name in ("max_images", "max_pixels", "max_queue", "max_connections", "max_batch"):
+        for name in ("max_images", "max_pixels", "max_queue", "max_connections", "max_batch", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} is less than 1")

@@ -1,0 +1,65 @@
+"""Tests of overlays: they are what `vitrail explain` draws, on a small copy of the picture."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.analysis.drawing import overlay
+from vitrail.analysis.overlays import SIDE, Overlays
+from vitrail.analysis.pages.explanation import Explainer
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.models.variants import build, variant_config
+from vitrail.models.vit import ViTConfig
+from vitrail.weights.bundle import Bundle
+
+
+def make_bundle(**changes: Any) -> Bundle:
+    settings: dict[str, Any] = {
+        "image_size": (36, 30), "patch_size": (4, 5), "width": 12, "depth": 2, "heads": 3, "mlp_width": 20,
+        "num_classes": 3,
+    }  # fmt: skip
+    config = ViTConfig(**{**settings, **changes})
+    return Bundle(build(config).eval(), ("a", "b", "c")[: config.num_classes], Preprocess(image_size=config.image_size))
+
+
+def file_of(size: tuple[int, int]) -> bytes:
+    draws = np.random.default_rng(2)
+    coarse = Image.fromarray(draws.integers(0, 256, (4, 5, 3), dtype=np.uint8))
+    file = io.BytesIO()
+    coarse.resize(size[::-1], Image.Resampling.BICUBIC).save(file, "PNG")
+    return file.getvalue()
+
+
+def pixels_of(file: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(file)), np.float64)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_classes": 0, "pool": "gap"}, {"pool": "map", "registers": 2}])
+def test_overlays_are_those_of_explanations(changes: dict[str, Any]) -> None:
+    bundle, image = make_bundle(**changes), file_of((47, 61))
+    for target in (0, 2, None) if bundle.classes else (None,):
+        explained = Explainer(bundle, target=target).explain(image)
+        values = explained.rollout if target is None else explained.relevance
+        assert values is not None
+        found = pixels_of(Overlays().draw(bundle, image, target))
+        assert found.shape == (47, 61, 3)
+        assert np.abs(found - overlay(explained.picture, values)).mean() < 4  # of 255: JPEG loses a little
+
+
+def test_large_pictures_are_reduced() -> None:
+    bundle = make_bundle()
+    small, large = (pixels_of(Overlays().draw(bundle, file_of(size), 1)) for size in ((640, 320), (1280, 640)))
+    assert small.shape == large.shape == (SIDE, SIDE // 2, 3)
+
+
+def test_models_without_overlays() -> None:
+    resnet = variant_config("BiT-Pico", num_classes=3)
+    bundle = Bundle(build(resnet).eval(), ("a", "b", "c"), Preprocess(image_size=resnet.image_size))
+    assert Overlays().refusal(bundle) == "a network of the architecture 'BiT' has no attention to look into"
+    assert Overlays().refusal(make_bundle(attention="linformer")) == "its kind of attention has no map of weights"
+    assert Overlays().refusal(make_bundle()) is None
