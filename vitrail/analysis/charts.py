@@ -27,7 +27,7 @@ from vitrail.charts.svg import (
 )
 from vitrail.page import escape
 
-__all__ = ["STYLE", "colours", "heat_map", "mosaic", "png", "scatter", "series_chart", "standalone"]
+__all__ = ["COLOURS", "STYLE", "colours", "heat_map", "mosaic", "png", "scatter", "series_chart", "standalone"]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7f7f7f", "#e69f00")
 """Colours of series (Okabe and Ito 2008). Yellow is darkened, so that it is visible on white."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["UNBOUNDED", "Axis", "make_axis"]
+__all__ = ["UNBOUNDED", "Axis", "log_ticks", "make_axis", "short_number"]
 
 UNBOUNDED = (-math.inf, math.inf)
 
@@ -59,6 +59,22 @@ def make_axis(
     if round_ends:
         low, high = max(ticks[0], bounds[0]), min(ticks[-1], bounds[1])
     return Axis(low, high, step, tuple(tick for tick in ticks if low <= tick <= high))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return round values between two powers of ten, given by their exponents. There are at most about six."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        ticks = [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
+        if len(ticks) <= 6:
+            break
+    return ticks
+
+
+def short_number(value: float) -> str:
+    """Return the label of a tick on a logarithmic axis, such as 0.5, 200 or 2e13."""
+    return f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}".replace("e+", "e")
 
 
 def _decimals(step: float) -> int:

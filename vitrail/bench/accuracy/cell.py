@@ -20,7 +20,19 @@ from vitrail.errors import RunError, VitrailError
 from vitrail.files import saving, write_json
 from vitrail.plain import from_plain
 
-__all__ = ["Cell", "CellResult", "Point", "end_with_parent", "read_cell", "read_result", "run_cell", "write_result"]
+__all__ = [
+    "Cell",
+    "CellResult",
+    "Point",
+    "end_process",
+    "end_with_parent",
+    "last_lines",
+    "read_cell",
+    "read_result",
+    "run_cell",
+    "start_process",
+    "write_result",
+]
 
 CELL, RESULT, LOG = "cell.json", "result.json", "log.txt"
 
@@ -127,10 +139,9 @@ def run_cell(folder: Path, cell: Cell, command: Sequence[str]) -> CellResult:
     code = _run([*command, str(folder)], folder / LOG)
     result = read_result(folder)
     if code or result is None:
-        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
         raise VitrailError(
             f"{cell.entry} with seed {cell.seed} ended with exit code {code}; the whole output is in {folder / LOG}:\n"
-            + "\n".join(f"  {line}" for line in lines)
+            f"{last_lines(folder / LOG)}"
         )
     return result
 
@@ -141,21 +152,39 @@ def _plain(cell: Cell) -> Any:
 
 def _run(command: Sequence[str], log: Path) -> int:
     """Run a command until it ends, and return its exit code. If this process is interrupted, the command ends too."""
-    # The command has a session of its own, so Ctrl-C reaches only this process. It reads its standard input, and ends
-    # as soon as this process closes it or dies.
+    process = start_process(command, log)
+    try:
+        return process.wait()
+    finally:
+        end_process(process)
+
+
+def start_process(command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    """Start a command that writes its output into `log`. `variables` are added to the environment.
+
+    The command has a session of its own, so Ctrl-C reaches only this process. The command is expected to call
+    `end_with_parent`: it then ends as soon as this process closes its standard input or dies.
+    """
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **variables},
         )  # fmt: skip
-        try:
-            return process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process that `start_process` started, unless it has ended already."""
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def last_lines(log: Path) -> str:
+    """Return the end of a log, indented for a message."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def end_with_parent() -> None:

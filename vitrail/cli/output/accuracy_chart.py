@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from vitrail.bench.accuracy.cell import Point
 from vitrail.bench.accuracy.results import Curves
-from vitrail.charts.axes import Axis, make_axis
+from vitrail.charts.axes import Axis, log_ticks, make_axis, short_number
 from vitrail.page import escape
 
 __all__ = ["accuracy_chart"]
@@ -82,10 +82,10 @@ def _chart(
         return bottom - y_axis.fraction(value) * (bottom - TOP)
 
     parts = [_grid(y_axis, at_y, right, bottom)]
-    for tick in _ticks(low, high):
+    for tick in log_ticks(low, high):
         x = at_x(tick)
         parts.append(f'<path class="axis" d="M{x:.1f} {bottom:g}v4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 17:g}" text-anchor="middle">{_short(tick)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 17:g}" text-anchor="middle">{short_number(tick)}</text>')
     middle = (LEFT + right) / 2
     parts.append(f'<text x="{middle:g}" y="{bottom + 36:g}" text-anchor="middle">{label}</text>')
     parts += [f'<path class="target" d="M{LEFT:g} {at_y(100 * target):.1f}H{right:g}"/>' for target in targets]
@@ -103,22 +103,6 @@ def _grid(y_axis: Axis, at_y: Callable[[float], float], right: float, bottom: fl
         for tick in y_axis.ticks
     )
     return f'<path class="grid" d="{lines}"/><path class="axis" d="M{LEFT:g} {bottom:g}H{right:g}"/>' + "".join(labels)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round values between two powers of ten, at most about six."""
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    for factors in ((1, 2, 5), (1, 3), (1,)):
-        ticks = [factor * 10.0**power for power in powers for factor in factors]
-        ticks = [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
-        if len(ticks) <= 6:
-            break
-    return ticks
-
-
-def _short(value: float) -> str:
-    """Return a tick's label, such as 0.5, 200 or 2e13."""
-    return f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}".replace("e+", "e")
 
 
 def _stroke(number: int) -> str:
