@@ -17,6 +17,7 @@ PACKAGE = Path(vitrail.__file__).parent
 FLOORS = (
     ("__main__",),
     ("cli", "testing"),
+    ("studies",),
     ("recipes",),
     ("transfer", "analysis", "acceleration", "serving"),
     ("bench",),
@@ -34,7 +35,7 @@ FLOORS = (
 INTERNAL = {
     "Bench", "BenchAccuracy", "BenchData", "BenchServe", "Check", "Clock", "CompareRuns", "Convert", "Embed",
     "Evaluate", "Explain", "Export", "Finetune", "Models", "Optimize", "Predict", "Recipes", "Resume", "Runs",
-    "Serve", "Train",
+    "Serve", "StudyOptions", "Train",
     "PostActivationUnit", "BasicUnit", "PreActivationUnit", "StandardisedConv",
 }  # fmt: skip
 """Classes that other modules do not import: settings of verbs, and classes that only their own module uses."""

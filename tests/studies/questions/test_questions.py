@@ -1,0 +1,80 @@
+"""Tests that every study keeps the rules that the engine and the page rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from vitrail.studies.claims import Alike, Better, Claim, GainShrinks
+from vitrail.studies.cost import CELL_SECONDS, cost_of, sizes_for
+from vitrail.studies.questions import STUDIES
+from vitrail.studies.study import Point, Scale, Settings, Study
+
+STUDY = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+SCALE = pytest.mark.parametrize("scale", ["quick", "default"])
+
+FLOPS_PER_SECOND = 30e9
+"""Speed of a core that the limits of time are held against."""
+
+LIMITS = {"quick": 8 * 60, "default": 90 * 60}
+"""Largest time of a study in seconds, on two cores."""
+
+
+def points_of(study: Study, scale: Scale, channels: int = 1) -> Sequence[Point]:
+    return study.points(Settings(scale=scale, channels=1 if channels == 1 else 3))
+
+
+def named(claims: Sequence[Claim]) -> set[str]:
+    """The points that claims compare."""
+    found: set[str] = set()
+    for claim in claims:
+        if isinstance(claim, Better):
+            found |= {name for pair in claim.pairs for name in pair}
+        elif isinstance(claim, Alike):
+            found |= set(claim.points)
+        elif isinstance(claim, GainShrinks):
+            found |= {*claim.few, *claim.many}
+    return found
+
+
+@STUDY
+@SCALE
+def test_every_arm_has_the_same_number_of_trials(study: Study, scale: Scale) -> None:
+    points = points_of(study, scale)
+    counts = {point.arm: [len(stage.rates) for stage in point.stages if len(stage.rates) > 1] for point in points}
+    assert len({tuple(count) for count in counts.values()}) == 1, counts
+    assert len({point.name for point in points}) == len(points)
+
+
+@STUDY
+@SCALE
+def test_claims_compare_points_that_are_measured(study: Study, scale: Scale) -> None:
+    points = points_of(study, scale)
+    claims = study.claims(points)
+    assert claims and named(claims) <= {point.name for point in points}
+    study.claims(points[:1])  # of one arm
+
+
+@STUDY
+@SCALE
+def test_the_limits_of_time_are_kept(study: Study, scale: Scale) -> None:
+    settings = Settings(scale=scale)
+    points = study.points(settings)
+    cost = cost_of(points, (0, 1, 2), sizes_for(points, settings))
+    seconds = (CELL_SECONDS * len(cost.costs) + cost.flops / FLOPS_PER_SECOND) / 2
+    assert seconds < LIMITS[scale], f"{seconds:.0f} s"
+
+
+@STUDY
+def test_colour_images_are_possible(study: Study) -> None:
+    settings = Settings(scale="quick", channels=3)
+    points = study.points(settings)
+    cost_of(points, (0,), sizes_for(points, settings))
+
+
+@STUDY
+def test_the_published_size_has_a_cost(study: Study) -> None:
+    points = study.published()
+    cost = cost_of(points, (0,), sizes_for(points, Settings()))
+    assert cost.flops > 1e18 and study.paper and study.question.endswith("?")

@@ -1,0 +1,100 @@
+"""Tests of the process of a cell, with real runs of a tiny network."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.studies.measured import cell_result
+from vitrail.errors import DataError, RunError
+from vitrail.studies.cell import Cell, make_cell, write_result
+from vitrail.studies.cell_run import DEVICE, measure_cell
+from vitrail.studies.small import small_config
+from vitrail.studies.study import Settings
+from vitrail.training.config import TrainConfig
+from vitrail.training.phases import phases_of, run_flops
+from vitrail.weights.bundle import load_bundle
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE, "cpu")
+
+
+def tiny(**overrides: object) -> TrainConfig:
+    """A run of two steps on 40 images."""
+    config = small_config(Settings(scale="quick"), images=40, epochs=1.0)
+    config = config.override(depth=1, width=16, mlp_width=16, batch_size=20, precision="float32", checkpoints=1)
+    return config.override(**overrides)
+
+
+def cell_of(config: TrainConfig, **fields: object) -> Cell:
+    return make_cell(config, **{"by": ("accuracy",), "measured": "test", **fields})  # type: ignore[arg-type]
+
+
+def test_a_cell_is_trained_and_measured_on_the_test_split(tmp_path: Path) -> None:
+    cell = cell_of(tiny(), by=("accuracy", "fewshot"), evaluator_settings={"fewshot": {"shots": [1], "seeds": 1}})
+    folder = tmp_path / cell.name
+    folder.mkdir()
+    result = measure_cell(folder, cell)
+    assert result.metrics["images"] == 2000 and {"accuracy", "fewshot_1"} <= set(result.metrics)
+    assert not any(name.startswith("validation") for name in result.metrics)
+    network = load_bundle(folder / "run" / "model").network.config
+    config = cell.train_config
+    assert result.steps == 2 and result.flops == run_flops(phases_of(config, network, 2), network, config.task)
+    assert result.parameters == network.parameters() and result.machine["precision"] == "float32"
+    assert not (folder / "run" / "checkpoints").exists()
+
+
+def test_a_trial_measures_only_the_cut(tmp_path: Path) -> None:
+    cell = cell_of(tiny(), by=(), measured="validation")
+    folder = tmp_path / cell.name
+    folder.mkdir()
+    result = measure_cell(folder, cell)
+    assert 0 <= result.metrics["validation_accuracy"] <= 1 and result.metrics["validation_cross_entropy"] > 0
+    assert not any("test" in name for name in result.metrics)
+
+
+def test_a_cell_that_diverges_has_a_reason(tmp_path: Path) -> None:
+    cell = cell_of(tiny(learning_rate=1e20, clip=0.0, warmup=0.0, batch_size=5))
+    folder = tmp_path / cell.name
+    folder.mkdir()
+    result = measure_cell(folder, cell)
+    assert result.metrics == {} and result.diverged == "loss is nan at step 2"
+    assert not (folder / "run").exists()
+
+
+def test_a_second_stage_starts_from_the_model_of_the_first(tmp_path: Path) -> None:
+    first = cell_of(tiny(), by=(), measured="validation")
+    second = cell_of(tiny().override(variant=None, **dict.fromkeys(tiny().model.overrides)), start=first.name)
+    with pytest.raises(RunError, match=f"{first.name} has no result, but cell {second.name} starts from its model"):
+        measure_cell(tmp_path / second.name, second)
+    before = make(tmp_path, first)
+    result = make(tmp_path, second)
+    assert result.flops == 2 * before.flops and result.parameters == before.parameters
+    write_result(tmp_path / first.name, cell_result({}, diverged="nan"))
+    shutil.rmtree(tmp_path / second.name)
+    assert "starts from diverged" in make(tmp_path, second).diverged
+
+
+def make(folder: Path, cell: Cell):  # type: ignore[no-untyped-def]
+    (folder / cell.name).mkdir()
+    result = measure_cell(folder / cell.name, cell)
+    write_result(folder / cell.name, result)
+    return result
+
+
+def test_data_without_a_test_split_is_refused(tmp_path: Path) -> None:
+    config = tiny().override(data="fractals:2:20", channels=1)
+    with pytest.raises(DataError, match=r"data 'fractals:2:20' has no test split to measure a cell on"):
+        make(tmp_path, cell_of(config))
+
+
+def test_a_finished_run_is_only_measured_again(tmp_path: Path) -> None:
+    cell = cell_of(tiny())
+    first = make(tmp_path, cell)
+    again = measure_cell(tmp_path / cell.name, cell)
+    assert asdict(again)["metrics"] == asdict(first)["metrics"] and again.seconds < first.seconds

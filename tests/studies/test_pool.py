@@ -1,0 +1,124 @@
+"""Tests of the pool of cells, with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.studies.measured import cell_result
+from vitrail.errors import ConfigError, VitrailError
+from vitrail.studies.cell import Cell, make_cell, read_result, write_cell, write_result
+from vitrail.studies.pool import CELLS, CellPool
+from vitrail.studies.small import small_config
+from vitrail.studies.study import Settings
+from vitrail.training.monitoring.journal import read_journal
+
+
+def cell_of(**overrides: object) -> Cell:
+    config = small_config(Settings(scale="quick"), images=100, epochs=1.0)
+    config = config.override(depth=1, width=16, mlp_width=16, batch_size=20, precision="float32", **overrides)
+    return make_cell(config, by=("accuracy",), measured="test")
+
+
+def pool_of(folder: Path, jobs: int = 1, **fields: object) -> CellPool:
+    return CellPool(folder, jobs=jobs, threads=1, device="cpu", **fields)  # type: ignore[arg-type]
+
+
+def test_finished_cells_need_no_process(tmp_path: Path) -> None:
+    cell, result = cell_of(), cell_result({"accuracy": 0.5})
+    (tmp_path / CELLS / cell.name).mkdir(parents=True)
+    write_result(tmp_path / CELLS / cell.name, result)
+    assert pool_of(tmp_path, 0).run([("one", cell), ("again", cell)]) == {cell.name: result}
+
+
+def test_an_unknown_cell_is_refused(tmp_path: Path) -> None:
+    cell = cell_of()
+    write_cell(tmp_path / CELLS / cell.name, cell)
+    with pytest.raises(ConfigError, match=f"cell 'abc' is not in .*cells; (nearest|choices): {cell.name}"):
+        pool_of(tmp_path).repeat("abc")
+
+
+@pytest.mark.slow  # imports torch in two processes
+def test_a_failure_is_told_after_the_other_cells_have_ended(tmp_path: Path) -> None:
+    bad, good = cell_of(data="no-such-data[:100]"), cell_of()
+    seen: list[str] = []
+    pool = pool_of(tmp_path, 2, on_cell=lambda label, result: seen.append(label))
+    with pytest.raises(
+        VitrailError, match=r"cell \w{16} \(bad\) ended with exit code 2; the same command cont"
+    ) as told:
+        pool.run([("bad", bad), ("good", good)])
+    assert "no-such-data" in str(told.value) and seen == ["good"]
+    assert pool.repeat(good.name).metrics == pool.run([("good", good)])[good.name].metrics
+
+
+@pytest.mark.slow
+def test_a_cell_that_was_killed_continues_and_has_the_same_result(tmp_path: Path) -> None:
+    cell = cell_of(epochs=60.0, checkpoints=30)
+    folder = tmp_path / "killed" / CELLS / cell.name
+    begun: list[int] = []
+
+    def kill() -> None:
+        until = time.monotonic() + 300
+        while time.monotonic() < until:
+            if any((folder / "run" / "checkpoints").glob("step-*/manifest.json")):
+                break
+            time.sleep(0.02)
+        for number in _processes_of(folder):
+            begun.append(number)
+            os.kill(number, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(VitrailError, match=r"\(the cell\) was ended by signal 9; the same command continues"):
+        pool_of(tmp_path / "killed").run([("the cell", cell)])
+    thread.join()
+    assert len(begun) == 1 and read_result(folder) is None
+    result = pool_of(tmp_path / "killed").run([("the cell", cell)])[cell.name]
+    events = [event["event"] for event in read_journal(folder / "run" / "journal.jsonl")]
+    assert "resumed" in events  # from a checkpoint
+    whole = pool_of(tmp_path / "whole").run([("the cell", cell)])[cell.name]
+    assert result.metrics == whole.metrics and result.steps == whole.steps and result.flops == whole.flops
+
+
+def _processes_of(folder: Path) -> list[int]:
+    """Return the numbers of the processes whose command names a folder."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and folder.as_posix() in (process / "cmdline").read_text():
+                found.append(int(process.name))
+    return found
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.studies.test_pool import cell_of, pool_of
+pool_of(Path(sys.argv[1])).run([("one", cell_of(epochs=500.0))])
+"""
+
+
+@pytest.mark.slow
+def test_cells_end_with_a_study_that_is_killed(tmp_path: Path) -> None:
+    cell = cell_of(epochs=500.0)
+    folder = tmp_path / CELLS / cell.name
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment) as study:
+        until = time.monotonic() + 300
+        while not (folder / "run" / "run.json").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        study.kill()
+    until = time.monotonic() + 60
+    while (
+        left := any(folder.as_posix() in _command(one) for one in Path("/proc").iterdir() if one.name.isdigit())
+    ) and (time.monotonic() < until):
+        time.sleep(0.05)
+    assert not left and read_result(folder) is None
