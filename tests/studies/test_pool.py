@@ -117,8 +117,6 @@ def test_cells_end_with_a_study_that_is_killed(tmp_path: Path) -> None:
             time.sleep(0.02)
         study.kill()
     until = time.monotonic() + 60
-    while (
-        left := any(folder.as_posix() in _command(one) for one in Path("/proc").iterdir() if one.name.isdigit())
-    ) and (time.monotonic() < until):
+    while _processes_of(folder) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not left and read_result(folder) is None
+    assert not _processes_of(folder) and read_result(folder) is None

@@ -33,6 +33,7 @@ VERBS = {
     "serve": "answer requests over HTTP with models",
     "data check": "find problems in a data set before training",
     "data pack": "write a data set as tar shards",
+    "study": "answer a question of the paper by a grid of training runs",
     "runs": "list runs with their state, metrics and differing settings",
     "runs compare": "compare the settings and metrics of runs",
     "recipes": "list training recipes, with the results that papers published",

@@ -1,0 +1,86 @@
+"""Tests of `vitrail study`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.studies.measured import cell_result
+from vitrail.cli import main
+from vitrail.studies.cell import write_result
+from vitrail.studies.data import open_study_data
+from vitrail.studies.engine import chain
+from vitrail.studies.pool import CELLS
+from vitrail.studies.questions import STUDIES
+
+
+def run(*arguments: object) -> int:
+    return main(["study", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("positon",), "study 'positon' does not exist; nearest: positions"),
+        (("head", "--arms", "class-tokn"), "arm 'class-tokn' does not exist in this study; nearest: class-token"),
+        (("head", "--seeds", "0", "0"), "--seeds: 0 is given twice; give each value once"),
+        (("head", "--seeds", "1000"), "--seeds: 1000 is not between 0 and 999; the trials have the seed 1000"),
+        (("head", "--jobs", "0"), "--jobs: 0 is less than 1"),
+        (("head", "--jobs", "100000"), "jobs fit; give a smaller number, or free memory"),
+        (("head", "--data", "bundled[:9]"), "selects an amount, but the study selects its subsets"),
+    ],
+)
+def test_bad_input_is_told(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments, "--device", "cpu") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_plan_has_the_cost_of_both_sizes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.studies.cost._flops_per_second", lambda network, batch, device: 1e10)
+    assert run("head", "--quick", "--plan", "--jobs", 2, "--device", "cpu") == 0
+    text = capsys.readouterr().out
+    assert "9 trials of learning rates and 9 other cells (3 seeds)" in text and "with 2 at a time" in text
+    assert "published size: 9 trials and 9 other cells" in text and "TPUv3 core-days" in text
+    assert run("head", "--quick", "--plan", "--jobs", 2, "--device", "cpu", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["seconds"] == pytest.approx((18 * 6 + plan["flops"] / 1e10) / 2) and plan["published"]["flops"] > 1e22
+
+
+def write_cells(folder: Path) -> None:
+    """Write the results of two arms and one seed, as if they had been trained."""
+    data = open_study_data("bundled", "quick")
+    for point in STUDIES["head"].points(data.settings)[:2]:
+        for rate in point.stages[0].rates:
+            write(folder, chain(point, [rate], 0, is_trial=True)[-1].name, {"validation_accuracy": rate})
+        write(folder, chain(point, [point.stages[0].rates[-1]], 0)[-1].name, {"accuracy": 0.875})
+
+
+def write(folder: Path, name: str, metrics: dict[str, float]) -> None:
+    place = folder / CELLS / name
+    place.mkdir(parents=True)
+    write_result(place, cell_result(metrics))
+
+
+def test_a_finished_study_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "study"
+    arguments = ("head", "--quick", "--arms", "class-token,mean", "--seeds", 0, "--out", folder, "--device", "cpu")
+    with pytest.raises(FileNotFoundError):
+        (folder / "study.json").read_text()
+    data = open_study_data("bundled", "quick")
+    write_cells(folder)
+    record = {"format": 1, "study": "head", "scale": "quick", "data": "bundled", "fingerprint": data.fingerprint}
+    (folder / "study.json").write_text(json.dumps(record))
+    assert run(*arguments) == 0
+    text = capsys.readouterr().out
+    assert "class-token" in text and "87.50" in text and "not shown: The mean of the patches works as well" in text
+    assert f"written to {folder}: study.html" in text and (folder / "figure.svg").exists()
+    assert run(*arguments, "--json") == 0
+    assert [row["accuracy_mean"] for row in json.loads(capsys.readouterr().out)["points"]] == [0.875, 0.875]
+    assert run("positions", "--quick", "--out", folder, "--device", "cpu") == 2
+    assert "holds a study with study='head', which is now 'positions'" in capsys.readouterr().err
+    assert run(*arguments, "--cell", "abc") == 2
+    assert "cell 'abc' is not in" in capsys.readouterr().err

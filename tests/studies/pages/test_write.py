@@ -1,0 +1,74 @@
+"""Tests of what a study writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.studies.measured import results_of
+from vitrail.page import is_our_page
+from vitrail.studies.engine import StudyRun
+from vitrail.studies.pages.tables import edge_notes
+from vitrail.studies.pages.write import write_study
+from vitrail.studies.questions.head import HEAD
+from vitrail.studies.results import Results, Trial
+from vitrail.studies.study import Settings
+
+RESULTS = Results(
+    results_of({"class-token": (0.8, 0.81, 0.82), "mean": (0.8, 0.811, 0.82), "attention": (0.7, None, 0.72)}).points,
+    [
+        Trial("mean", 0, rate, value, rate == 4e-3, f"{rate}")
+        for rate, value in ((5e-4, 0.5), (1.5e-3, None), (4e-3, 0.75))
+    ],
+    ["a machine"],
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    settings = Settings(scale="quick", data="bundled")
+    run = StudyRun(
+        study=HEAD, settings=settings, points=tuple(HEAD.points(settings)), seeds=(0, 1, 2), folder=tmp_path,
+        fingerprint="f",
+    )  # fmt: skip
+    run.record()
+    write_study(tmp_path, run, RESULTS)
+    return tmp_path
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_numbers_are_in_csv_and_json(folder: Path) -> None:
+    points = rows(folder / "points.csv")
+    assert [row["arm"] for row in points] == ["class-token", "mean", "attention"]
+    assert float(points[0]["accuracy_mean"]) == pytest.approx(0.81) and points[2]["diverged"] == "1"
+    cells = rows(folder / "cells.csv")
+    assert len(cells) == 9 and cells[7]["diverged"] == "the loss is nan" and cells[7]["accuracy"] == ""
+    assert [row["chosen"] for row in rows(folder / "trials.csv")] == ["False", "False", "True"]
+    plain = json.loads((folder / "results.json").read_text())
+    assert plain["study"] == "head" and plain["scale"] == "quick" and plain["machines"] == ["a machine"]
+    assert [one["outcome"] for one in plain["verdict"]] == ["shown", "not shown", "not shown"]
+
+
+def test_the_page_has_the_verdict_the_figure_and_the_table(folder: Path) -> None:
+    page = (folder / "study.html").read_text()
+    HTMLParser().feed(page)
+    assert is_our_page(folder / "study.html") and page.count("<svg ") == 1
+    assert "This is the quick version of the study" in page and "81.00 ± 1.00" in page and "1 of 3" in page
+    assert '<span class="tag">shown</span>: The mean of the patches works as well as the class token' in page
+    assert "attention diverged with 1 of 3 seeds" in page and "a better one may lie beyond: mean." in page
+    assert (folder / "figure.svg").read_text().startswith("<svg xmlns=")
+
+
+def test_a_rate_inside_the_grid_needs_no_note() -> None:
+    trials = [replace(trial, chosen=trial.rate == 1.5e-3) for trial in RESULTS.trials]
+    assert edge_notes(Results([], trials)) == []
+    assert edge_notes(Results([], trials[1:])) == []  # two rates are only edges

@@ -1,0 +1,178 @@
+"""`vitrail study`: answer a question of the paper by a grid of training runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from rich.console import Console
+
+from vitrail.cli.options.command import Call, Command, Example
+from vitrail.cli.options.fields import Positional
+from vitrail.cli.output.study_tables import plain_plan, plan_lines, result_parts
+from vitrail.errors import ConfigError, Interrupted, nearest
+from vitrail.machine import pick_device
+from vitrail.studies.cell import CellResult
+from vitrail.studies.cost import check_jobs, cost_of, default_jobs, forecast, sizes_for
+from vitrail.studies.data import check_subsets, open_study_data
+from vitrail.studies.engine import TRIAL_SEED, StudyRun
+from vitrail.studies.pages.write import write_study
+from vitrail.studies.pool import CellPool
+from vitrail.studies.questions import STUDIES
+from vitrail.studies.study import Point, Scale
+from vitrail.training.monitoring.stop import interrupted_by_signals
+from vitrail.training.records.lock import locked
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """Options of `vitrail study`."""
+
+    name: Annotated[str, Positional("NAME")]
+    """Study to run. `vitrail study --help` lists all."""
+    quick: bool = False
+    """Run a small version, which takes at most 8 minutes on two cores. By default a study takes at most 90 minutes."""
+    plan: bool = False
+    """Print the cost of the study and of its published size (cells, FLOPs and time), and run nothing."""
+    data: str = "bundled"
+    """Data set of classification with a test split, in any form that `vitrail train` accepts. By default the bundled
+    images."""
+    arms: str = ""
+    """Arms to measure, separated by commas. By default all."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Random seeds. Every point is measured once with each of them. More seeds can be added to a finished study."""
+    jobs: int | None = None
+    """Number of cells that run at a time, each in a process of its own. By default one per core, as far as memory
+    allows."""
+    device: str = "auto"
+    """Device to train on: auto, cpu, cuda or cuda:N."""
+    cell: str = ""
+    """Name of a cell of the folder to run again, alone. The name is that of its folder below cells/."""
+    out: Path | None = None
+    """Folder of the study, by default runs/study-NAME, or runs/study-NAME-quick with --quick. Cells that it already has
+    are not repeated."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+COMMAND = Command(
+    name="study",
+    summary=f"""Answer a question of the Vision Transformer paper on your own machine: a grid of training runs (cells),
+    a table, a figure and a verdict that is computed from the numbers.
+
+    Studies: {", ".join(STUDIES)}. The learning rate is chosen for each arm on a cut of the training split, and the test
+    split is measured with each seed at the end. If the command is stopped, the same command continues. docs/studies.md
+    has the results.""",
+    examples=(
+        Example("vitrail study positions --quick", "Compare position embeddings on the bundled images."),
+        Example("vitrail study head --plan", "Print what a study costs before it starts."),
+        Example("vitrail study head --arms class-token,mean --seeds 0 1 2 3 4", "Compare two arms with five seeds."),
+    ),
+    options=(StudyOptions,),
+    essential={
+        "Study": ("quick", "plan", "data", "arms", "seeds"),
+        "Running": ("jobs", "device", "cell"),
+        "Output": ("out", "json"),
+    },
+)
+
+
+def main(call: Call) -> int:
+    options = StudyOptions(**call.options)
+    _check(options)
+    study, scale = STUDIES[options.name], _scale(options)
+    console = Console(stderr=options.json, highlight=False, soft_wrap=True)
+    device = pick_device(options.device)
+    folder = options.out or Path(f"runs/study-{study.name}{'-quick' if options.quick else ''}")
+    data = open_study_data(options.data, scale)
+    points = _chosen(study.points(data.settings), options.arms)
+    check_subsets(points, data)
+    cost = cost_of(points, options.seeds, sizes_for(points, data.settings))
+    jobs = options.jobs or default_jobs(cost, torch.get_num_threads(), device)
+    threads = max(1, torch.get_num_threads() // jobs)
+    if options.plan:
+        published = study.published()
+        whole = cost_of(published, options.seeds, sizes_for(published, data.settings))
+        plan = plain_plan(cost, whole, forecast(cost, jobs=jobs, threads=threads, device=device), jobs)
+        for line in [json.dumps(plan)] if options.json else plan_lines(study, plan, len(options.seeds)):
+            print(line)
+        return 0
+    check_jobs(jobs, cost, device)
+    run = StudyRun(
+        study=study, settings=data.settings, points=tuple(points), seeds=options.seeds, folder=folder,
+        fingerprint=data.fingerprint,
+    )  # fmt: skip
+    display = _Progress(console, len(cost.costs))
+    pool = CellPool(folder, jobs=jobs, threads=threads, device=options.device, on_cell=display.ended)
+    run.record()
+    try:
+        with interrupted_by_signals(), locked(folder):
+            if options.cell:
+                pool.repeat(options.cell)
+                return 0
+            results = run.measure(pool)
+            plain = write_study(folder, run, results)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped; the finished cells stay in {folder}") from None
+    if options.json:
+        print(json.dumps(plain))
+        return 0
+    console.print()
+    for part in result_parts(study, results, plain):
+        console.print(part, soft_wrap=False)
+    files = "study.html, figure.svg, points.csv, cells.csv, trials.csv, results.json"
+    console.print(f"\nwritten to {folder}: {files}", markup=False)
+    return 0
+
+
+class _Progress:
+    """Prints a line for every cell that has ended."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self.console = console
+        self.total = total
+        self.done = 0
+
+    def ended(self, label: str, result: CellResult) -> None:
+        self.done += 1
+        accuracy = result.metrics.get("accuracy", result.metrics.get("validation_accuracy"))
+        found = f"{result.steps:,} steps" if accuracy is None else f"accuracy {accuracy:.2%}"
+        text = f"diverged ({result.diverged})" if result.diverged else f"{found}, {result.seconds:,.0f} s"
+        self.console.print(f"{self.done:4} of at most {self.total}  {label}: {text}", markup=False)
+
+
+def _check(options: StudyOptions) -> None:
+    """Raise `ConfigError` for values out of range."""
+    if options.name not in STUDIES:
+        raise ConfigError(f"study {options.name!r} does not exist; {nearest(options.name, STUDIES)}")
+    if not options.seeds:
+        raise ConfigError("seeds: give at least one value")
+    for seed in options.seeds:
+        if not 0 <= seed < TRIAL_SEED:
+            raise ConfigError(
+                f"seeds={seed} is not between 0 and {TRIAL_SEED - 1}; the trials have the seed {TRIAL_SEED}"
+            )
+    if twice := [seed for seed in options.seeds if options.seeds.count(seed) > 1]:
+        raise ConfigError(f"seeds={twice[0]} is given twice; give each value once")
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"jobs={options.jobs} is less than 1")
+
+
+def _scale(options: StudyOptions) -> Scale:
+    return "quick" if options.quick else "default"
+
+
+def _chosen(points: Sequence[Point], text: str) -> list[Point]:
+    """Return the points of the arms in a list of names. Raise `ConfigError` for an unknown arm."""
+    arms = list(dict.fromkeys(point.arm for point in points))
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in arms:
+            raise ConfigError(f"arm {name!r} does not exist in this study; {nearest(name, arms)}")
+    return [point for point in points if not names or point.arm in names]
