@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -191,11 +191,10 @@ def sizes_for(points: Sequence[Point], settings: Settings) -> dict[str, DataSize
     """Return the sizes of the data of all points by their specs, without opening them."""
     found = {}
     for spec in {stage.config.data.spec for point in points for stage in point.stages}:
-        if spec in PUBLISHED_DATA:
-            found[spec] = PUBLISHED_DATA[spec]
-        elif match := FRACTALS.match(spec):
-            found[spec] = DataSize(int(match[1]) * int(match[2]), int(match[1]))
+        amount = AMOUNT.search(spec)
+        if match := FRACTALS.match(spec):
+            whole = DataSize(int(match[1]) * int(match[2]), int(match[1]))
         else:
-            amount = AMOUNT.search(spec)
-            found[spec] = DataSize(int(amount[1]) if amount else settings.images, settings.classes)
+            whole = PUBLISHED_DATA.get(AMOUNT.sub("", spec), DataSize(settings.images, settings.classes))
+        found[spec] = replace(whole, images=int(amount[1])) if amount else whole
     return found

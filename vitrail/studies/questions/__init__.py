@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from vitrail.studies.questions.attention import ATTENTION
+from vitrail.studies.questions.augmentation import AUGMENTATION
+from vitrail.studies.questions.compute import COMPUTE
+from vitrail.studies.questions.data_size import DATA_SIZE
 from vitrail.studies.questions.head import HEAD
 from vitrail.studies.questions.positions import POSITIONS
+from vitrail.studies.questions.shape import SHAPE
 from vitrail.studies.study import Study
 
 __all__ = ["STUDIES"]
 
-STUDIES: dict[str, Study] = {study.name: study for study in (POSITIONS, HEAD)}
+STUDIES: dict[str, Study] = {
+    study.name: study for study in (POSITIONS, DATA_SIZE, COMPUTE, SHAPE, HEAD, ATTENTION, AUGMENTATION)
+}
 """All studies by name."""
