@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.augmentation.augment import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import Readers, TrainingBatches
 from vitrail.data.pixels.decode import decode
@@ -32,7 +33,8 @@ from vitrail.evaluation.outputs import Outputs
 from vitrail.models.network import Features
 from vitrail.models.variants import create
 from vitrail.plain import from_plain, to_plain
-from vitrail.tasks.task import LossOutput, Objective, Task
+from vitrail.processes.group import Processes
+from vitrail.tasks.task import LossOutput, Objective, Position, Task
 from vitrail.weights.bundle import Bundle, weights_sha256
 
 __all__ = ["check_evaluator", "check_network", "check_source", "check_task"]
@@ -227,11 +229,17 @@ def check_task(task: Any, splits: Splits) -> None:
     task.check_network(network.config)
     objective.begin(preprocess, seed=0)
     batches = TrainingBatches(
-        splits.train, preprocess, batch_size=4, seed=0, readers=Readers(threads=0), views=task.views
+        splits.train,
+        preprocess,
+        batch_size=4,
+        seed=0,
+        readers=Readers(threads=0),
+        views=task.views,
+        local=task.local_views_of(preprocess, Augment(), 0),
     )
     batch = next(batches)
     batches.close()
-    _check_objective(objective, replace(batch, images=preprocess.normalise(batch.images)))
+    _check_objective(objective, batch.with_images(preprocess.normalise))
     objective.eval()
     bundle = task.bundle(objective, outputs, preprocess, {})
     assert bundle.classes == outputs, f"bundle() has the outputs {bundle.classes}, but output_names() returns {outputs}"
@@ -246,6 +254,8 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
         torch.manual_seed(1)  # for objectives that use random numbers
         return objective(batch)
 
+    position = Position(step=0, steps=10, epoch=0.0)
+    objective.before_step(position)
     output = loss_of(batch)
     assert isinstance(output, LossOutput), f"an objective must return a LossOutput, not {type(output).__name__}"
     for name, value in {"loss": output.loss, **output.metrics}.items():
@@ -256,6 +266,10 @@ def _check_objective(objective: Objective, batch: Batch) -> None:
         if parameter.requires_grad:
             assert parameter.grad is not None, f"no gradient reaches {name}; set requires_grad to False"
             assert parameter.grad.isfinite().all(), f"the gradient of {name} is not finite"
+    before = {name: parameter.detach().clone() for name, parameter in objective.network.named_parameters()}
+    objective.after_step(position, Processes())
+    for name, parameter in objective.network.named_parameters():
+        assert torch.equal(before[name], parameter), f"after_step() must leave {name} to the optimizer"
     valid = batch.valid.clone()
     valid[0] = False
     images = batch.images.clone()

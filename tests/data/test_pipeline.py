@@ -6,6 +6,7 @@ import functools
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vitrail.data.augmentation.crop import torchvision_crop
 from vitrail.data.batch import Batch
 from vitrail.data.pipeline import Ranks, Readers, TrainingBatches, evaluation_batches, skips_allowed
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.rows import LocalViews
 from vitrail.data.source import Mixture, Source
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, DataError
@@ -507,6 +509,42 @@ def test_chunks_keep_the_views_of_a_sample_together(size: int, views: int, count
     ]
     assert all(chunk.views_per_sample == views and chunk.views[0] == 0 for chunk in chunks)
     assert torch.equal(torch.cat([chunk.labels for chunk in chunks]), rows)
+
+
+@pytest.mark.parametrize("scaled_decode", [False, True])
+@pytest.mark.parametrize("is_cropped", [False, True])
+def test_local_views_have_boxes_and_a_size_of_their_own(
+    memory_source: Sources, scaled_decode: bool, is_cropped: bool
+) -> None:
+    source, preprocess = varied(memory_source), Preprocess(image_size=(5, 7), scaled_decode=scaled_decode)
+    small = replace(preprocess, image_size=(3, 2))
+    crop = functools.partial(torchvision_crop, 3, area=(0.1, 0.3))
+    options: dict[str, Any] = {"batch_size": 4, "seed": 3, "readers": Readers(0), "views": 2}
+    options["crop"] = functools.partial(torchvision_crop, 3, area=(0.5, 0.9)) if is_cropped else None
+    plain = TrainingBatches(source, preprocess, **options)
+    with_local = TrainingBatches(source, preprocess, **options, local=LocalViews(3, small, crop))
+    for usual, batch in zip(islice(plain, 3), islice(with_local, 3), strict=True):
+        local = batch.local
+        assert local is not None and local.local is None and usual.local is None
+        assert torch.equal(batch.images, usual.images) and batch.skipped == usual.skipped and not local.skipped
+        assert local.images.shape == (12, 3, 3, 2) and local.views.tolist() == [2, 3, 4] * 4
+        assert (batch.views_per_sample, local.views_per_sample) == (2, 3)
+        for name in ("labels", "valid", "samples", "epochs", "targets"):
+            assert torch.equal(getattr(local, name)[::3], getattr(batch, name)[::2]), f"local views have other {name}"
+        for row in range(12):
+            place, epoch = int(local.samples[row]), int(local.epochs[row])
+            if local.valid[row]:
+                image = source[place].image
+                box = torchvision_crop(3, epoch, place, *image.shape[:2], area=(0.1, 0.3), view=2 + row % 3)
+                assert np.array_equal(local.images[row].numpy(), small.pixels(image, box))
+            else:
+                assert not local.images[row].any()
+        parts = batch.chunks(3)
+        assert [(len(part), len(part.local or ())) for part in parts] == [(4, 6), (2, 3), (2, 3)]
+        for part in parts:
+            assert part.local is not None and set(part.samples.tolist()) == set(part.local.samples.tolist())
+        doubled = batch.with_images(lambda images: 2 * images)
+        assert doubled.local is not None and torch.equal(doubled.local.images, 2 * local.images)
 
 
 def test_no_view_is_no_sample(memory_source: Sources) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from vitrail.training.run import train
 IMAGENET = 1_281_167
 FAMILIES = {
     "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked", "vit-l16-i1k-mae",
-    "augreg-ti16-i1k", "plain-vit-s16-90",
+    "vit-s16-i1k-dino-300", "augreg-ti16-i1k", "plain-vit-s16-90",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
@@ -68,6 +70,26 @@ def test_table_3(
     assert schedule(0) == 0 and schedule(10_000) == pytest.approx(rate) and schedule(50_000) == pytest.approx(0)
 
 
+def test_dino_in_every_detail() -> None:
+    """The defaults of main_dino.py, and the options of the longer run in its README."""
+    base, longer = (PAPER_RECIPES[f"vit-s16-i1k-dino-{epochs}"]() for epochs in (100, 300))
+    assert (base.run.epochs, longer.run.epochs, base.run.batch_size) == (100, 300, 1024)
+    task: Any = base.task
+    assert (task.prototypes, task.projection_hidden, task.bottleneck, task.unit_prototypes) == (65_536, 2048, 256, True)
+    assert (task.local_views, task.local_size, task.local_crop_area) == (8, (96, 96), (0.05, 0.4))
+    assert (task.student_temperature, task.target_temperature, task.teacher_momentum) == (0.1, 0.04, 0.996)
+    assert (task.centre_momentum, task.frozen_epochs) == (0.9, 1)
+    assert longer.task == dataclasses.replace(
+        task, target_temperature=0.07, target_temperature_epochs=30.0, unit_prototypes=False
+    )
+    optimizer = base.optimizer.for_batch_size(1024)
+    assert (optimizer.learning_rate, optimizer.end_learning_rate, optimizer.warmup) == (2e-3, 1e-6, "10 epochs")
+    assert (optimizer.weight_decay, optimizer.end_weight_decay, optimizer.clip) == (0.04, 0.4, 3.0)
+    assert base.augment.settings.crop_area == (0.4, 1.0) and base.images.interpolation == "bicubic"
+    network = network_of(base, 0)
+    assert (network.pool, network.stochastic_depth, network.parameters()) == ("cls", 0.1, 21_665_664)
+
+
 def test_the_plain_s16_in_every_detail() -> None:
     config = PAPER_RECIPES["plain-vit-s16-90"]()
     settings, network = config.augment.settings, network_of(config, 1000)
@@ -111,10 +133,12 @@ def test_augregs_grid_can_be_said() -> None:
 def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     """With a narrow network and small images, and everything else as in the recipe."""
     config = PAPER_RECIPES[name]()
-    narrow = {"width": 32}
+    narrow: dict[str, Any] = {"width": 32}
     if config.model.name.startswith(("ViT", "R")):
         narrow |= {"depth": 2, "heads": 2, "mlp_width": 48}
         narrow |= {"head_hidden": 32} if "head_hidden" in config.model.overrides else {}
+    if config.task.name == "dino":
+        narrow |= {"prototypes": 48, "projection_hidden": 32, "local_size": (16, 16)}
     side = 28 if config.model.name.endswith("/14") else 64 if name == "augreg-r-ti16-i21k" else 32
     config = config.override(
         data=str(colour_folder), run=str(tmp_path / "run"), steps=2, batch_size=6, device="cpu", threads=2,
@@ -125,7 +149,7 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert result.bundle.output == config.task.output
-    assert len(result.bundle.classes) == (0 if config.task.name in ("masked-patches", "mae") else 3)
+    assert len(result.bundle.classes) == (0 if config.task.name in ("masked-patches", "mae", "dino") else 3)
 
 
 def test_every_recipe_says_what_was_published() -> None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "masked-patches": "vitrail train masked-patches",
     "mae": "vitrail train mae",
     "simclr": "vitrail train simclr",
+    "dino": "vitrail train dino",
 }
 
 

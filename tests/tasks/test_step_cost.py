@@ -12,12 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tasks.images import Pictures, batch_of, images_of
+from vitrail.data.augmentation.augment import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.cost.footprint import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
-from vitrail.tasks import Mae, MaskedPatches, SimClr, Task
+from vitrail.tasks import Dino, Mae, MaskedPatches, SimClr, Task
 from vitrail.tasks.task import Objective
 
 Precision = Literal["float32", "bf16"]
@@ -31,6 +32,8 @@ TASKS: dict[str, Task] = {
     "pixels": MaskedPatches(patch_target="pixels"),
     "mae": Mae(),
     "simclr": SimClr(projection_hidden=64),
+    "dino": Dino(local_views=4, local_size=(32, 24), prototypes=3000, projection_hidden=160),
+    "dino, no local views": Dino(local_views=0, prototypes=500, projection_hidden=64, unit_prototypes=False),
     "mae, deep decoder": Mae(remove_fraction=0.6, decoder_width=64, decoder_depth=3, decoder_heads=4),
 }
 
@@ -41,7 +44,11 @@ def make(task: Task, network: AnyConfig, count: int) -> tuple[Objective, Batch]:
     objective = task.objective(build(network), Splits(Pictures(3), None, None))
     objective.begin(Preprocess(image_size=network.image_size), seed=0)
     batch = batch_of(images_of(count, size=network.image_size))
-    return objective, replace(batch, samples=batch.samples // task.views, views=batch.samples % task.views)
+    batch = replace(batch, samples=batch.samples // task.views, views=batch.samples % task.views)
+    if (local := task.local_views_of(Preprocess(image_size=network.image_size), Augment(), 0)) is not None:
+        rows = count // task.views * local.count
+        batch = replace(batch, local=batch_of(images_of(rows, size=local.preprocess.image_size)))
+    return objective, batch
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -73,9 +80,13 @@ def test_tensors_of_a_step(name: str, precision: Precision) -> None:
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
-    weights = sum(parameter.numel() for parameter in objective.parameters())
+    weights = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     held += 12 * weights + 4 * batch.images.numel()
+    held += sum(parameter.nbytes for parameter in objective.parameters() if not parameter.requires_grad)
+    if batch.local is not None:
+        held += 4 * batch.local.images.numel()
     cost = TASKS[name].step_cost(NETWORK, precision)
     assert weights == NETWORK.parameters() + cost.parameters
     stated = tensor_bytes(cost.network, count, precision=precision) + count * cost.image_bytes + 16 * cost.parameters
+    stated += cost.fixed_bytes
     assert 0.8 * stated < held < 1.06 * stated

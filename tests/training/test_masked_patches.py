@@ -1,5 +1,5 @@
-"""Tests of whole runs of masked patch prediction, masked autoencoders and contrastive learning: resuming, the best
-weights, probes, and the use of the saved model."""
+"""Tests of whole runs of the tasks without labels: resuming, the best weights, probes, and the use of the saved
+model."""
 
 from __future__ import annotations
 
@@ -32,9 +32,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "masked-patches": {"task": "masked-patches", "corrupt_fraction": 0.6},
     "mae": {"remove_fraction": 0.6, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2},
     "simclr": {"projection_width": 8, "crop_area": (0.3, 1.0)},
+    "dino": {
+        "crop_area": (0.4, 1.0),
+        "local_views": 3,
+        "local_size": (14, 7),
+        "prototypes": 32,
+        "projection_hidden": 24,
+        "bottleneck": 8,
+        "target_temperature": 0.07,
+        "target_temperature_epochs": 0.6,
+        "frozen_epochs": 0.5,
+        "teacher_momentum": 0.8,
+        "end_weight_decay": 0.4,
+    },
 }
-LOSSES = {"masked-patches": "patch_loss", "mae": "patch_loss", "simclr": "contrast_loss"}
-BESIDE = {"masked-patches": "mask_embedding", "mae": "decoder.mask_token", "simclr": "projection.0.weight"}
+LOSSES = {"masked-patches": "patch_loss", "mae": "patch_loss", "simclr": "contrast_loss", "dino": "dino_loss"}
+BESIDE = {
+    "masked-patches": "mask_embedding",
+    "mae": "decoder.mask_token",
+    "simclr": "projection.0.weight",
+    "dino": "network.blocks.0.norm1.weight",
+}
 
 
 @pytest.fixture
@@ -49,7 +67,9 @@ def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., T
     return make
 
 
-@pytest.mark.parametrize("task", ["masked-patches", "mae", pytest.param("simclr", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "task", ["masked-patches", "mae", *(pytest.param(name, marks=pytest.mark.slow) for name in ("simclr", "dino"))]
+)
 def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
     task: str, masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path
 ) -> None:
@@ -109,6 +129,7 @@ def test_labels_are_not_needed_but_probes_measure_by_them(
         ({"positions": "none"}, "needs positions"),
         ({"early_patch_dropout": ("0.5:0.5",)}, "patch_dropout=0.5 removes patches"),
         ({"task": "mae", "remove_fraction": 0.97}, r"remove_fraction=0.97 of 16 patches .* leaves no visible patch"),
+        ({"task": "dino", "local_size": (14, 13)}, r"local_size=\(14, 13\) does not fit the network"),
         ({"task": "simclr", "head_hidden": 8}, "head_hidden=8 is a layer that task='simclr' does not train"),
         ({"task": "mae", "decoder_heads": 3}, "decoder_width=8 with decoder_heads=3 does not work"),
         ({"corrupt_fraction": 0.03}, r"corrupt_fraction=0.03 of 16 patches \(4 x 4\) leaves no corrupted patch"),

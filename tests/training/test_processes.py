@@ -74,6 +74,31 @@ def test_any_number_of_processes_trains_as_one_does(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"accumulation": 3}, {"shard": "full"}], ids=str)
+def test_a_teacher_follows_its_student_on_several_processes(
+    three_splits: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    fields = {
+        "task": "dino", "prototypes": 32, "projection_hidden": 24, "bottleneck": 8, "local_views": 2, "flip": True,
+        "local_size": (14, 7), "frozen_epochs": 0.5, "teacher_momentum": 0.7, "crop_area": (0.4, 1.0), **fields,
+    }  # fmt: skip
+    alone = train(ranks.config_of(three_splits, tmp_path / "one", **fields | {"shard": "none"}))
+    found = in_processes(2, ranks.trained, ranks.config_of(three_splits, tmp_path / "two", **fields))
+    assert [one.error for one in found] == [None, None] and found[0].result == found[1].result
+    assert found[0].result == pytest.approx(alone.metrics, rel=1e-4)
+    one, two = (
+        [[event[name] for name in ("loss", "teacher_entropy", "gradient_norm")] for event in events]
+        for events in (
+            [event for event in read_journal(tmp_path / name / "journal.jsonl") if event["event"] == "step"]
+            for name in ("one", "two")
+        )
+    )
+    assert len(one) == len(two) == 12
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_processes_add_as_parts_of_a_batch_do(three_splits: Path, tmp_path: Path) -> None:
     """Adam enlarges rounding errors, so that curves of other orders of summation differ by more than 1e-5. With the
     same order, they do not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import cast
 
@@ -52,6 +53,9 @@ class Batch:
     """Number of rows at the end that belong to another process. The last sample of this process is mixed with them."""
     first_key: tuple[int, int] | None = None
     """Epoch and sample of the first row of the batch that several processes share, or None if this batch is whole."""
+    local: Batch | None = None
+    """More views of the same samples, whose images have another size, or None. Their view numbers follow those of this
+    batch."""
 
     def __post_init__(self) -> None:
         if cast(Tensor | None, self.views) is None:
@@ -64,7 +68,8 @@ class Batch:
     @property
     def views_per_sample(self) -> int:
         """Number of rows per sample."""
-        return int(np.from_dlpack(self.views)[-1]) + 1  # DLPack shares memory on the CPU only, so nothing waits here
+        views = np.from_dlpack(self.views)  # DLPack shares memory on the CPU only, so nothing waits here
+        return int(views[-1] - views[0]) + 1
 
     @property
     def counted(self) -> Bool[Tensor, " b"]:
@@ -85,7 +90,12 @@ class Batch:
                 if device.type == "cuda":
                     tensor = tensor.pin_memory()  # pinned, so that the copy runs while the GPU computes
                 moved[name] = tensor.to(device, non_blocking=True)
-        return replace(self, **moved)
+        return replace(self, **moved, local=None if self.local is None else self.local.to(device))
+
+    def with_images(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with `change` of its images, and of the images of its local views."""
+        local = None if self.local is None else self.local.with_images(change)
+        return replace(self, images=change(self.images), local=local)
 
     def without_partners(self) -> Batch:
         """Return the batch without the rows that belong to another process."""
@@ -110,7 +120,11 @@ class Batch:
         size, larger = divmod(samples, chunks := min(count, samples))  # the first ones have one more sample
         ends = [views * (number * size + min(number, larger)) for number in range(1, chunks)]
         parts = zip(*(getattr(self, name).tensor_split(ends) for name in names), strict=True)
-        return [Batch(**dict(zip(names, part, strict=True)), target_kind=self.target_kind) for part in parts]
+        local = [None] * chunks if self.local is None else self.local.chunks(count)
+        return [
+            Batch(**dict(zip(names, part, strict=True)), target_kind=self.target_kind, local=more)
+            for part, more in zip(parts, local, strict=True)
+        ]
 
 
 ON_DEVICE = ("images", "labels", "valid", "targets")

@@ -13,22 +13,20 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from vitrail.data.batch import Batch, Skipped
-from vitrail.data.pixels.decode import decode, image_size_of
-from vitrail.data.pixels.preprocess import Box, Preprocess
-from vitrail.data.source import Mixture, Source, Target, TargetKind, class_indices, target_kind
-from vitrail.errors import ConfigError, UndecodableImage
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.rows import Crop, Loader, LocalViews, as_batch, collate
+from vitrail.data.source import Mixture, Source, target_kind
+from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
     import grain
 
 __all__ = [
-    "Crop",
     "Ranks",
     "Readers",
     "Stage",
@@ -39,15 +37,6 @@ __all__ = [
     "queue_bytes",
     "skips_allowed",
 ]
-
-
-@runtime_checkable
-class Crop(Protocol):
-    """A function that chooses the box of an image for training."""
-
-    def __call__(self, epoch: int, sample: int, height: int, width: int, *, view: int) -> Box:
-        """Return top, left, height and width of the box, in pixels of an image of `height` x `width` pixels."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,82 +60,6 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class _Loader:
-    """Makes the rows of one sample. The epoch is computed from the position in the run."""
-
-    source: Source
-    preprocess: Preprocess
-    kind: TargetKind
-    crop: Crop | None = None
-    first: int = 0
-    """Index of the loader's first sample in `source`, which can be a mixture of several sources."""
-    length: int | None = None
-    """Number of samples of the loader's part of a mixture, which is the length of its epoch. By default, all samples
-    of `source`."""
-    views: int = 1
-    whole_levels: bool = False
-    """True to round the pixels to uint8, which augmentation needs."""
-
-    def __call__(self, position: int, index: int) -> dict[str, Any]:
-        epoch = position // (self.length or len(self.source))
-        place = self.first + index
-        target = self.source.target(place)
-        skipped = None
-        try:
-            pixels = self._pixels(self.source[place].image, epoch, place)
-        except UndecodableImage as error:
-            pixels = [np.zeros((self.preprocess.channels, *self.preprocess.image_size), np.uint8)] * self.views
-            skipped = Skipped(self.source.key(place), str(error))
-        return {
-            "images": pixels, "valid": skipped is None, "samples": place, "epochs": epoch,
-            "labels": target if isinstance(target, int) else -1, "targets": self._values(target), "skipped": skipped,
-        }  # fmt: skip
-
-    def _pixels(self, image: bytes | np.ndarray, epoch: int, place: int) -> list[np.ndarray]:
-        """Return the pixels of each view. The image is decoded once for all views. With `scaled_decode`, it is decoded
-        for each view, because the box determines the scale."""
-        if self.crop is None:
-            return [self.preprocess.pixels(image, whole_levels=self.whole_levels)] * self.views
-        if self.views > 1 and not self.preprocess.scaled_decode:
-            image = decode(image, self.preprocess.channels)
-        size = image_size_of(image)
-        boxes = [self.crop(epoch, place, *size, view=view) for view in range(self.views)]
-        return [self.preprocess.pixels(image, box, whole_levels=self.whole_levels) for box in boxes]
-
-    def _values(self, target: Target) -> np.ndarray | None:
-        """Return the numbers of a target or the amount of each class. Return None if each sample has at most one
-        class."""
-        if self.kind == "numbers":
-            return np.array([math.nan] * len(self.source.classes) if target is None else target, np.float32)
-        if self.kind != "classes":
-            return None
-        amounts = np.zeros(len(self.source.classes), np.float32)
-        amounts[list(class_indices(target))] = 1
-        return amounts
-
-
-def _collate(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Stack samples as arrays. Arrays pass between processes through shared memory, but tensors would not."""
-    views = len(parts[0]["images"])
-    columns = {
-        name: np.array([part[name] for part in parts], dtype).repeat(views, 0)
-        for name, dtype in (("labels", np.int64), ("valid", np.bool_), ("samples", np.int64), ("epochs", np.int64))
-    }
-    columns["views"] = np.tile(np.arange(views), len(parts))
-    columns["images"] = np.stack([pixels for part in parts for pixels in part["images"]])
-    if parts[0]["targets"] is not None:
-        columns["targets"] = np.stack([part["targets"] for part in parts]).repeat(views, 0)
-    return {**columns, "skipped": tuple(part["skipped"] for part in parts if part["skipped"] is not None)}
-
-
-def _batch(columns: dict[str, Any], kind: TargetKind) -> Batch:
-    values: dict[str, Any] = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in columns.items()
-    }
-    return Batch(**values, target_kind=kind)
-
-
-@dataclass(frozen=True)
 class _Key:
     """Makes the epoch and the index of a sample without reading it."""
 
@@ -167,7 +80,7 @@ class _WithPartner:
     first_keys: Any
 
     def __call__(self, number: int, columns: dict[str, Any]) -> dict[str, Any]:
-        partner = _collate([self.partners[number]])
+        partner = collate([self.partners[number]])
         joined = {name: np.concatenate([value, partner[name]]) for name, value in columns.items() if name != "skipped"}
         # The other process reports a partner that cannot be decoded.
         return {
@@ -223,9 +136,10 @@ class TrainingBatches(Iterator[Batch]):
     together they see the same samples at each step as one process would. With `partners`, a part also has the sample
     that follows its last one in the batch (`Batch.partners`), so that mixtures are the same too. `state` and `restore`
     resume from any batch, even with a different number of readers or ranks. A batch has `batch_size` samples with
-    `views` rows each. The views of a sample have different boxes and different augmentation. From the first batch of
-    each of the `later` stages on, batches have the image size and the batch size of that stage; the order of the
-    samples does not change. Raise `ConfigError` if a batch size is not divisible by the number of ranks.
+    `views` rows each. The views of a sample have different boxes and different augmentation. With `local`, a batch also
+    has local views of its samples (`Batch.local`). From the first batch of each of the `later` stages on, batches have
+    the image size and the batch size of that stage; the order of the samples does not change. Raise `ConfigError` if a
+    batch size is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -239,6 +153,7 @@ class TrainingBatches(Iterator[Batch]):
         ranks: Ranks = Ranks(),
         crop: Crop | None = None,
         views: int = 1,
+        local: LocalViews | None = None,
         later: Sequence[Stage] = (),
         partners: bool = False,
     ) -> None:
@@ -248,6 +163,7 @@ class TrainingBatches(Iterator[Batch]):
         check_divisible([stage.batch_size for stage in self._stages], ranks.world)
         self._partners = partners and ranks.world > 1
         self._source, self._seed, self._ranks, self._crop, self._views = source, seed, ranks, crop, views
+        self._local = local
         self._kind = target_kind(source)
         self._readers = readers
         self._taken = 0
@@ -261,7 +177,7 @@ class TrainingBatches(Iterator[Batch]):
             weakref.finalize(self, self._iterator.close)  # closed at the latest before Python unloads its modules
         columns = next(self._iterator)
         self._taken += 1
-        return _batch(columns, self._kind)
+        return as_batch(columns, self._kind)
 
     def _ahead(self) -> Any:
         """Return all batches that follow, with the settings of the current stage."""
@@ -274,7 +190,7 @@ class TrainingBatches(Iterator[Batch]):
         order = self._rows(stage.preprocess)[before:]
         size, rank = stage.batch_size // world, self._ranks.rank
         # Grain's endless data set has no remainder, but without drop_remainder it would look for one.
-        batches = order.batch(size, batch_fn=_collate, drop_remainder=True)[rank::world]
+        batches = order.batch(size, batch_fn=collate, drop_remainder=True)[rank::world]
         if self._partners:
             partners = order[(rank + 1) % world * size :: stage.batch_size]
             batches = batches.map_with_index(_WithPartner(partners, self._order(_Key)[before :: stage.batch_size]))
@@ -283,10 +199,10 @@ class TrainingBatches(Iterator[Batch]):
 
     def _rows(self, preprocess: Preprocess) -> Any:
         """Return the rows of all samples in the order of the run."""
-        source, kind, crop, views = self._source, self._kind, self._crop, self._views
+        source, kind, crop, views, local = self._source, self._kind, self._crop, self._views, self._local
 
-        def loader(first: int, length: int) -> _Loader:
-            return _Loader(source, preprocess, kind, crop, first, length, views, whole_levels=True)
+        def loader(first: int, length: int) -> Loader:
+            return Loader(source, preprocess, kind, crop, first, length, views, local, whole_levels=True)
 
         return self._order(loader)
 
@@ -342,11 +258,11 @@ def evaluation_batches(
     Each rank reads different batches: the first rank reads the first batch, and so on in turn.
     """
     kind = target_kind(source)
-    order = _grain().MapDataset.range(len(source)).map_with_index(_Loader(source, preprocess, kind))
-    batches = _read(order.batch(batch_size, batch_fn=_collate)[ranks.rank :: ranks.world], readers)
+    order = _grain().MapDataset.range(len(source)).map_with_index(Loader(source, preprocess, kind))
+    batches = _read(order.batch(batch_size, batch_fn=collate)[ranks.rank :: ranks.world], readers)
     try:
         for columns in batches:
-            yield _batch(columns, kind)
+            yield as_batch(columns, kind)
     finally:
         batches.close()
 

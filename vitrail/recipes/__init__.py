@@ -8,6 +8,7 @@ from vitrail.recipes.augreg import AUGREG_RECIPES, PLAIN_RECIPES
 from vitrail.recipes.bit import BIT_RECIPES
 from vitrail.recipes.cifar10 import cifar10
 from vitrail.recipes.demo import demo
+from vitrail.recipes.dino import DINO_RECIPES, dino
 from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
 from vitrail.recipes.mae import MAE_RECIPES, mae
@@ -21,7 +22,15 @@ __all__ = ["PAPER_RECIPES", "RECIPES"]
 
 PAPER_RECIPES: dict[str, PaperRecipe] = {
     recipe.name: recipe
-    for recipe in (*VIT_RECIPES, *MASKED_PATCHES_RECIPES, *MAE_RECIPES, *AUGREG_RECIPES, *PLAIN_RECIPES, *BIT_RECIPES)
+    for recipe in (
+        *VIT_RECIPES,
+        *MASKED_PATCHES_RECIPES,
+        *MAE_RECIPES,
+        *DINO_RECIPES,
+        *AUGREG_RECIPES,
+        *PLAIN_RECIPES,
+        *BIT_RECIPES,
+    )
 }
 """Training runs of papers, by name."""
 
@@ -33,6 +42,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "masked-patches": masked_patches,
     "mae": mae,
     "simclr": simclr,
+    "dino": dino,
     **PAPER_RECIPES,
 }
-"""All recipes by name: seven of our own, and those of papers."""
+"""All recipes by name: eight of our own, and those of papers."""

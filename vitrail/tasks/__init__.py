@@ -8,12 +8,13 @@ from vitrail.tasks.distillation import Distillation
 from vitrail.tasks.mae import Mae
 from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.tasks.regression import Regression
-from vitrail.tasks.simclr import SimClr
 from vitrail.tasks.task import Task
+from vitrail.tasks.views.dino import Dino
+from vitrail.tasks.views.simclr import SimClr
 
-__all__ = ["TASKS", "Classification", "Distillation", "Mae", "MaskedPatches", "Regression", "SimClr", "Task"]
+__all__ = ["TASKS", "Classification", "Dino", "Distillation", "Mae", "MaskedPatches", "Regression", "SimClr", "Task"]
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr)
+    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr, Dino)
 }
 """Every task by its name."""

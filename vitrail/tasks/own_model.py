@@ -117,8 +117,9 @@ def load_beside(objective: nn.Module, path: Path) -> None:
 
 
 def beside(objective: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of an objective that do not belong to its network."""
-    return {name: tensor for name, tensor in objective.state_dict().items() if not name.startswith("network.")}
+    """Return the tensors of an objective that do not belong to the network that it saves."""
+    saved = getattr(objective, "saved_part", "network")
+    return {name: tensor for name, tensor in objective.state_dict().items() if not name.startswith(f"{saved}.")}
 
 
 def load_weights(bundle: Bundle, path: Path) -> None:

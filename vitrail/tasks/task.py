@@ -14,19 +14,31 @@ from typing import Any, ClassVar, NamedTuple
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from vitrail.data.augmentation.augment import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.rows import LocalViews
 from vitrail.data.source import Mixture, Source, TargetKind
 from vitrail.data.splits import Splits
 from vitrail.errors import nearest
 from vitrail.evaluation.evaluators import Evaluator
 from vitrail.models.cost.footprint import FootprintPrecision
 from vitrail.models.variants import AnyConfig
+from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
 from vitrail.weights.bundle import Bundle, OutputKind
 
-__all__ = ["LossOutput", "Objective", "StepCost", "Task", "TaskMetric", "drawn_samples", "mean_of_counted"]
+__all__ = [
+    "LossOutput",
+    "Objective",
+    "Position",
+    "StepCost",
+    "Task",
+    "TaskMetric",
+    "drawn_samples",
+    "mean_of_counted",
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,17 @@ class LossOutput:
     metrics: dict[str, Float[Tensor, ""]]
 
 
+class Position(NamedTuple):
+    """The position of a step in its run."""
+
+    step: int
+    """Number of the step, counted from 0."""
+    steps: int
+    """Number of steps of the run."""
+    epoch: float
+    """Number of epochs before the step, with the fraction of the current one."""
+
+
 class Objective(nn.Module, ABC):
     """A network with its loss. An objective may own more modules, such as a decoder or a teacher.
 
@@ -45,6 +68,10 @@ class Objective(nn.Module, ABC):
     that follow from the settings or the data can be non-persistent. An objective must have its network in the attribute
     `network`.
     """
+
+    saved_part: ClassVar[str] = "network"
+    """Name of the module with the weights of `saved_network`. The weights of all other modules are kept beside the
+    model."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -57,9 +84,20 @@ class Objective(nn.Module, ABC):
         deviation of the preprocessing are the same in all phases of a run, but the image size can change.
         """
 
+    def before_step(self, position: Position) -> None:
+        """Prepare for a step. An objective whose loss depends on the position in the run overrides this method."""
+
     @abstractmethod
     def forward(self, batch: Batch) -> LossOutput:
         """Return the loss of a batch whose images are normalised. This method must not wait for the device."""
+
+    def after_step(self, position: Position, processes: Processes) -> None:
+        """Change modules that the optimizer does not train, after its update.
+
+        An objective with a running mean of weights, or of outputs, overrides this method. All processes call it
+        together. It must not wait for the device. What it changes must be parameters or persistent buffers, because a
+        resumed run continues with those.
+        """
 
     def counted(self, batch: Batch) -> Bool[Tensor, " b"]:
         """Return a mask of the samples over which the loss is averaged. By default these are the decoded samples.
@@ -134,6 +172,8 @@ class Task(ABC):
     """Kinds of targets that the task can learn from. With "none", it also learns from images without any target."""
     views: ClassVar[int] = 1
     """Number of augmented views of each image in a batch."""
+    averages_weights: ClassVar[bool] = False
+    """True if the saved model is a running mean of the trained weights, which the objective keeps."""
     output_noun: ClassVar[str]
     """Noun that messages use for one output of the network, such as "class"."""
     metrics: ClassVar[tuple[TaskMetric, ...]]
@@ -175,6 +215,13 @@ class Task(ABC):
         """Return the cost of a training step with images of `network.image_size`. By default only the network costs
         something."""
         return StepCost(network)
+
+    def local_views_of(self, images: Preprocess, augment: Augment, seed: int) -> LocalViews | None:
+        """Return the local views of each image, which have another size than the `views`, or None if there are none.
+
+        `images` is the preprocessing of the run's images. Raise `ConfigError` if it does not fit the settings.
+        """
+        return None
 
     @abstractmethod
     def objective(self, network: nn.Module, splits: Splits) -> Objective:

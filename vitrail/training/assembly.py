@@ -100,6 +100,7 @@ def make_state(setup: Setup, network: nn.Module) -> TrainState:
         partners=config.augment.mixes,
         crop=config.augment.crop(config.run.seed),
         views=config.task.views,
+        local=config.task.local_views_of(config.images, config.augment, config.run.seed),
         later=later,
     )
     average = Average(objective, optimizer.average, optimizer.average_start) if optimizer.average else None
@@ -126,7 +127,9 @@ def make_plan(setup: Setup) -> Plan:
         preprocess=config.images,
         precision=config.run.precision,
         device=setup.device,
+        decay_factor=optimizer.decay_factor,
         batch_size=config.run.batch_size,
+        images=len(setup.splits.train),
         classes=len(setup.splits.classes),
         patience=config.run.patience,
         most_skipped=skips_allowed(len(setup.splits.train), config.data.max_skipped),

@@ -265,10 +265,22 @@ class TrainConfig:
                 f"cutmix={self.augment.cutmix} cannot be used for regression, because no rule says how a pasted "
                 "part of another image changes a number; choose mixup, which blends images and numbers alike"
             )
+        if self.optimizer.average and self.task.averages_weights:
+            yield (
+                f"average={self.optimizer.average} keeps a running mean of the weights, but the model that "
+                f"task={self.task.name!r} saves is such a mean already; leave average out"
+            )
         try:
             self.augment.training_preprocess(self.images)
+            local = self.task.local_views_of(self.images, self.augment, self.run.seed)
         except ConfigError as error:
             yield str(error)
+        else:
+            if local is not None and self.augment.mixes:
+                yield (
+                    f"mixup and cutmix mix images of one size, but task={self.task.name!r} has local views of another "
+                    "size; leave both out"
+                )
 
     def _unknown(self, name: str, known: dict[str, str]) -> str:
         for task in TASKS.values():

@@ -57,6 +57,8 @@ def run_bytes(config: TrainConfig, network: AnyConfig | None) -> int:
     that checkpoints in the background are written from."""
     run, images = config.run, config.images
     queue = queue_bytes(images, run.batch_size * config.task.views, run.readers)
+    if (local := config.task.local_views_of(images, config.augment, run.seed)) is not None:
+        queue += queue_bytes(local.preprocess, run.batch_size * local.count, run.readers)
     if network is None:
         return queue
     size = images.image_size

@@ -60,9 +60,11 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     learning_rate = plan.schedule(state.step)
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate * group["scale"]
-    augment = plan.augment_at(state.step)
-    batch = augment(batch, seed=plan.seed, classes=plan.classes, size=plan.preprocess.image_size)
-    parts = batch.chunks(plan.accumulation)
+        if "first_weight_decay" in group:
+            group["weight_decay"] = group["first_weight_decay"] * plan.weight_decay(state.step)
+    position = plan.position(state.step)
+    state.objective.before_step(position)
+    parts = _augmented(batch, plan, state.step).chunks(plan.accumulation)
     processes = plan.processes
     is_divided = len(parts) > 1 or processes.are_several
     counts = [state.objective.counted(part).sum() for part in parts] if is_divided else []
@@ -70,7 +72,7 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
     metrics: dict[str, Tensor] = {}
     for number, part in enumerate(parts):
         with autocast(plan.precision, plan.device):
-            output = state.objective(replace(part, images=plan.preprocess.normalise(part.images)))
+            output = state.objective(part.with_images(plan.preprocess.normalise))
         values = {"loss": output.loss, **output.metrics}
         if total is not None:
             weight = counts[number] / total
@@ -92,9 +94,20 @@ def train_step(state: TrainState, plan: Plan, batch: Batch) -> dict[str, Tensor]
         state.optimizer.step()
     finally:
         state.optimizer.zero_grad(set_to_none=True)
+    state.objective.after_step(position, processes)
     if state.average is not None:
         state.average.update(state.step)
     return metrics
+
+
+def _augmented(batch: Batch, plan: Plan, step: int) -> Batch:
+    """Return the batch after the augmentation of a step. Local views are augmented by themselves."""
+    size = plan.preprocess.image_size
+    changed = plan.augment_at(step)(batch, seed=plan.seed, classes=plan.classes, size=size)
+    if (local := batch.local) is None:
+        return changed
+    augment = plan.augment_at(step, height=local.images.shape[2])
+    return replace(changed, local=augment(local, seed=plan.seed, classes=plan.classes, size=size))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +11,7 @@ from vitrail.data.augmentation.augment import Augment
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.machine import TrainingPrecision
 from vitrail.processes.group import Processes
+from vitrail.tasks.task import Position
 from vitrail.training.faults import FaultConfig
 from vitrail.training.optimization.schedule import Schedule
 from vitrail.training.phases import Phase
@@ -31,7 +33,11 @@ class Plan:
     preprocess: Preprocess
     precision: TrainingPrecision
     device: torch.device
+    decay_factor: Callable[[int, int], float] = lambda step, steps: 1.0
+    """Function that returns the factor of the weight decay at a step of a run with this many steps."""
     batch_size: int = 1
+    images: int = 1
+    """Number of training images, which is the length of an epoch."""
     classes: int = 0
     """Number of classes in the data, which is the number of columns of the targets that mixup and CutMix make."""
     patience: int | None = None
@@ -56,12 +62,24 @@ class Plan:
         """Return the phase of a step, counted from 0."""
         return next((phase for phase in reversed(self.phases) if phase.first <= step), None)
 
-    def augment_at(self, step: int) -> Augment:
-        """Return the augmentation of a step. Shifts are proportional to the image size of the step's phase."""
-        phase, height = self.phase_of(step), self.preprocess.image_size[0]
-        if phase is None or phase.image_size[0] == height:
+    def augment_at(self, step: int, *, height: int | None = None) -> Augment:
+        """Return the augmentation of a step. Shifts are proportional to the height of the images, which is by default
+        that of the step's phase."""
+        phase, whole = self.phase_of(step), self.preprocess.image_size[0]
+        if height is None:
+            height = whole if phase is None else phase.image_size[0]
+        if height == whole:
             return self.augment
-        return replace(self.augment, shift=round(self.augment.shift * phase.image_size[0] / height))
+        return replace(self.augment, shift=round(self.augment.shift * height / whole))
+
+    def weight_decay(self, step: int) -> float:
+        """Return the factor of the weight decay at a step."""
+        return self.decay_factor(step, self.steps)
+
+    def position(self, step: int) -> Position:
+        """Return the position of a step in the run."""
+        drawn = sum(phase.batch_size * min(max(step - phase.first, 0), phase.steps) for phase in self.phases)
+        return Position(step, self.steps, (drawn or step * self.batch_size) / self.images)
 
     def work(self, step: int) -> float:
         """Return the cost of the steps before this one, in steps of the last phase."""

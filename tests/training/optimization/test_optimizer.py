@@ -188,6 +188,19 @@ def test_independent_decay_does_not_depend_on_any_learning_rate() -> None:
         assert group["weight_decay"] * group["scale"] * 0.02 in (0.0, pytest.approx(0.1))
 
 
+def test_the_weight_decay_follows_a_cosine_to_its_end() -> None:
+    config = OptimizerConfig(weight_decay=0.04, end_weight_decay=0.4)
+    decays = [0.04 * config.decay_factor(step, 10) for step in (0, 5, 10)]
+    assert decays == pytest.approx([0.04, 0.22, 0.4]) and OptimizerConfig().decay_factor(3, 10) == 1
+    groups = make_optimizer(Pair(), config).param_groups
+    assert [group["first_weight_decay"] for group in groups] == [0.04, 0]
+    assert not any("first_weight_decay" in group for group in make_optimizer(Pair(), OptimizerConfig()).param_groups)
+    with pytest.raises(
+        ConfigError, match=r"end_weight_decay=0.4 changes the weight decay, but weight_decay=0 switches"
+    ):
+        OptimizerConfig(weight_decay=0.0, end_weight_decay=0.4)
+
+
 def test_factors_by_name_choose_groups() -> None:
     network = create("ViT-Pico/7", image_size=(14, 14), num_classes=3, width=8, depth=2, heads=2)
     objective = ClassificationObjective(network)

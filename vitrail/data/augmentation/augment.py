@@ -25,9 +25,9 @@ from vitrail.data.augmentation.mixing import MixupPer
 from vitrail.data.augmentation.operations import on_device
 from vitrail.data.augmentation.randaugment import RandAugmentRule
 from vitrail.data.batch import Batch
-from vitrail.data.pipeline import Crop
 from vitrail.data.pixels.geometry import Placement
 from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.rows import Crop
 from vitrail.errors import ConfigError
 from vitrail.settings import one_of
 
@@ -217,10 +217,12 @@ class Augment:
 
     def crop(self, seed: int) -> Crop | None:
         """Return the function that draws the box of an image, or None if no crop is made."""
-        chosen = self.settings
-        if chosen.crop_area is None:
-            return None
-        return functools.partial(CROPS[chosen.crop_rule], seed, area=chosen.crop_area)
+        area = self.settings.crop_area
+        return None if area is None else self.crop_of(seed, area)
+
+    def crop_of(self, seed: int, area: tuple[float, float]) -> Crop:
+        """Return the function that draws a box of an image, which covers a fraction of the image within `area`."""
+        return functools.partial(CROPS[self.settings.crop_rule], seed, area=area)
 
     def training_preprocess(self, preprocess: Preprocess) -> Preprocess:
         """Return the preprocessing of training images, which differs from the preprocessing of other images in two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -77,6 +78,9 @@ class OptimizerConfig:
     linearly from 1 to 0."""
     weight_decay: float = 0.05
     """Weight decay of weight matrices. Norms, biases, tokens and position embeddings do not decay."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end of the run, which --weight-decay approaches along half a cosine wave. By default it does
+    not change."""
     weight_decay_rule: DecayRule = "auto"
     """decoupled: subtracts decay x learning rate x weight (1711.05101). coupled: adds decay x weight to the gradient.
     independent: subtracts decay x (learning rate / peak learning rate) x weight (big_vision). auto: coupled for SGD,
@@ -115,7 +119,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         problems = [
             *above_zero(self, "learning_rate", "schedule_power"),
-            *at_least(self, clip=0, update_clip=0, weight_decay=0, end_learning_rate=0, base_batch_size=1),
+            *at_least(
+                self, clip=0, update_clip=0, weight_decay=0, end_weight_decay=0, end_learning_rate=0, base_batch_size=1,
+            ),
             *below_one(self, "beta1", "beta2", "momentum", "average"),
             *one_of(
                 self, optimizer=OptimizerName, schedule=ScheduleName, average_start=AverageStart,
@@ -127,6 +133,11 @@ class OptimizerConfig:
         ]  # fmt: skip
         if self.update_clip and self.kind != "adafactor":
             problems.append(f"update_clip={self.update_clip} is for optimizer='adafactor'; use clip, or leave it out")
+        if self.end_weight_decay is not None and not self.weight_decay:
+            problems.append(
+                f"end_weight_decay={self.end_weight_decay} changes the weight decay, but weight_decay=0 switches it "
+                "off; set weight_decay above 0"
+            )
         if not 0 < self.layer_decay <= 1:
             problems.append(f"layer_decay={self.layer_decay} is not in (0, 1]")
         raise_problems(problems)
@@ -177,6 +188,13 @@ class OptimizerConfig:
         if self.base_batch_size is None:
             return self
         return replace(self, learning_rate=self.learning_rate * batch_size / self.base_batch_size, base_batch_size=None)
+
+    def decay_factor(self, step: int, steps: int) -> float:
+        """Return the factor of the weight decay at a step, counted from 0, of a run of this many steps."""
+        if self.end_weight_decay is None:
+            return 1.0
+        end = self.end_weight_decay / self.weight_decay
+        return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     def schedule_of(self, run: RunLength) -> Schedule:
         """Return the schedule for a run of this length.
@@ -265,7 +283,10 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, precision: Traini
             decay = config.weight_decay * own
             if config.decay_rule == "independent":
                 decay /= config.learning_rate * scale  # times the learning rate, it leaves the course of the schedule
-            groups.append({"params": members, "weight_decay": decay, "scale": scale})
+            group = {"params": members, "weight_decay": decay, "scale": scale}
+            if config.end_weight_decay is not None:
+                group["first_weight_decay"] = decay
+            groups.append(group)
     return _of_kind(module, config, groups, precision)
 
 

@@ -1,0 +1,304 @@
+"""Tests of DINO: the loss against its formula in float64, the teacher, the centre, the schedules, unfit settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.tasks.images import Pictures, images_of
+from vitrail.data.augmentation.augment import Augment
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.evaluation.outputs import Outputs
+from vitrail.models.variants import create, variant_config
+from vitrail.processes.group import Processes
+from vitrail.tasks.task import Position
+from vitrail.tasks.views.dino import Dino, DinoObjective
+from vitrail.tasks.views.dino_head import DinoHead
+from vitrail.tasks.views.mean_network import momentum_at
+from vitrail.tasks.views.view_task import effective_rank, fixed_views, uniformity
+from vitrail.testing import check_task
+from vitrail.training.config import TrainConfig
+
+SMALL: dict[str, Any] = {"prototypes": 24, "projection_hidden": 20, "bottleneck": 12, "local_size": (14, 7)}
+
+
+def views_of(samples: int, count: int, size: tuple[int, int], *, first: int = 0, seed: int = 1) -> Batch:
+    """Return a batch with `count` random views of each sample, in consecutive rows."""
+    rows = samples * count
+    return Batch(
+        images=images_of(rows + seed, size=size)[seed:],
+        labels=torch.full((rows,), -1),
+        valid=torch.ones(rows, dtype=torch.bool),
+        samples=torch.arange(samples).repeat_interleave(count),
+        epochs=torch.zeros(rows, dtype=torch.int64),
+        views=first + torch.arange(rows) % count,
+        target_kind="none",
+    )
+
+
+def make_batch(samples: int, local: int = 3, invalid: int | None = None) -> Batch:
+    batch = views_of(samples, 2, (21, 28))
+    if invalid is not None:
+        batch.valid[2 * invalid : 2 * invalid + 2] = False
+    return replace(batch, local=views_of(samples, local, (14, 7), first=2)) if local else batch
+
+
+def make_objective(variant: str = "ViT-Pico/7", **settings: Any) -> DinoObjective:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+    network = create(variant, image_size=(21, 28), num_classes=0, **(sizes if variant.startswith("ViT") else {}))
+    return DinoObjective(network, Dino(**{**SMALL, **settings}))
+
+
+def outputs_of(head: DinoHead, embeddings: Tensor) -> Tensor:
+    """Return the outputs of a projection, computed in float64."""
+    x = embeddings.double()
+    for number in (0, 2, 4):
+        layer: Any = head.layers[number]
+        x = x @ layer.weight.double().T + layer.bias.double()
+        x = 0.5 * x * (1 + torch.erf(x / math.sqrt(2))) if number < 4 else x
+    weight = head.prototypes.weight.double()
+    return (x / x.norm(dim=1, keepdim=True)) @ (weight / weight.norm(dim=1, keepdim=True)).T
+
+
+@torch.no_grad()
+def formula(objective: DinoObjective, batch: Batch, samples: list[int], temperature: float) -> dict[str, float]:
+    """Return loss, entropy and divergence as the published code computes them, in float64, one view at a time."""
+    centre = objective.centre.double()
+    crossed, entropies = [], []
+    for sample in samples:
+        own = [outputs_of(objective.head, objective.network.embed(batch.images[2 * sample : 2 * sample + 2]))]
+        if batch.local is not None:
+            of_sample = batch.local.images[batch.local.samples == sample]
+            own.append(outputs_of(objective.head, objective.network.embed(of_sample)))
+        students = torch.cat(own)
+        taught = outputs_of(objective.teacher_head, objective.teacher.embed(batch.images[2 * sample : 2 * sample + 2]))
+        for number, target in enumerate(taught):
+            probabilities = torch.exp((target - centre) / temperature)
+            probabilities /= probabilities.sum()
+            entropies.append(float(-(probabilities * probabilities.log()).sum()))
+            for view, student in enumerate(students):
+                if view != number:
+                    exponents = torch.exp(student / objective.task.student_temperature)
+                    crossed.append(float(-(probabilities * (exponents / exponents.sum()).log()).sum()))
+    loss, entropy = sum(crossed) / len(crossed), sum(entropies) / len(entropies)
+    return {"loss": loss, "teacher_entropy": entropy, "divergence": loss - entropy}
+
+
+@pytest.mark.parametrize("local", [0, 3])
+def test_the_loss_is_the_formula(local: int) -> None:
+    objective = make_objective(student_temperature=0.2, target_temperature=0.05, local_views=local)
+    objective.centre.copy_(torch.linspace(-0.3, 0.3, 24))
+    with torch.no_grad():
+        for weight in objective.teacher.parameters():
+            weight.mul_(0.9)
+    batch = make_batch(4, local, invalid=1)
+    output = objective(batch)
+    expected = formula(objective, batch, [0, 2, 3], 0.05)
+    found = {"loss": output.loss.item(), **{name: value.item() for name, value in output.metrics.items()}}
+    assert found == pytest.approx(expected, rel=2e-5)
+
+
+def test_views_that_are_not_decoded_change_nothing() -> None:
+    objective, batch = make_objective(), make_batch(4, invalid=2)
+    other = replace(batch, images=batch.images.clone())
+    other.images[4:6] = -other.images[4:6]
+    found = []
+    for each in (batch, other):
+        objective.before_step(Position(0, 10, 5.0))
+        found.append((objective(each).loss.item(), objective.sums.clone()))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1]) and objective.sums[-1] == 6
+    empty = replace(batch, valid=torch.zeros_like(batch.valid))
+    objective.before_step(Position(0, 10, 5.0))
+    objective(empty).loss.backward()
+    objective.after_step(Position(0, 10, 5.0), Processes())
+    assert not objective.centre.any() and not any(weight.grad.any() for weight in objective.head.parameters())
+
+
+def stepped(objective: DinoObjective, batches: list[Batch], position: Position) -> None:
+    """Take a step by hand with a batch in parts."""
+    optimizer = torch.optim.SGD([weight for weight in objective.parameters() if weight.requires_grad], lr=0.1)
+    objective.before_step(position)
+    for part in batches:
+        objective(part).loss.backward()
+    optimizer.step()
+    objective.after_step(position, Processes())
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_the_teacher_and_the_centre_are_running_means(is_divided: bool) -> None:
+    objective, batch = make_objective(teacher_momentum=0.9, centre_momentum=0.8), make_batch(4)
+    objective.centre.copy_(torch.linspace(0, 1, 24))
+    names = {name for name, weight in objective.named_parameters() if weight.requires_grad}
+    assert all(name.startswith(("network.", "head.")) for name in names)
+    before = {name: tensor.clone() for name, tensor in objective.state_dict().items()}
+    with torch.no_grad():
+        taught = objective.teacher_head(objective.teacher.embed(batch.images))
+    stepped(objective, batch.chunks(3) if is_divided else [batch], Position(step=3, steps=12, epoch=1.0))
+    momentum = 1 - 0.1 * (1 + math.cos(math.pi / 4)) / 2
+    after = objective.state_dict()
+    for name in names:
+        assert not torch.equal(before[name], after[name]), f"{name} is trained"
+        mean = name.replace("network.", "teacher.") if name.startswith("network.") else f"teacher_{name}"
+        torch.testing.assert_close(after[mean], momentum * before[mean] + (1 - momentum) * after[name])
+    torch.testing.assert_close(after["centre"], 0.8 * before["centre"] + 0.2 * taught.mean(dim=0))
+    assert momentum_at(Position(0, 12, 0.0), 0.9) == pytest.approx(0.9)
+    assert momentum_at(Position(12, 12, 0.0), 0.9) == 1
+
+
+def test_prototypes_are_frozen_in_the_first_epoch() -> None:
+    objective, batch = make_objective(unit_prototypes=False), make_batch(3)
+    before = {name: weight.detach().clone() for name, weight in objective.head.named_parameters()}
+    for epoch, is_frozen in ((0.0, True), (0.99, True), (1.0, False)):
+        stepped(objective, [batch], Position(0, 10, epoch))
+        for name, weight in objective.head.named_parameters():
+            assert torch.equal(weight, before[name]) is (is_frozen and name.startswith("prototypes.")), (epoch, name)
+
+
+def test_the_temperature_of_the_teacher_warms_up() -> None:
+    task = Dino(target_temperature_start=0.04, target_temperature=0.07, target_temperature_epochs=30.0)
+    for epoch, temperature in ((0.0, 0.04), (15.0, 0.055), (30.0, 0.07), (200.0, 0.07)):
+        assert task.target_temperature_at(epoch) == pytest.approx(temperature)
+    assert Dino().target_temperature_at(0.0) == 0.04
+    objective, batch = make_objective(target_temperature_start=0.5, target_temperature_epochs=2.0), make_batch(2)
+    objective.before_step(Position(0, 10, 1.0))
+    assert objective(batch).loss.item() == pytest.approx(formula(objective, batch, [0, 1], 0.27)["loss"], rel=2e-5)
+
+
+def test_the_teacher_stays_in_evaluation_mode_and_is_what_is_saved() -> None:
+    objective = make_objective().train()
+    assert objective.network.training and not objective.teacher.training and not objective.teacher_head.training
+    assert objective.saved_network() is objective.teacher
+    assert not any(weight.requires_grad for weight in objective.teacher.parameters())
+    assert {"centre"} <= objective.state_dict().keys() and "sums" not in objective.state_dict()
+
+
+@pytest.mark.slow
+def test_a_batch_is_overfitted() -> None:
+    """The teacher hardly moves here, because a teacher of 6 images that follows its student collapses."""
+    objective = make_objective(teacher_momentum=0.999, target_temperature=0.003)
+    batch = make_batch(6, 0)
+    optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=5e-3)
+    divergences = []
+    for step in range(200):
+        position = Position(step, 200, 1.0)
+        objective.before_step(position)
+        optimizer.zero_grad()
+        output = objective(batch)
+        output.loss.backward()
+        optimizer.step()
+        objective.after_step(position, Processes())
+        divergences.append(output.metrics["divergence"].item())
+    assert divergences[-1] < 0.1 < 1 < divergences[0]
+    assert output.metrics["teacher_entropy"].item() < 0.7 * math.log(24), "the targets are not uniform"
+
+
+@pytest.mark.parametrize("settings", [{"local_views": 2}, {"local_views": 0, "unit_prototypes": False}])
+def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any]) -> None:
+    check_task(Dino(**{**SMALL, "local_size": (14, 14), **settings}), Splits(Pictures(9), Pictures(5), None))
+
+
+def test_metrics_of_held_out_images_are_the_formulas() -> None:
+    objective = make_objective(target_temperature=0.07, target_temperature_start=0.04).eval()
+    with torch.no_grad():
+        for weight in objective.teacher.parameters():
+            weight.mul_(0.9)
+    preprocess = Preprocess(image_size=(21, 28))
+    bundle = objective.task.bundle(objective, (), preprocess, {})
+    source = Pictures(7)
+    found = objective.task.evaluator(objective)(Outputs(bundle, batch_size=3), source, source)
+    levels = torch.stack([torch.from_numpy(source[index].image).permute(2, 0, 1) for index in range(7)])
+    images = preprocess.normalise(levels)
+    with torch.no_grad():
+        views = torch.stack(fixed_views(images, torch.arange(7)), dim=1).flatten(0, 1)
+        whole = objective.teacher.embed(images)
+    expected = formula(objective, replace(make_batch(7, 0), images=views), list(range(7)), 0.07)
+    assert found["dino_loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    assert found["teacher_entropy"] == pytest.approx(expected["teacher_entropy"], rel=1e-4)
+    assert found["divergence"] == pytest.approx(expected["divergence"], rel=1e-4)
+    assert found["uniformity"] == pytest.approx(uniformity(whole), rel=1e-3)
+    assert found["feature_rank"] == pytest.approx(effective_rank(whole), rel=1e-3)
+    assert (found["images"], found["skipped"]) == (7, 0)
+
+
+def test_monitors_see_both_kinds_of_collapse() -> None:
+    """Equal outputs have the largest entropy, and one dominating output has none. Neither has a divergence."""
+    objective = make_objective()
+    for taught, entropy in ((torch.zeros(3, 2, 24), math.log(24)), (100 * F.one_hot(torch.zeros(3, 2).long(), 24), 0)):
+        _, found, divergence = objective.losses(taught.float(), taught.float(), 0.1)
+        torch.testing.assert_close(found, torch.full((3,), float(entropy)))
+        torch.testing.assert_close(divergence, torch.zeros(3), atol=1e-5, rtol=0)
+
+
+def test_sizes_follow_the_network_unless_they_are_given() -> None:
+    wide, narrow = (variant_config(name, image_size=224) for name in ("ViT-S/16", "ViT-Pico/16"))
+    with torch.device("meta"):
+        for network, hidden, outputs in ((wide, 2048, 65_536), (narrow, 512, 4_096)):
+            head = Dino().head(network)
+            assert (head.hidden, head.prototypes.out_features, head.prototypes.in_features) == (hidden, outputs, 256)
+    assert Dino().size_of_local((224, 192)) == (112, 96)
+    local = Dino(local_size=(96, 80)).local_views_of(Preprocess(image_size=(224, 192)), Augment(), 3)
+    assert local is not None and (local.count, local.preprocess.image_size) == (8, (96, 80))
+    assert Dino(local_views=0).local_views_of(Preprocess(image_size=(224, 192)), Augment(), 3) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"student_temperature": 0.0}, "student_temperature=0.0 is not above 0"),
+        ({"target_temperature": math.nan}, "target_temperature=nan is not above 0"),
+        ({"local_views": -1}, "local_views=-1 is less than 0"),
+        ({"prototypes": 1}, "prototypes=1 is less than 2"),
+        ({"teacher_momentum": 1.0}, r"teacher_momentum=1.0 is not in \[0, 1\)"),
+        (
+            {"local_crop_area": (0.4, 0.1)},
+            r"local_crop_area=\(0.4, 0.1\) is not two fractions in \(0, 1\]",
+        ),
+        ({"select": "accuracy"}, "select='accuracy' is not a metric of the task dino"),
+    ],
+)
+def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Dino(**fields)
+
+
+def test_unfit_networks_and_data_are_refused() -> None:
+    network = variant_config("ViT-Pico/7", image_size=28)
+    with pytest.raises(ConfigError, match="which a network of your own class need not have; choose a network of this"):
+        Dino().check_network(None)
+    with pytest.raises(ConfigError, match=r"local_size=\(14, 13\) does not fit the network: .*13.* Choose another"):
+        Dino(local_size=(14, 13)).check_network(network)
+    with pytest.raises(ConfigError, match="head_hidden=8 is a layer that task='dino' does not train"):
+        Dino().check_network(replace(network, head_hidden=8))
+    with pytest.raises(ConfigError, match="the data has fewer than two training images"):
+        Dino().check_data(Splits(Pictures(1), None, None))
+    Dino(local_size=(14, 13), local_views=0).check_network(network)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"flip": False}, "task='dino' compares 2 views of each image, which are all equal without augmentation"),
+        ({"average": 0.9}, "average=0.9 keeps a running mean of the weights, but the model that task='dino' saves is"),
+        ({"crop_from": (256, 256)}, r"crop_from=\(256, 256\) cuts boxes of the network's image size, but the local"),
+    ],
+)
+def test_settings_of_a_run_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig().override(task="dino", **fields)
+
+
+@pytest.mark.parametrize("variant", ["BiT-Pico", "ViT-Pico/7"])
+def test_resnets_and_transformers_are_trained(variant: str) -> None:
+    objective = make_objective(variant)
+    objective(make_batch(2)).loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in objective.parameters() if weight.requires_grad)

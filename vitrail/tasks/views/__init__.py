@@ -1,0 +1,1 @@
+"""Tasks that compare views of the same image, without labels."""
