@@ -8,6 +8,8 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "cpu_name",
     "cpu_vendor",
     "describe",
+    "deterministic_algorithms",
     "has_bf16_matrix_units",
     "has_int8_products",
     "keep_freed_memory",
@@ -134,6 +137,24 @@ def keep_freed_memory() -> bool:
         return False
     m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
     return bool(mallopt(m_mmap_max, 0)) and bool(mallopt(m_trim_threshold, -1))
+
+
+@contextmanager
+def deterministic_algorithms(*, enabled: bool = True) -> Iterator[None]:
+    """Compute with PyTorch's deterministic algorithms inside the `with` block, if `enabled`. PyTorch raises
+    `RuntimeError` for operations that have none."""
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS depends on timing
+    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def peak_memory(device: torch.device) -> int:

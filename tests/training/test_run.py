@@ -28,7 +28,9 @@ from vitrail.training.config import RESOLVED, TrainConfig
 from vitrail.training.execution import RunResult
 from vitrail.training.monitoring.display import Display
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.monitoring.monitor import Monitor
 from vitrail.training.plan import Plan
+from vitrail.training.records.record import read_record
 from vitrail.training.run import resume, train
 from vitrail.training.state.state import TrainState
 from vitrail.weights.load import load
@@ -238,6 +240,27 @@ def test_the_seed_decides(small: Callable[..., TrainConfig], tmp_path: Path) -> 
         return (folder / "model" / "model.safetensors").read_bytes()
 
     assert model("a", 1) == model("b", 1) != model("c", 2)
+
+
+def test_a_deterministic_run_computes_the_same_bits_in_bf16(
+    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    plain = Monitor.after_step
+
+    def watched(self: Monitor, *args: Any) -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        plain(self, *args)
+
+    monkeypatch.setattr(Monitor, "after_step", watched)
+    weights = []
+    for name in ("one", "two"):
+        config = small(tmp_path / name, deterministic=True, precision="bf16", steps=6, evaluations=1, checkpoints=1)
+        run = train(config)
+        weights.append(run.bundle.network.state_dict())
+        assert read_record(tmp_path / name).config.run.compute_threads == torch.get_num_threads()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert seen == [True] * 12 and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_runs_that_choose_leave_the_test_split_alone(

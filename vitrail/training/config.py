@@ -25,6 +25,7 @@ from vitrail.settings import above_zero, at_least, bare_names, named, one_of, ra
 from vitrail.tasks import TASKS, Classification, Task
 from vitrail.training.early import EarlyConfig
 from vitrail.training.faults import FaultConfig
+from vitrail.training.monitoring.trackers import tracker_problems
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.parallel.sharding import Shard
 from vitrail.training.start import StartConfig
@@ -66,6 +67,9 @@ class RunConfig:
     compute_threads: int | None = None
     """Threads that compute on a CPU. By default as many as PyTorch chooses, usually one per core, and fewer while other
     programs use the cores, except in float32, which promises equal bits."""
+    deterministic: bool = False
+    """Compute the same bits in every repetition on one machine, also in bf16 and on a GPU: with PyTorch's deterministic
+    algorithms and a fixed number of compute threads. Some steps are slower."""
     compile: Compile = "auto"
     """Compile each block before the first step, which takes about a minute. auto: on for CUDA, off elsewhere. graphs
     also replays blocks as CUDA graphs, which helps small models or batches."""
@@ -88,6 +92,8 @@ class RunConfig:
     fewshot, knn. The metrics go to the journal."""
     probe_every: int | None = None
     """Steps between two runs of --probe, by default as many as between two evaluations."""
+    track: str = ""
+    """Programs that show the run while it goes on, separated by commas: tensorboard, wandb."""
     checkpoints: int = 10
     """Number of times that the training state is saved during the run."""
     background_checkpoints: bool = False
@@ -131,6 +137,7 @@ class RunConfig:
                 f"threads='auto' compares the main thread with threads of this process, but processes={self.processes} "
                 "read; leave one of them out"
             )
+        problems += tracker_problems(self.track)
         if self.seed >= 2**32:
             problems.append(f"seed={self.seed} is too large; choose one below 2**32")
         for name in ("max_time", "process_timeout"):

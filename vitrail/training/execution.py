@@ -29,7 +29,9 @@ from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor, Sinks
 from vitrail.training.monitoring.stop import StopRequest
+from vitrail.training.monitoring.trackers import tracking
 from vitrail.training.phases import cost_text
+from vitrail.training.plan import Plan
 from vitrail.training.records.extension import record_extension
 from vitrail.training.records.record import replace_config
 from vitrail.training.setup import Setup
@@ -119,16 +121,21 @@ class Execution:
             state.best.waited = 0  # otherwise a run that --patience ended would end again at once
             longer = {"step": state.step, "before": extends, "steps": setup.steps}
             self.processes.on_first(lambda: record_extension(self.folder, setup.config, **longer))
+        with tracking(setup.config.run.track, self.folder, setup.config.to_plain(), journal, state.step):
+            monitor = self._train(state, plan, probes)
+            return self._finish(state, monitor.summary(setup.device))
+
+    def _train(self, state: TrainState, plan: Plan, probes: Sequence[Probe]) -> Monitor:
+        """Take the steps that are left, and return the monitor that received them. Signals stop the run meanwhile."""
+        setup, journal, display = self.setup, self.journal, self.display
         limit = setup.config.run.max_seconds
         with StopRequest(None if limit is None else self.started + limit) as stop:
-            examiner = self._examiner(state, probes)
-            sinks = Sinks(journal, self.checkpoints, display)
             monitor = Monitor(
                 state,
                 plan,
-                sinks,
+                Sinks(journal, self.checkpoints, display),
                 _intervals(setup),
-                examiner,
+                self._examiner(state, probes),
                 stop=stop,
                 started=self.started,
                 on_readers=lambda threads: replace_config(self.folder, setup.config.override(threads=threads)),
@@ -149,7 +156,7 @@ class Execution:
             finally:
                 display.end()
                 state.batches.close()
-        return self._finish(state, monitor.summary(setup.device))
+        return monitor
 
     @property
     def _may_keep_start(self) -> bool:

@@ -17,6 +17,7 @@ from vitrail.data.sources import OpenedData
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError, RunError, SaveError
 from vitrail.files import recover_folder, saving, write_json
+from vitrail.machine import deterministic_algorithms
 from vitrail.models.linear.float32 import float32_products
 from vitrail.processes.group import Processes, join_processes
 from vitrail.training.assembly import make_network
@@ -198,7 +199,11 @@ def _write_record(setup: Setup, folder: Path) -> None:
 @contextmanager
 def _same_arithmetic(config: TrainConfig) -> Iterator[None]:
     """Compute inside the `with` block as a checked config says, so that a resumed run computes the same bits."""
-    with float32_products(config.run.float32_products), compute_threads(config.run.compute_threads):
+    with (
+        float32_products(config.run.float32_products),
+        compute_threads(config.run.compute_threads),
+        deterministic_algorithms(enabled=config.run.deterministic),
+    ):
         yield
 
 

@@ -31,8 +31,9 @@ from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import own_config
-from vitrail.training.config import TrainConfig
+from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.monitoring.examiner import Probe
+from vitrail.training.monitoring.trackers import check_trackers
 from vitrail.training.optimization.duration import RunLength
 from vitrail.training.optimization.layers import check_choice
 from vitrail.training.optimization.schedule import Schedule
@@ -108,12 +109,13 @@ def prepare(
     `model` is the model to start from. If a run continues, `origin` is the record of that model in run.json. Without
     `measure_test` the run has no test split. Several `processes` must find the same data.
     """
+    check_trackers(config.run.track)
     device = pick_device(processes.device_name(config.run.device))
     precision = resolve_precision(config.run.precision, device)
     config = config.override(
         precision=precision,
         float32_products=resolve_float32_products(config.run.float32_products),
-        compute_threads=_fixed_threads(config.run.compute_threads, precision, device),
+        compute_threads=_fixed_threads(config.run, precision, device),
     )
     compiled: Compiled = "off"
     network_config: AnyConfig | None = None
@@ -231,14 +233,14 @@ def network_config_of(
     return config.model.resolve(num_classes=num_classes, image_size=images.image_size, channels=images.channels)
 
 
-def _fixed_threads(setting: int | None, precision: TrainingPrecision, device: torch.device) -> int | None:
+def _fixed_threads(run: RunConfig, precision: TrainingPrecision, device: torch.device) -> int | None:
     """Return the number of compute threads that the whole run uses, or None if the number follows the free cores.
 
-    Sums of float32 numbers depend on the number of threads, so a float32 run that is resumed uses the same number.
+    Sums depend on the number of threads, so a float32 run that is resumed uses the same number.
     """
-    if setting is None and precision == "float32" and device.type == "cpu":
+    if run.compute_threads is None and (run.deterministic or (precision == "float32" and device.type == "cpu")):
         return torch.get_num_threads()
-    return setting
+    return run.compute_threads
 
 
 def schedule_of(config: TrainConfig, splits: Splits, steps: int) -> Schedule:

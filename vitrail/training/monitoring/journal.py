@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,21 @@ class Journal:
     def __init__(self, path: Path, *, is_kept: bool = True) -> None:
         self.path = path
         self.is_kept = is_kept
+        self.readers: list[Callable[[dict[str, Any]], None]] = []
+        """Functions that receive each event after it is written."""
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event. Raises `SaveError`."""
         if not self.is_kept:
             return
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **values}, ensure_ascii=False)
-        data = (line + "\n").encode("utf-8", "backslashreplace")
+        content = {"event": event, "time": round(time.time(), 3), **values}
+        data = (json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         with saving("the journal", self.path), self.path.open("ab+") as file:
             if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
                 data = b"\n" + data  # the previous line is incomplete; it stays in the file
             file.write(data)
+        for reader in self.readers:
+            reader(content)
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ __all__ = ["check_place", "check_request", "new_folder", "place_of"]
 
 ENTRIES = (
     "run.json", LOCK, "journal.jsonl", "report.html", "checkpoints", "checkpoints/*", "model", "model/model.*",
-    "beside.safetensors", ".best-*", "examples", "examples/*.png", "*.vitrail-partial", "*.vitrail-replaced",
+    "beside.safetensors", ".best-*", "examples", "examples/*.png",
+    "tensorboard", "tensorboard/*", "wandb", "wandb/*", "*.vitrail-partial", "*.vitrail-replaced",
 )  # fmt: skip
 """All files that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""
 
