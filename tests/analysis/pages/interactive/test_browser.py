@@ -73,6 +73,12 @@ def settle(browser: Browser) -> None:
     browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+def choose(browser: Browser, name: str, value: str | int) -> None:
+    """Choose an option of a list."""
+    browser.value(f"byId('{name}').value = '{value}'; byId('{name}').dispatchEvent(new Event('input'))")
+    settle(browser)
+
+
 def centre(browser: Browser, row: int, column: int) -> tuple[float, float]:
     """Return the centre of a patch in the window. The patches cover 40 x 24 of 50 x 30 pixels, from (5, 3)."""
     browser.value("canvas.scrollIntoView({ block: 'center' })")
@@ -186,8 +192,7 @@ def test_rollout_and_relevance(shown: Browser, maps: AttentionMaps) -> None:
         ("relevance", 1, maps.relevance[1][1], "Relevance for cat"),
     ):
         for name, chosen in (("class", number), ("view", view)):
-            shown.value(f"byId('{name}').value = '{chosen}'")
-            shown.value(f"byId('{name}').dispatchEvent(new Event('input'))")
+            choose(shown, name, chosen)
         shown.mouse("move", *centre(shown, 2, 3))
         text = readout(shown)
         assert text.startswith(f"{title}. row 2, column 3: ")
@@ -256,8 +261,7 @@ def test_the_scale(shown: Browser, maps: AttentionMaps) -> None:
     settle(shown)
     assert [float(text) for text in shown.value(ends)] == pytest.approx([weights[3].min(), weights[3].max()], rel=1e-3)
     for name, value in (("scale", "all"), ("form", "log")):
-        shown.value(f"byId('{name}').value = '{value}'")
-        shown.value(f"byId('{name}').dispatchEvent(new Event('input'))")
+        choose(shown, name, value)
     settle(shown)
     low, high = shown.value(ends)
     assert high.endswith(" (logarithmic)")
@@ -360,7 +364,7 @@ CONTRAST = """
 
 SMALL = """
 [...document.querySelectorAll("button, select, input, summary, [tabindex]")]
-  .filter((element) => element.getClientRects().length && !element.closest("label:has(input[type=checkbox])"))
+  .filter((element) => element.getClientRects().length)
   .map((element) => [element.outerHTML.slice(0, 80), element.getBoundingClientRect()])
   .filter(([, { width, height }]) => Math.min(width, height) < 24).map(([text]) => text)
 """
@@ -380,6 +384,17 @@ def test_the_look(shown: Browser, width: int, scheme: str) -> None:
     assert shown.value(CONTRAST) == [] and shown.value(SMALL) == []
     background = shown.value("getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_twelve_heads_fit_on_a_phone(browser: Browser, make_maps: MakeMaps, tmp_path: Path) -> None:
+    maps = make_maps(layers=12, heads=12)
+    made = make_page(maps, PICTURE, title="a", max_bytes=MAX_BYTES)
+    (tmp_path / "a.html").write_text(made.text, encoding="utf-8")
+    browser.show(360, 740)
+    show(browser, tmp_path / "a.html")
+    matrix = "document.getElementById('matrix').parentElement"
+    assert browser.value(f"[{matrix}.scrollWidth, document.documentElement.scrollWidth]") == [360 - 32, 360]
+    assert browser.value(SMALL) == [] and browser.faults() == []
 
 
 def test_preferences(shown: Browser) -> None:
