@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,43 +118,78 @@ def search_settings(
         on_device(adapted(initial, image_size=config.images.image_size), device),
         "float32" if config.run.precision == "float32" else "bf16",
     )
-    step_seconds = STEP_PER_FORWARD * forward * config.run.batch_size
-    evaluation = EVALUATION_PER_FORWARD * forward
-
-    later = trials.tested * evaluation if search.includes_test else 0.0
-    if later > search.seconds / 2:
-        on_trial(f"measuring {trials.tested:,} test images takes most of the time: about {later:,.0f} seconds")
-
-    def left() -> float:
-        return max(0.0, search.seconds - later - (time.perf_counter() - started))
-
+    budget = _Budget(
+        search,
+        started,
+        step=STEP_PER_FORWARD * forward * config.run.batch_size,
+        evaluation=EVALUATION_PER_FORWARD * forward,
+        tested=trials.tested,
+    )
+    if budget.for_test > search.seconds / 2:
+        on_trial(
+            f"measuring {trials.tested:,} test images takes most of the time: about {budget.for_test:,.0f} seconds"
+        )
     most = config.total_steps(len(trials.splits.train))
-    cost = trials.images * evaluation / step_seconds
-    count, steps = _trial_lengths(len(search.candidates), left() * TRIAL_FRACTION / step_seconds, cost)
-    steps = trials.recorded_steps or min(steps, max(MIN_TRIAL_STEPS, most // 4))
-    if most < 2 * MIN_TRIAL_STEPS:  # trials would cost more than the run itself
-        count = 1
+    count, steps = budget.trial_lengths(most, trials.images)
     best = search.candidates[0]
     if trials.images and count > 1:
-        on_trial(f"trying {count} settings for {steps:,} steps each, the better half twice as long")
-        with saving("the trials", trials.place):
-            trials.place.mkdir(parents=True, exist_ok=True)
-        with locked(trials.place):
-            best, measured = trials.halve(search.candidates[:count], steps)
-        step_seconds = measured or step_seconds
-    final = most
-    if search.is_limited:
-        seconds = max(0.0, left() - 2 * trials.held_out * evaluation)  # before the first step, and of the saved model
-        final = min(most, max(MIN_STEPS // 2, int(FINAL_FRACTION * seconds / step_seconds)))
+        best, measured = trials.halve(search.candidates[:count], trials.recorded_steps or steps)
+        budget.step = measured or budget.step
+    final = budget.final_steps(most, trials.held_out)
     settings: dict[str, Any] = {"steps": final, **best.settings}
     if trials.held_out and search.may_thin_evaluations:
-        affordable = int(EVALUATION_FRACTION * final * step_seconds / (trials.held_out * evaluation))
-        settings["evaluations"] = max(2, min(config.run.evaluations, affordable))
+        settings["evaluations"] = budget.evaluations(config.run.evaluations, final, trials.held_out)
     if count > 1:
         on_trial(f"chosen: {best.name}, {final:,} steps")
     elif final < most:
         on_trial(f"{final:,} of {most:,} steps, which fit into the time that is left")
     return config.override(**settings), tuple(trials.tried)
+
+
+@dataclass
+class _Budget:
+    """The time of a command, and the time that its parts take."""
+
+    search: Search
+    started: float
+    """Start of the command, as a value of `time.perf_counter`."""
+    step: float
+    """Seconds per training step."""
+    evaluation: float
+    """Seconds per evaluated image."""
+    tested: int
+    """Number of test images."""
+
+    @property
+    def for_test(self) -> float:
+        """Seconds for measuring the finished model on the test split, if they belong to the budget."""
+        return self.tested * self.evaluation if self.search.includes_test else 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left for trials and for the final run."""
+        return max(0.0, self.search.seconds - self.for_test - (time.perf_counter() - self.started))
+
+    def trial_lengths(self, most: int, images: int) -> tuple[int, int]:
+        """Return the number of candidates to try, and the number of steps of the shortest trials. `most` is the number
+        of steps of the final run, and `images` the number of images that measure a trial."""
+        if most < 2 * MIN_TRIAL_STEPS:  # trials would cost more than the run itself
+            return 1, 0
+        affordable, cost = self.left * TRIAL_FRACTION / self.step, images * self.evaluation / self.step
+        count, steps = _trial_lengths(len(self.search.candidates), affordable, cost)
+        return count, min(steps, max(MIN_TRIAL_STEPS, most // 4))
+
+    def final_steps(self, most: int, held_out: int) -> int:
+        """Return the number of steps of the final run, at most `most`."""
+        if not self.search.is_limited:
+            return most
+        seconds = max(0.0, self.left - 2 * held_out * self.evaluation)  # before the first step, and of the saved model
+        return min(most, max(MIN_STEPS // 2, int(FINAL_FRACTION * seconds / self.step)))
+
+    def evaluations(self, most: int, steps: int, held_out: int) -> int:
+        """Return the number of evaluations that a run of this many steps can afford, at most `most` and at least 2."""
+        affordable = int(EVALUATION_FRACTION * steps * self.step / (held_out * self.evaluation))
+        return max(2, min(most, affordable))
 
 
 def trials_folder(folder: Path) -> Path:
@@ -265,13 +300,17 @@ class _Trials:
 
     def halve(self, candidates: Sequence[Candidate], steps: int) -> tuple[Candidate, float | None]:
         """Return the best candidate, and its seconds per step if they are known. The first trials have `steps`
-        steps."""
+        steps. Raise `RunError` if another process tries settings for the same run."""
+        self.on_trial(f"trying {len(candidates)} settings for {steps:,} steps each, the better half twice as long")
         self.recorded_steps = steps
         left = list(candidates)
-        while len(left) > 1:
-            values = {one.name: self._run(one, steps) for one in left}
-            left = sorted(left, key=lambda one: values[one.name], reverse=True)[: max(1, len(left) // 2)]
-            steps *= 2
+        with saving("the trials", self.place):
+            self.place.mkdir(parents=True, exist_ok=True)
+        with locked(self.place):
+            while len(left) > 1:
+                values = {one.name: self._run(one, steps) for one in left}
+                left = sorted(left, key=lambda one: values[one.name], reverse=True)[: max(1, len(left) // 2)]
+                steps *= 2
         return left[0], self.speeds.get(left[0].name)
 
     def _run(self, candidate: Candidate, steps: int) -> tuple[float, float]:
