@@ -29,7 +29,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Subset, Target
 from vitrail.data.sources.folder import FolderSource
 from vitrail.errors import ConfigError, Interrupted
-from vitrail.evaluation.features import cache as feature_cache
+from vitrail.evaluation.features import partial as feature_rows
 from vitrail.evaluation.features.extract import FeatureSet, Layer, extract
 from vitrail.evaluation.features.precision import compare_precisions
 from vitrail.models.variants import create
@@ -409,7 +409,7 @@ def test_another_batch_size_goes_on_too(tmp_path: Path) -> None:
 
 def test_batches_become_smaller_if_one_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop after a slow batch keeps the images of all batches before it."""
-    monkeypatch.setattr(feature_cache, "RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(feature_rows, "RECORD_SECONDS", 0.0)
     source, watched = Pictures(70, broken=(3, 66)), Watched()
     features = watched(source, tmp_path, batch_size=None)
     assert watched.progress == [64, 65, 66, 67, 68, 69, 70, 70] and watched.seen == 70
@@ -420,7 +420,7 @@ def test_batches_become_smaller_if_one_takes_long(tmp_path: Path, monkeypatch: p
 
 
 def test_the_rows_of_a_smaller_batch_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_cache, "RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(feature_rows, "RECORD_SECONDS", 0.0)
     source, watched = Pictures(70), Watched()
 
     def interrupt(done: int) -> None:
@@ -460,6 +460,7 @@ from vitrail.data.pipeline import Ranks, Readers
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.sources.folder import FolderSource
 from vitrail.evaluation.features import cache as feature_cache
+from vitrail.evaluation.features import partial as feature_rows
 from vitrail.evaluation.features import extract as features
 from vitrail.models.variants import create
 
@@ -468,7 +469,7 @@ torch.manual_seed(3)
 network = create("ViT-Pico/7", image_size=(14, 21), num_classes=3, width=16, depth=2, heads=2, mlp_width=32)
 folder, cache, rank, world = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 preprocess = Preprocess(image_size=(14, 21), channels=3, mean=(0.3,), std=(0.4,))
-feature_cache.RECORD_SECONDS = 0.0
+feature_rows.RECORD_SECONDS = 0.0
 written = []
 
 def calling(place, name, before):
@@ -499,9 +500,9 @@ def child(what: str, *words: object) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("where", "remaining"),
     [
-        ("calling(feature_cache.Partial, 'write', lambda self, first, *rest: first == 15 and die())", 23),
+        ("calling(feature_rows.Partial, 'write', lambda self, first, *rest: first == 15 and die())", 23),
         pytest.param(
-            "calling(feature_cache, '_write_at', lambda file, data, place: (len(data), place) == (5, 15) and die())",
+            "calling(feature_rows, '_write_at', lambda file, data, place: (len(data), place) == (5, 15) and die())",
             23,
             marks=pytest.mark.slow,
         ),
@@ -543,7 +544,7 @@ def test_two_ranks_share_the_work_and_write_the_same_bytes(colour_folder: Path, 
             (Path({str(tmp_path)!r}) / f"rank {{rank}}").touch()
             while not (Path({str(tmp_path)!r}) / f"rank {{1 - rank}}").exists():
                 time.sleep(0.01)
-        calling(feature_cache.Partial, "write", note)
+        calling(feature_rows.Partial, "write", note)
     """
     processes = [child(together, colour_folder, tmp_path / "cache", rank, 2) for rank in (0, 1)]
     outputs = [process.communicate(timeout=120) for process in processes]

@@ -1,8 +1,7 @@
 """The cache of features. It has one entry for each combination of data, weights, preprocessing and precision.
 
 An entry is a folder NAME with `features.npy` and `entry.json`. It appears only when it is complete. Until then, the
-folder is called NAME.partial, and contains a file `done` with a byte for each sample. The features of a sample are
-written to disk before its byte. A killed process therefore loses only a few seconds of work.
+folder is called NAME.partial (`partial.py`).
 
 Several processes can fill an entry. They coordinate by `flock` on NAME.lock. The system releases a lock when its
 process ends, so no process waits for a dead one. A process that finds the lock taken waits, because another process is
@@ -12,72 +11,31 @@ computing the same features.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import io
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Float32, UInt8
-from torch import nn
+from jaxtyping import Bool, Float32
 
-from vitrail.data.pixels.preprocess import Preprocess
-from vitrail.data.source import Source, fingerprint, stamp_of
 from vitrail.errors import DataError
+from vitrail.evaluation.features.identity import Identity
+from vitrail.evaluation.features.partial import DONE, FEATURES, THERE, UNDECODABLE, Partial, npy_header
 from vitrail.files import cache_folder, saving
 from vitrail.plain import from_plain, to_plain
-from vitrail.weights.bundle import weights_sha256
 
-__all__ = [
-    "Entry",
-    "Identity",
-    "Kept",
-    "Lock",
-    "Partial",
-    "data_fingerprint",
-    "default_cache",
-    "map_features",
-    "weights_fingerprint",
-]
+__all__ = ["Entry", "Kept", "Lock", "default_cache", "map_features"]
 
-FORMAT = 1
-"""Version of the entries and of the computation in `embed`. Entries of other versions are ignored."""
-
-FEATURES = "features.npy"
 ABOUT = "entry.json"
-DONE = "done"
-THERE, UNDECODABLE = 1, 2
-"""Bytes in the file `done` for a sample whose features are computed, and for an undecodable sample. 0 means that the
-sample is not computed yet."""
-
-RECORD_SECONDS = 5.0
-"""Seconds between two updates of `done`: the most work that a killed process loses."""
-
-SAMPLED = 16
-"""Number of images that are hashed if a source has no method `stamp_of`."""
 
 CHUNK = 2**25
 """Number of bytes of features that are copied at a time."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Everything that determines the features. A cache entry is used only if its identity equals the requested
-    identity."""
-
-    data: str
-    weights: str
-    preprocess: Preprocess
-    precision: str
-    layer: str = "embedding"
-    format: int = FORMAT
 
 
 @dataclass(frozen=True)
@@ -105,37 +63,6 @@ def default_cache() -> Path:
     The folder may not exist yet. Users may delete entries; deleted entries are computed again when they are needed.
     """
     return cache_folder("features")
-
-
-def weights_fingerprint(network: nn.Module) -> str:
-    """Return a hash of the network's config and weights."""
-    kind = f"{type(network).__qualname__} {getattr(network, 'config', None)!r}"
-    return hashlib.sha256(f"{kind}\n{weights_sha256(network)}".encode()).hexdigest()
-
-
-def data_fingerprint(source: Source) -> str:
-    """Return a hash of all keys and targets in order, and of the images' identities, without decoding any image.
-
-    Files, shards and Parquet files are identified by size and modification time. Arrays are identified by their pixels.
-    If a source has no `stamp_of`, 16 evenly spaced images are read and hashed. A change to any other image is then not
-    detected.
-    """
-    digest = hashlib.sha256(fingerprint(source).encode())
-    if isinstance(getattr(source, "identity", None), str):  # the source's own fingerprint includes the images
-        return digest.hexdigest()
-    for index in range(len(source)):
-        stamp = stamp_of(source, index)
-        if stamp is None:
-            break
-        digest.update(os.fsencode(f"{stamp}\n"))
-    else:
-        return digest.hexdigest()
-    for index in np.unique(np.linspace(0, len(source) - 1, SAMPLED).round().astype(int)).tolist():
-        image = source[index].image
-        shape = "" if isinstance(image, bytes) else str(image.shape)
-        digest.update(f"{index} {shape}\n".encode())
-        digest.update(image if isinstance(image, bytes) else np.ascontiguousarray(image).data)
-    return digest.hexdigest()
 
 
 def map_features(path: Path, shape: tuple[int, int]) -> Float32[np.ndarray, "n d"]:
@@ -170,7 +97,12 @@ class Entry:
 
     @property
     def partial(self) -> Path:
+        """The folder while the entry is filled."""
         return self.folder.with_name(f"{self.folder.name}.partial")
+
+    def filling(self) -> Partial:
+        """Open the partial folder to write rows. Raise `SaveError`."""
+        return Partial(self.partial, self.samples, self.width)
 
     @property
     def _data(self) -> str:
@@ -248,7 +180,7 @@ class Entry:
         `DataError` if the file does not contain what was written.
         """
         with saving("features", self.folder):
-            with contextlib.closing(Partial(self)) as partial:
+            with contextlib.closing(self.filling()) as partial:
                 done = partial.done()
             if not done.all():
                 raise OSError(None, "it was removed while it was written")
@@ -276,7 +208,7 @@ class Entry:
         step = max(1, CHUNK // (4 * self.width))
 
         def write(file: io.BufferedWriter) -> None:
-            file.write(_header(len(rows), self.width))
+            file.write(npy_header(len(rows), self.width))
             for first in range(0, len(rows), step):
                 file.write(features[rows[first : first + step]].data)
 
@@ -312,94 +244,11 @@ class Lock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
 
-class Partial:
-    """An entry that one or more processes are filling, each with different rows. All methods raise `SaveError`.
-
-    Rows are written with ordinary writes, because writing to a memory-mapped file on a full disk kills the process.
-    """
-
-    def __init__(self, entry: Entry) -> None:
-        header = _header(entry.samples, entry.width)
-        self._folder, self._samples = entry.folder, entry.samples
-        self._start, self._row = len(header), 4 * entry.width
-        self._pending: list[tuple[int, bytes]] = []
-        self._recorded = time.monotonic()
-        size = self._start + entry.samples * self._row
-        folder = entry.partial
-        with saving("features", self._folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._features = os.open(folder / FEATURES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if os.fstat(self._features).st_size != size:
-                # Another process may be filling the same entry, so the rows that it has written must stay.
-                (folder / DONE).unlink(missing_ok=True)
-                os.ftruncate(self._features, size)
-                _reserve(self._features, size)
-            # Every process writes the header, because the one that made the file may have been killed before it did.
-            _write_at(self._features, header, 0)
-            self._done = os.open(folder / DONE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def done(self) -> UInt8[np.ndarray, " n"]:
-        """Return the recorded value of each sample. 0 means that the sample is not computed yet."""
-        with saving("features", self._folder):
-            read = os.pread(self._done, self._samples, 0)
-        return np.frombuffer(read.ljust(self._samples, b"\0"), np.uint8)
-
-    def write(self, first: int, values: Float32[np.ndarray, "b d"], valid: Bool[np.ndarray, " b"]) -> None:
-        """Write the features of consecutive samples, starting at row `first`. `valid` marks the decoded samples."""
-        with saving("features", self._folder):
-            _write_at(self._features, np.ascontiguousarray(values).tobytes(), self._start + first * self._row)
-        self._pending.append((first, np.where(valid, THERE, UNDECODABLE).astype(np.uint8).tobytes()))
-        if time.monotonic() - self._recorded >= RECORD_SECONDS:
-            self.record()
-
-    def record(self) -> None:
-        """Flush the features to disk, then record their samples as done."""
-        with saving("features", self._folder):
-            if self._pending:
-                os.fsync(self._features)
-            for first, marks in self._pending:
-                _write_at(self._done, marks, first)
-        self._pending, self._recorded = [], time.monotonic()
-
-    def close(self) -> None:
-        try:
-            self.record()
-        finally:
-            os.close(self._features)
-            os.close(self._done)
-
-
 def _parse(path: Path) -> _About:
     try:
         return from_plain(_About, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _header(rows: int, width: int) -> bytes:
-    """Return the header of an .npy file of float32 (rows, width)."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, width)})
-    return file.getvalue()
-
-
-def _reserve(file: int, size: int) -> None:
-    """Reserve disk space if the file system supports it. A full disk is then detected before any features are
-    computed."""
-    try:
-        os.posix_fallocate(file, 0, size)
-    except AttributeError:
-        pass
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-
-
-def _write_at(file: int, data: bytes, place: int) -> None:
-    view = memoryview(data)
-    while view:  # one write takes at most 2 GiB, and less if the disk is nearly full
-        count = os.pwrite(file, view, place)
-        view, place = view[count:], place + count
 
 
 def _write_flushed(path: Path, write: Callable[[io.BufferedWriter], object]) -> None:

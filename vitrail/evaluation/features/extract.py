@@ -20,16 +20,9 @@ from vitrail.data.pipeline import Ranks, Readers, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Source, Subset
 from vitrail.errors import ConfigError, DataError, Interrupted, SaveError, UndecodableImage, plural
-from vitrail.evaluation.features import cache as feature_cache
-from vitrail.evaluation.features.cache import (
-    Entry,
-    Identity,
-    Kept,
-    Partial,
-    data_fingerprint,
-    default_cache,
-    weights_fingerprint,
-)
+from vitrail.evaluation.features import partial as feature_rows
+from vitrail.evaluation.features.cache import Entry, Kept, default_cache
+from vitrail.evaluation.features.identity import Identity, data_fingerprint, weights_fingerprint
 from vitrail.evaluation.features.precision import SAFE_COSINE, compare_precisions
 from vitrail.evaluation.truth import Truth, truth_of
 from vitrail.machine import Precision, resolve_precision
@@ -217,7 +210,7 @@ class _Job:
                     first += len(batch)
                     self.on_progress(done + first)
                     seconds, begun = time.monotonic() - begun, time.monotonic()
-                    if self.adapts and size > 1 and seconds > feature_cache.RECORD_SECONDS:
+                    if self.adapts and size > 1 and seconds > feature_rows.RECORD_SECONDS:
                         size = _smaller(size, seconds)
                         break
 
@@ -232,7 +225,7 @@ class _Job:
 
 def _smaller(size: int, seconds: float) -> int:
     """Return a batch size that takes about half of `RECORD_SECONDS`, if a batch of `size` takes `seconds`."""
-    return max(1, min(size // 2, int(size * feature_cache.RECORD_SECONDS / (2 * seconds))))
+    return max(1, min(size // 2, int(size * feature_rows.RECORD_SECONDS / (2 * seconds))))
 
 
 def _in_memory(job: _Job, chosen: Int64[np.ndarray, " n"] | None = None) -> Kept:
@@ -311,7 +304,7 @@ def _computed(job: _Job, entry: Entry, ranks: Ranks) -> Kept | None:
 
 def _fill(job: _Job, entry: Entry, ranks: Ranks) -> None:
     """Compute the missing rows in the batches of one rank. With n ranks, each rank has every n-th batch."""
-    with contextlib.closing(Partial(entry)) as partial:
+    with contextlib.closing(entry.filling()) as partial:
         done, size = partial.done() > 0, job.batch_size
         firsts = range(0, len(done), size)[ranks.rank :: ranks.world]
         mine = [np.arange(first, min(first + size, len(done))) for first in firsts]
