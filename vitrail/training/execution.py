@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,8 @@ from vitrail.training.monitoring.examiner import Examiner, Probe
 from vitrail.training.monitoring.examples import Example, write_examples
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import check_finite
-from vitrail.training.monitoring.monitor import Intervals, Monitor, Sinks
+from vitrail.training.monitoring.monitor import Intervals, Monitor
+from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.monitoring.trackers import tracking
 from vitrail.training.phases import cost_text
@@ -130,12 +131,13 @@ class Execution:
         setup, journal, display = self.setup, self.journal, self.display
         limit = setup.config.run.max_seconds
         with StopRequest(None if limit is None else self.started + limit) as stop:
+            sinks = Sinks(journal, self.checkpoints, display)
             monitor = Monitor(
                 state,
                 plan,
-                Sinks(journal, self.checkpoints, display),
+                sinks,
                 _intervals(setup),
-                self._examiner(state, probes),
+                self._examiner(state, sinks, probes),
                 stop=stop,
                 started=self.started,
                 on_readers=lambda threads: replace_config(self.folder, setup.config.override(threads=threads)),
@@ -170,21 +172,29 @@ class Execution:
             return self.checkpoints.restore(state)
         return ["the run ended before its first checkpoint, so it starts from the beginning"]
 
-    def _examiner(self, state: TrainState, probes: Sequence[Probe]) -> Examiner:
-        setup, config = self.setup, self.setup.config
+    def _examiner(self, state: TrainState, sinks: Sinks, probes: Sequence[Probe]) -> Examiner:
+        setup = self.setup
         return Examiner(
-            config.task,
+            setup.config.task,
             state,
-            lambda: make_bundle(setup, state.whole_objective()),
             setup.splits,
-            self.journal,
-            self.display,
-            readers=setup.readers,
-            batch_size=evaluation_batch(config, setup.network),
-            processes=self.processes,
-            best_in=self.best.path if config.run.keep == "best" else None,
-            before_best=lambda step: self.best.keep(step, self.checkpoints.best_steps()),
+            sinks,
+            model=lambda: make_bundle(setup, state.whole_objective()),
+            outputs=self._outputs,
+            best=self.best if setup.config.run.keep == "best" else None,
             probes=(*setup.probes, *probes),
+            processes=self.processes,
+        )
+
+    def _outputs(self, bundle: Bundle, *, keep: int = 0, on_skip: Callable[[Skipped], None] | None = None) -> Outputs:
+        """Return the outputs of a model for an evaluation, whose images all processes share."""
+        return Outputs(
+            bundle,
+            batch_size=evaluation_batch(self.setup.config, self.setup.network),
+            readers=self.setup.readers,
+            keep=keep,
+            on_skip=on_skip,
+            processes=self.processes,
         )
 
     def _announce(self, network: nn.Module, notes: tuple[str, ...]) -> None:
@@ -231,15 +241,7 @@ class Execution:
         def skip(item: Skipped) -> None:
             self.journal.write("skipped", step=state.step, key=item.key, reason=item.reason)
 
-        batch_size = evaluation_batch(self.setup.config, self.setup.network)
-        outputs = Outputs(
-            bundle,
-            batch_size=batch_size,
-            readers=self.setup.readers,
-            keep=MAX_KEPT,
-            on_skip=skip,
-            processes=self.processes,
-        )
+        outputs = self._outputs(bundle, keep=MAX_KEPT, on_skip=skip)
         predictions: dict[str, Predictions] = {}
         evaluator = task.evaluator(state.copy or state.objective)
         for split, source in (("validation", splits.validation), ("test", splits.test)):

@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import vitrail.training.state.best as best_module
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.models.variants import create
+from vitrail.tasks.masked_patches import MaskedPatches, MaskedPatchesObjective
+from vitrail.tasks.own_model import BESIDE
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
 from vitrail.training.run import resume, train
 from vitrail.training.state.best import BestModel
 from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
 
 
 def write(run: Path, text: str) -> None:
@@ -63,6 +71,17 @@ def test_models_to_which_no_checkpoint_refers_are_deleted(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.glob(".best-*")) == [".best-5", ".best-7"]
     best.forget()
     assert not list(tmp_path.glob(".best-*"))
+
+
+def test_a_model_is_saved_with_the_weights_beside_it(tmp_path: Path) -> None:
+    sizes = {"width": 16, "depth": 1, "heads": 2, "mlp_width": 16}
+    network = create("ViT-Pico/7", image_size=(14, 21), num_classes=0, **sizes)
+    preprocess = Preprocess(image_size=(14, 21))
+    objective = MaskedPatchesObjective(network, MaskedPatches())
+    BestModel(tmp_path).save(Bundle(network, (), preprocess), objective)
+    saved = load(str(tmp_path / "model")).network.state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in network.state_dict().items())
+    assert set(load_file(tmp_path / BESIDE)) == {"mask_embedding", "decoder.weight", "decoder.bias"}
 
 
 class CrashAtBest(Display):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from vitrail.data.pipeline import Readers
 from vitrail.data.source import Source
 from vitrail.data.splits import Splits
 from vitrail.errors import ConfigError
@@ -18,10 +16,11 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.processes.group import Processes
 from vitrail.tasks import Task
-from vitrail.tasks.own_model import BESIDE, without_adapters, write_beside, write_weights
-from vitrail.training.monitoring.display import TRAINING, Display
-from vitrail.training.monitoring.journal import Journal
+from vitrail.tasks.own_model import without_adapters
+from vitrail.training.monitoring.display import TRAINING
 from vitrail.training.monitoring.meter import check_finite
+from vitrail.training.monitoring.sinks import Sinks
+from vitrail.training.state.best import BestModel
 from vitrail.training.state.state import Best, TrainState
 from vitrail.weights.bundle import Bundle
 
@@ -57,34 +56,27 @@ class Examiner:
         self,
         task: Task,
         state: TrainState,
-        model: Callable[[], Bundle],
         splits: Splits,
-        journal: Journal,
-        display: Display,
+        sinks: Sinks,
         *,
-        readers: Readers,
-        batch_size: int = 256,
-        best_in: Path | None,
-        before_best: Callable[[int], None] = lambda step: None,
+        model: Callable[[], Bundle],
+        outputs: Callable[[Bundle], Outputs],
+        best: BestModel | None,
         probes: Sequence[Probe] = (),
-        processes: Processes = Processes(),
+        processes: Processes,
     ) -> None:
-        """`model` returns the model with its current weights. If `best_in` is not None, the best model is saved in this
-        folder, and `before_best` is called first, with the step of the best model that will be replaced. Several
-        `processes` share the images, and all of them get the same metrics."""
+        """`model` returns the model with its current weights, and `outputs` the outputs of a model. Several `processes`
+        share the images, and all of them get the same metrics. With None for `best`, no best model is saved."""
         self.processes = processes
         self.task = task
         self.state = state
-        self.model = model
         self.splits = splits
-        self.journal = journal
-        self.display = display
+        self.sinks = sinks
+        self.model = model
+        self.outputs = outputs
+        self.best = best
         self.evaluator = task.evaluator(state.copy or state.objective)
         self.selection = task.selection(splits)
-        self.readers = readers
-        self.batch_size = batch_size
-        self.best_in = best_in
-        self.before_best = before_best
         self.probes = tuple(probes)
 
     def evaluate(self, training: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -93,12 +85,12 @@ class Examiner:
         If weights are averaged, the weights in training are measured as well. `training` has the metrics of the
         training steps since the last evaluation, which the display shows as well. Raises `NonFiniteLoss`.
         """
-        state, validation = self.state, self.splits.validation
+        state, validation, journal = self.state, self.splits.validation, self.sinks.journal
         if validation is None:
             return
         if state.average is not None:
             result = self._measure(self.model(), validation)
-            self.journal.write("evaluation", step=state.step, split="validation", weights="trained", **result)
+            journal.write("evaluation", step=state.step, split="validation", weights="trained", **result)
         with state.averaged():
             model = self.model()
             result = self._measure(model, validation)
@@ -111,9 +103,9 @@ class Examiner:
             else:
                 state.best.waited += 1
         values = {"weights": state.measured, "best": best, **result}
-        self.journal.write("evaluation", step=state.step, split="validation", **values)
+        journal.write("evaluation", step=state.step, split="validation", **values)
         beside = {f"{TRAINING}{name}": value for name, value in training.items()}
-        self.display.evaluated(state.step, result | beside, best)
+        self.sinks.display.evaluated(state.step, result | beside, best)
 
     def due(self, *, over: bool) -> list[Probe]:
         """Return the probes that are due after this step. After the last step of the run (`over`), all probes are
@@ -124,14 +116,14 @@ class Examiner:
         """Measure the model with these probes, and write their metrics into the journal."""
         device = self.model().device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            outputs = self._outputs(self.current())
+            outputs = self.outputs(self.current())
             for probe in due:
                 assert self.splits.validation is not None, "`check_probes` requires a validation split"
                 metrics = probe.evaluator(outputs, self.splits.train, self.splits.validation)
                 values = {"name": probe.name, "weights": self.state.measured, **metrics}
-                self.journal.write("probe", step=self.state.step, **values)
+                self.sinks.journal.write("probe", step=self.state.step, **values)
                 shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-                self.display.say(f"step {self.state.step:,}: {shown}")
+                self.sinks.display.say(f"step {self.state.step:,}: {shown}")
 
     def current(self) -> Bundle:
         """Return the model as it would be saved now, in evaluation mode, with its own copy of the weights."""
@@ -140,17 +132,13 @@ class Examiner:
             return replace(bundle, network=copy.deepcopy(bundle.network).eval())
 
     def _measure(self, model: Bundle, source: Source) -> dict[str, float]:
-        result = self.evaluator(self._outputs(model), self.splits.train, source)
+        result = self.evaluator(self.outputs(model), self.splits.train, source)
         check_finite(result, self.task.loss_metric, self.state.step)
         return result
 
-    def _outputs(self, model: Bundle) -> Outputs:
-        return Outputs(model, batch_size=self.batch_size, readers=self.readers, processes=self.processes)
-
     def _save(self, model: Bundle, result: dict[str, float], replaced: int) -> None:
-        if self.best_in is not None:
-            self.before_best(replaced)
+        if self.best is not None:
             model.metrics = {f"validation_{name}": value for name, value in self.task.summary(result).items()}
             model.provenance["step"] = self.state.best.step
-            write_beside(self.state.copy or self.state.objective, self.best_in.parent / BESIDE)
-            write_weights(without_adapters(model), self.best_in)
+            self.best.keep(replaced, self.sinks.checkpoints.best_steps())
+            self.best.save(model, self.state.copy or self.state.objective)

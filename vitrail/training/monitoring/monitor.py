@@ -15,30 +15,20 @@ from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Readers, default_threads
 from vitrail.errors import DataError, Stopped, plural
 from vitrail.machine import peak_memory
-from vitrail.training.monitoring.display import TRAINING, Display
+from vitrail.training.monitoring.display import TRAINING
 from vitrail.training.monitoring.examiner import Examiner
 from vitrail.training.monitoring.health import Health
-from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import Meter, RunningMeans
 from vitrail.training.monitoring.readers import ReaderTrials
 from vitrail.training.monitoring.recovery import Recovery
+from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.monitoring.speed import SmoothedRate, TimeLeft
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.phases import Phase
 from vitrail.training.plan import Plan
-from vitrail.training.state.checkpoint import Checkpoints
 from vitrail.training.state.state import TrainState
 
-__all__ = ["Intervals", "Monitor", "Sinks"]
-
-
-@dataclass(frozen=True)
-class Sinks:
-    """The files and the display that receive a run's reports."""
-
-    journal: Journal
-    checkpoints: Checkpoints
-    display: Display
+__all__ = ["Intervals", "Monitor"]
 
 
 @dataclass(frozen=True)
@@ -124,9 +114,7 @@ class Monitor:
             plan.faults,
             state,
             examiner.splits.train,
-            sinks.journal,
-            sinks.checkpoints,
-            sinks.display,
+            sinks,
             processes=plan.processes,
             on_rollback=self._forget,
         )

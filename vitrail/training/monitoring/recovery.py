@@ -9,9 +9,7 @@ from vitrail.data.source import Source
 from vitrail.errors import NonFiniteLoss
 from vitrail.processes.group import Processes
 from vitrail.training.faults import FaultConfig, Faults, StepFault
-from vitrail.training.monitoring.display import Display
-from vitrail.training.monitoring.journal import Journal
-from vitrail.training.state.checkpoint import Checkpoints
+from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.state.state import TrainState
 
 __all__ = ["Recovery"]
@@ -28,9 +26,7 @@ class Recovery:
         config: FaultConfig,
         state: TrainState,
         source: Source,
-        journal: Journal,
-        checkpoints: Checkpoints,
-        display: Display,
+        sinks: Sinks,
         *,
         processes: Processes,
         on_rollback: Callable[[], None],
@@ -39,9 +35,7 @@ class Recovery:
         self.config = config
         self.state = state
         self.source = source
-        self.journal = journal
-        self.checkpoints = checkpoints
-        self.display = display
+        self.sinks = sinks
         self.processes = processes
         self._on_rollback = on_rollback
 
@@ -68,28 +62,28 @@ class Recovery:
             self._roll_back(step, str(fault))
             return True
         self._leave_out(batch, str(fault))
-        self.display.note(f"{fault} at step {step:,}: the batch is left out")
+        self.sinks.display.note(f"{fault} at step {step:,}: the batch is skipped")
         return False
 
     def _leave_out(self, batch: Batch, reason: str) -> None:
         own = batch.without_partners()
         keys = [self.source.key(int(sample)) for sample in own.samples[own.views == 0]]
         everyone = [key for part in self.processes.gather(keys) for key in part]
-        self.journal.write("batch left out", step=self.state.step + 1, reason=reason, keys=everyone)
+        self.sinks.journal.write("batch left out", step=self.state.step + 1, reason=reason, keys=everyone)
 
     def _roll_back(self, step: int, reason: str) -> None:
         """Restore a checkpoint from before the batches that will be skipped. If there is none, restore the oldest
         checkpoint, and skip only the batches after it."""
-        state = self.state
+        state, sinks = self.state, self.sinks
         faults = state.faults
         first = step - self.config.rollback_skips + 1
-        for note in self.checkpoints.restore(state, before=first):
-            self.display.note(note)
+        for note in sinks.checkpoints.restore(state, before=first):
+            sinks.display.note(note)
         first = max(first, state.step + 1)
         state.faults = Faults(faults.count, faults.left_out | set(range(first, step + 1)), state.faults.losses)
         self._on_rollback()
-        self.journal.write("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])
-        self.display.note(
-            f"{reason} at step {step:,}: the run goes back to step {state.step:,}, and leaves the batches of steps "
-            f"{first:,} to {step:,} out"
+        sinks.journal.write("rolled back", step=state.step, at=step, reason=reason, left_out=[first, step])
+        sinks.display.note(
+            f"{reason} at step {step:,}: the run goes back to step {state.step:,}, and skips the batches of steps "
+            f"{first:,} to {step:,}"
         )

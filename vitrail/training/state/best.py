@@ -11,8 +11,11 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from torch import nn
+
 from vitrail.files import saving
-from vitrail.tasks.own_model import BESIDE
+from vitrail.tasks.own_model import BESIDE, without_adapters, write_beside, write_weights
+from vitrail.weights.bundle import Bundle
 
 __all__ = ["BestModel"]
 
@@ -49,6 +52,12 @@ class BestModel:
             if (self.folder / BESIDE).exists():
                 _link(self.folder / BESIDE, partial / BESIDE)
             partial.rename(copy)
+
+    def save(self, bundle: Bundle, objective: nn.Module) -> None:
+        """Save a model as the best one, with the weights that its objective trains beside the network. Raises
+        `SaveError`."""
+        write_beside(objective, self.folder / BESIDE)
+        write_weights(without_adapters(bundle), self.path)
 
     def put_back(self, step: int) -> None:
         """Make the kept model of this step the best one again. Without a copy, the best model stays."""
