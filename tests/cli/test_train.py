@@ -157,7 +157,7 @@ def test_mistakes_of_masked_patches_are_told(
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.parametrize("task", ["masked-patches", "mae", "simclr", "dino"])
+@pytest.mark.parametrize("task", ["masked-patches", "mae", "simclr", "dino", "moco"])
 def test_the_recipe_of_a_task_is_for_the_bundled_images(task: str) -> None:
     assert recipe_for({"task": task}) == RECIPES[task]()
     assert recipe_for({"task": task, "data": "fashion-mnist"}) == RECIPES[task]()

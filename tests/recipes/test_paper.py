@@ -20,7 +20,7 @@ from vitrail.training.run import train
 IMAGENET = 1_281_167
 FAMILIES = {
     "vit-b32-jft", "vit-b32-i21k", "vit-b16-i1k", "vit-b16-jft-masked", "vit-l16-i1k-mae",
-    "vit-s16-i1k-dino-300", "augreg-ti16-i1k", "plain-vit-s16-90",
+    "vit-s16-i1k-dino-300", "vit-s16-i1k-moco", "augreg-ti16-i1k", "plain-vit-s16-90",
 }  # fmt: skip
 """A recipe of each kind of transformer, for the fast tests."""
 
@@ -90,6 +90,21 @@ def test_dino_in_every_detail() -> None:
     assert (network.pool, network.stochastic_depth, network.parameters()) == ("cls", 0.1, 21_665_664)
 
 
+def test_moco_in_every_detail() -> None:
+    """The options of CONFIG.md and the defaults of main_moco.py."""
+    small, base = PAPER_RECIPES["vit-s16-i1k-moco"](), PAPER_RECIPES["vit-b16-i1k-moco"]()
+    task: Any = small.task
+    assert (task.contrast_temperature, task.teacher_momentum, task.fixed_patches) == (0.2, 0.99, True)
+    assert (task.projection_hidden, task.projection_width, base.task) == (4096, 256, task)
+    optimizer = small.optimizer.for_batch_size(4096)
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup) == (2.4e-3, 0.1, "40 epochs")
+    assert (small.run.epochs, small.run.batch_size, small.augment.settings.crop_area) == (300, 4096, (0.08, 1.0))
+    networks = [network_of(config, 0) for config in (small, base)]
+    assert [(network.heads, network.positions, network.pool) for network in networks] == [
+        (12, "sincos-2d-mae", "cls")
+    ] * 2
+
+
 def test_the_plain_s16_in_every_detail() -> None:
     config = PAPER_RECIPES["plain-vit-s16-90"]()
     settings, network = config.augment.settings, network_of(config, 1000)
@@ -149,7 +164,7 @@ def test_two_steps(name: str, colour_folder: Path, tmp_path: Path) -> None:
     events = read_journal(result.folder / "journal.jsonl")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     assert result.bundle.output == config.task.output
-    assert len(result.bundle.classes) == (0 if config.task.name in ("masked-patches", "mae", "dino") else 3)
+    assert len(result.bundle.classes) == (0 if config.task.name in ("masked-patches", "mae", "dino", "moco") else 3)
 
 
 def test_every_recipe_says_what_was_published() -> None:

@@ -25,6 +25,7 @@ COMMANDS = {
     "mae": "vitrail train mae",
     "simclr": "vitrail train simclr",
     "dino": "vitrail train dino",
+    "moco": "vitrail train moco",
 }
 
 

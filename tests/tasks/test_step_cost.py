@@ -18,7 +18,7 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.splits import Splits
 from vitrail.models.cost.footprint import tensor_bytes
 from vitrail.models.variants import AnyConfig, build, variant_config
-from vitrail.tasks import Dino, Mae, MaskedPatches, SimClr, Task
+from vitrail.tasks import Dino, Mae, MaskedPatches, MoCo, SimClr, Task
 from vitrail.tasks.task import Objective
 
 Precision = Literal["float32", "bf16"]
@@ -32,6 +32,7 @@ TASKS: dict[str, Task] = {
     "pixels": MaskedPatches(patch_target="pixels"),
     "mae": Mae(),
     "simclr": SimClr(projection_hidden=64),
+    "moco": MoCo(projection_hidden=160, projection_width=48, fixed_patches=False),
     "dino": Dino(local_views=4, local_size=(32, 24), prototypes=3000, projection_hidden=160),
     "dino, no local views": Dino(local_views=0, prototypes=500, projection_hidden=64, unit_prototypes=False),
     "mae, deep decoder": Mae(remove_fraction=0.6, decoder_width=64, decoder_depth=3, decoder_heads=4),

@@ -45,13 +45,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "teacher_momentum": 0.8,
         "end_weight_decay": 0.4,
     },
+    "moco": {"crop_area": (0.3, 1.0), "projection_width": 8, "projection_hidden": 12, "teacher_momentum": 0.8},
 }
-LOSSES = {"masked-patches": "patch_loss", "mae": "patch_loss", "simclr": "contrast_loss", "dino": "dino_loss"}
+LOSSES = {
+    "masked-patches": "patch_loss",
+    "mae": "patch_loss",
+    "simclr": "contrast_loss",
+    "dino": "dino_loss",
+    "moco": "contrast_loss",
+}
+FAST = ("masked-patches", "mae")
 BESIDE = {
     "masked-patches": "mask_embedding",
     "mae": "decoder.mask_token",
     "simclr": "projection.0.weight",
     "dino": "network.blocks.0.norm1.weight",
+    "moco": "teacher.blocks.0.norm1.weight",
 }
 
 
@@ -68,7 +77,7 @@ def masked(small: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., T
 
 
 @pytest.mark.parametrize(
-    "task", ["masked-patches", "mae", *(pytest.param(name, marks=pytest.mark.slow) for name in ("simclr", "dino"))]
+    "task", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
 )
 def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
     task: str, masked: Callable[..., TrainConfig], stop_at: Callable[[int], Display], tmp_path: Path

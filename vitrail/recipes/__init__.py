@@ -13,6 +13,7 @@ from vitrail.recipes.fashion_mnist import fashion_mnist
 from vitrail.recipes.folder import folder
 from vitrail.recipes.mae import MAE_RECIPES, mae
 from vitrail.recipes.masked_patches import MASKED_PATCHES_RECIPES, masked_patches
+from vitrail.recipes.moco import MOCO_RECIPES, moco
 from vitrail.recipes.paper import PaperRecipe
 from vitrail.recipes.simclr import simclr
 from vitrail.recipes.vit import VIT_RECIPES
@@ -27,6 +28,7 @@ PAPER_RECIPES: dict[str, PaperRecipe] = {
         *MASKED_PATCHES_RECIPES,
         *MAE_RECIPES,
         *DINO_RECIPES,
+        *MOCO_RECIPES,
         *AUGREG_RECIPES,
         *PLAIN_RECIPES,
         *BIT_RECIPES,
@@ -43,6 +45,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "mae": mae,
     "simclr": simclr,
     "dino": dino,
+    "moco": moco,
     **PAPER_RECIPES,
 }
-"""All recipes by name: eight of our own, and those of papers."""
+"""All recipes by name: nine of our own, and those of papers."""

@@ -10,11 +10,23 @@ from vitrail.tasks.masked_patches import MaskedPatches
 from vitrail.tasks.regression import Regression
 from vitrail.tasks.task import Task
 from vitrail.tasks.views.dino import Dino
+from vitrail.tasks.views.moco import MoCo
 from vitrail.tasks.views.simclr import SimClr
 
-__all__ = ["TASKS", "Classification", "Dino", "Distillation", "Mae", "MaskedPatches", "Regression", "SimClr", "Task"]
+__all__ = [
+    "TASKS",
+    "Classification",
+    "Dino",
+    "Distillation",
+    "Mae",
+    "MaskedPatches",
+    "MoCo",
+    "Regression",
+    "SimClr",
+    "Task",
+]
 
 TASKS: dict[str, type[Task]] = {
-    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr, Dino)
+    task.name: task for task in (Classification, Regression, MaskedPatches, Mae, Distillation, SimClr, Dino, MoCo)
 }
 """Every task by its name."""

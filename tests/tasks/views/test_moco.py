@@ -1,0 +1,171 @@
+"""Tests of MoCo v3: the loss against its formula, the running mean, fixed patches, unfit settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tasks.images import Pictures
+from tests.tasks.views.test_simclr import two_views
+from vitrail.data.batch import Batch
+from vitrail.data.pixels.preprocess import Preprocess
+from vitrail.data.splits import Splits
+from vitrail.errors import ConfigError
+from vitrail.evaluation.outputs import Outputs
+from vitrail.models.variants import create, variant_config
+from vitrail.processes.group import Processes
+from vitrail.tasks.task import Position
+from vitrail.tasks.views.moco import MoCo, MoCoObjective, key_losses
+from vitrail.tasks.views.view_task import fixed_views
+from vitrail.testing import check_task
+
+SMALL: dict[str, Any] = {"projection_hidden": 20, "projection_width": 12}
+
+
+def make_objective(variant: str = "ViT-Pico/7", **settings: Any) -> MoCoObjective:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
+    network = create(variant, image_size=(21, 28), num_classes=0, **(sizes if variant.startswith("ViT") else {}))
+    return MoCoObjective(network, MoCo(**{**SMALL, **settings}))
+
+
+def formula(queries: Tensor, keys: Tensor, samples: list[int], temperature: float) -> tuple[float, float]:
+    """Return the mean loss and accuracy of these samples, in float64 as in the paper's algorithm 1."""
+    losses, hits = [], []
+    for view in (0, 1):
+        for sample in samples:
+            q = queries[sample, view].double()
+            likeness = {
+                other: float(q @ keys[other, 1 - view].double() / (q.norm() * keys[other, 1 - view].double().norm()))
+                for other in samples
+            }
+            exponents = {other: math.exp(value / temperature) for other, value in likeness.items()}
+            losses.append(-2 * temperature * math.log(exponents[sample] / sum(exponents.values())))
+            hits.append(float(max(likeness, key=lambda other: likeness[other]) == sample))
+    return 2 * sum(losses) / len(losses), sum(hits) / len(hits)
+
+
+@torch.no_grad()
+def vectors_of(objective: MoCoObjective, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of views in consecutive rows, without scaling."""
+    queries = objective.predictor(objective.projection(objective.network.embed(images)))
+    keys = objective.teacher_projection(objective.teacher.embed(images))
+    return queries.unflatten(0, (-1, 2)), keys.unflatten(0, (-1, 2))
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.0])
+def test_the_loss_is_the_formula(temperature: float) -> None:
+    objective = make_objective(contrast_temperature=temperature)
+    with torch.no_grad():
+        for weight in objective.teacher.parameters():
+            weight.mul_(0.9)
+    batch = two_views(5, [True, False, True, True, True])
+    output = objective(batch)
+    loss, right = formula(*vectors_of(objective, batch.images), [0, 2, 3, 4], temperature)
+    assert output.loss.item() == pytest.approx(loss, rel=2e-5)
+    assert output.metrics["contrast_accuracy"].item() == pytest.approx(right)
+
+
+def test_known_losses() -> None:
+    """Equal vectors are told apart by chance, and orthogonal ones almost surely."""
+    valid, equal = torch.ones(4, dtype=torch.bool), torch.ones(4, 2, 4) / 2
+    losses, _ = key_losses(equal, equal, valid, 0.2)
+    torch.testing.assert_close(losses, torch.full((4,), 0.8 * math.log(4)))
+    apart = torch.eye(4)[:, None].repeat(1, 2, 1)
+    losses, right = key_losses(apart, apart, valid, 0.2)
+    torch.testing.assert_close(losses, torch.full((4,), 0.8 * math.log(1 + 3 * math.exp(-5))))
+    assert right.all()
+
+
+def test_views_that_are_not_decoded_change_nothing() -> None:
+    objective, batch = make_objective(), two_views(4, [True, True, False, True])
+    images = batch.images.clone()
+    images[4:6] = -images[4:6]
+    assert torch.equal(objective(batch).loss, objective(replace(batch, images=images)).loss)
+    empty: Batch = replace(batch, valid=torch.zeros_like(batch.valid))
+    assert objective(empty).loss.item() == 0
+
+
+def test_the_running_mean_follows_the_network_but_not_the_predictor() -> None:
+    objective, batch = make_objective(teacher_momentum=0.8), two_views(3)
+    before = {name: tensor.clone() for name, tensor in objective.state_dict().items()}
+    optimizer = torch.optim.SGD([weight for weight in objective.parameters() if weight.requires_grad], lr=0.1)
+    position = Position(step=6, steps=12, epoch=2.0)
+    objective.before_step(position)
+    objective(batch).loss.backward()
+    optimizer.step()
+    objective.after_step(position, Processes())
+    after = objective.state_dict()
+    for name in before:
+        if name.startswith(("network.", "projection.")):
+            mean = name.replace("network.", "teacher.") if name.startswith("network.") else f"teacher_{name}"
+            torch.testing.assert_close(after[mean], 0.9 * before[mean] + 0.1 * after[name])
+            is_fixed = name.startswith("network.patches.")
+            assert torch.equal(after[name], before[name]) is is_fixed, f"{name} is trained unless it is fixed"
+    assert objective.saved_network() is objective.network
+
+
+@pytest.mark.parametrize("variant", ["ViT-Pico/7", "BiT-Pico"])
+def test_patches_are_fixed_only_if_asked_and_only_in_transformers(variant: str) -> None:
+    for is_fixed in (True, False):
+        objective = make_objective(variant, fixed_patches=is_fixed).train()
+        objective(two_views(3)).loss.backward()
+        without = {name for name, weight in objective.network.named_parameters() if weight.grad is None}
+        expected = {"patches.projection.weight", "patches.projection.bias"} if is_fixed and variant[0] == "V" else set()
+        assert without == expected and not objective.teacher.training and objective.network.training
+
+
+@pytest.mark.slow
+def test_a_batch_is_overfitted() -> None:
+    objective, batch = make_objective(teacher_momentum=0.9), two_views(6)
+    optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=5e-3)
+    for step in range(80):
+        optimizer.zero_grad()
+        output = objective(batch)
+        output.loss.backward()
+        optimizer.step()
+        objective.after_step(Position(step, 80, 0.0), Processes())
+    assert output.loss.item() < 0.1 and output.metrics["contrast_accuracy"].item() == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {**SMALL, "fixed_patches": False}])
+def test_it_fulfils_the_contract_of_a_task(settings: dict[str, Any]) -> None:
+    check_task(MoCo(**settings), Splits(Pictures(9), Pictures(5), None))
+
+
+def test_metrics_of_held_out_images_are_the_formulas() -> None:
+    objective = make_objective().eval()
+    preprocess, source = Preprocess(image_size=(21, 28)), Pictures(7)
+    bundle = objective.task.bundle(objective, (), preprocess, {})
+    found = objective.task.evaluator(objective)(Outputs(bundle, batch_size=3), source, source)
+    levels = torch.stack([torch.from_numpy(source[index].image).permute(2, 0, 1) for index in range(7)])
+    views = torch.stack(fixed_views(preprocess.normalise(levels), torch.arange(7)), dim=1).flatten(0, 1)
+    loss, right = formula(*vectors_of(objective, views), list(range(7)), 0.2)
+    assert found["contrast_loss"] == pytest.approx(loss, rel=1e-4)
+    assert found["contrast_accuracy"] == pytest.approx(right)
+    assert (found["images"], found["skipped"]) == (7, 0) and {"uniformity", "feature_rank"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"contrast_temperature": 0.0}, "contrast_temperature=0.0 is not above 0"),
+        ({"projection_width": 1}, "projection_width=1 is less than 2"),
+        ({"teacher_momentum": 1.0}, r"teacher_momentum=1.0 is not in \[0, 1\)"),
+    ],
+)
+def test_unfit_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MoCo(**fields)
+
+
+def test_unfit_networks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="task='moco' trains the embedding of a network, which a network of your own"):
+        MoCo().check_network(None)
+    with pytest.raises(ConfigError, match="head_hidden=8 is a layer that task='moco' does not train"):
+        MoCo().check_network(variant_config("ViT-Pico/7", image_size=28, head_hidden=8))
