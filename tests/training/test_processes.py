@@ -17,25 +17,11 @@ import pytest
 
 from tests.several import in_processes
 from tests.training import ranks
+from tests.training.curves import curve, difference
 from vitrail.errors import ConfigError, NonFiniteLoss, ProcessError, RunError, SaveError
 from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 from vitrail.training.state.checkpoint import Checkpoints
-
-
-def curve(run: Path) -> list[list[float]]:
-    """Return loss, accuracy and gradient norm of every step."""
-    events = [event for event in read_journal(run / "journal.jsonl") if event["event"] == "step"]
-    assert [event["step"] for event in events] == list(range(1, 13))
-    return [[event[name] for name in ("loss", "accuracy", "gradient_norm")] for event in events]
-
-
-def difference(run: Path, other: Path) -> float:
-    """Return the largest difference of two curves."""
-    return max(
-        abs(a - b) for one, two in zip(curve(run), curve(other), strict=True) for a, b in zip(one, two, strict=True)
-    )
-
 
 MIXED = {"mixup": 0.5, "cutmix": 1.0, "randaugment_layers": 1, "accumulation": 5, "average": 0.9, "shift": 2}
 

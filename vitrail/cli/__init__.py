@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     typed = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in typed
+    # The C++ messages of processes that lost each other have dozens of stack frames. The error that follows says why.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "WARNING" if debug else "FATAL")
     typed = [word for word in typed if word != "--debug"]
     if not typed or typed[0] in (*HELP, "help"):
         print(USAGE.format(verbs=_verb_list(VERBS)), end="")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,9 @@ from vitrail.processes.life import SignsOfLife
 __all__ = ["Later", "Processes", "join_processes"]
 
 T = TypeVar("T")
+
+STORE_SECONDS = 15.0
+"""Longest time in which the store of the processes must answer when an exchange has failed."""
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Processes:
         self.group: Any = None
         """The process group of torch.distributed for exchanges. None is the default one."""
         self._store = store
+        self._has_store = store is not None
         self._life = None if store is None else SignsOfLife(store.clone(), place.rank)
         self._timeout = timedelta(seconds=timeout)
         self._flag: Later | None = None
@@ -218,14 +223,19 @@ class Processes:
 
     def _report(self, message: str) -> bool:
         """Tell the other processes about an error. Return True if the first process has told of the same error."""
-        with suppress(Exception):
+
+        def tell() -> bool:
             self._store.set(f"error/{self.rank}", message)
             if self.is_first:  # the store can end with this process, so it waits until the others have read its error
                 self._await([f"heard/{rank}" for rank in range(1, self.world)])
                 return False
             told = self._await(["error/0"]) and self._store.get("error/0").decode() == message
             self._store.set(f"heard/{self.rank}", "")
-            return told
+            return bool(told)
+
+        if self._has_store:
+            with suppress(Exception):
+                return answered(tell, STORE_SECONDS)
         return False
 
     def _await(self, keys: list[str]) -> bool:
@@ -241,14 +251,23 @@ class Processes:
         ended or do not answer."""
         assert self._life is not None
         ranks = [rank for rank in range(self.world) if rank != self.rank]
+        life, store = self._life, self._store
+
+        def look() -> tuple[list[int], list[int], str | None]:
+            gone, behind = life.missing(ranks)
+            told = [rank for rank in ranks if store.check([f"error/{rank}"])]
+            if not told:
+                return gone, behind, None
+            message = store.get(f"error/{told[0]}").decode()
+            return gone, behind, message if told[0] == 0 else f"process {told[0]} of {self.world} failed: {message}"
+
         try:
-            gone, behind = self._life.missing(ranks)
-            told = [rank for rank in ranks if self._store.check([f"error/{rank}"])]
-            if told:
-                message = self._store.get(f"error/{told[0]}").decode()
-                return message if told[0] == 0 else f"process {told[0]} of {self.world} failed: {message}"
-        except RuntimeError:
-            gone, behind = [0], []  # the store is in the first process, or in its torchrun
+            gone, behind, message = answered(look, STORE_SECONDS)
+        except (RuntimeError, TimeoutError):  # the store is in the first process, or in its torchrun
+            gone, behind, message = [0], [], None
+            self._has_store = False
+        if message is not None:
+            return message
         for those, verb in ((gone, "ended, or its machine cannot be reached"), (behind, "does not answer")):
             if those:
                 names = " and ".join(map(str, those))
@@ -262,6 +281,30 @@ class Processes:
 def _is_of_exchange(error: RuntimeError) -> bool:
     """Return True for errors of torch.distributed. Gloo raises plain errors that name its files."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def answered(ask: Callable[[], T], seconds: float) -> T:
+    """Return what a function returns, or raise its error. Raise `TimeoutError` if it takes longer than this time.
+
+    The function runs in a thread that may never end: if a network is cut, a read from the store waits for ever.
+    """
+    found: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(ask())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not found:
+        raise TimeoutError
+    return found[0]
 
 
 _JOINED: list[Processes] = []
