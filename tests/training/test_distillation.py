@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vitrail.errors import Stopped
+from vitrail.errors import RunError, Stopped
 from vitrail.models.variants import create
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.display import Display
@@ -39,6 +40,7 @@ def test_a_run_resumes_bitwise_and_saves_the_mean_of_both_heads(
     straight = train(small(tmp_path / "straight", **fields))
     with pytest.raises(Stopped):
         train(small(tmp_path / "stopped", **fields), display=stop_at(3))
+    shutil.copytree(tmp_path / "stopped", tmp_path / "other")
     stopped = resume(tmp_path / "stopped")
     for name in ("model/model.safetensors", "beside.safetensors"):
         one, other = load_file(straight.folder / name), load_file(stopped.folder / name)
@@ -48,3 +50,8 @@ def test_a_run_resumes_bitwise_and_saves_the_mean_of_both_heads(
     assert load(straight.folder).network.config.pool == "cls+dist"
     steps = [event for event in read_journal(straight.folder / "journal.jsonl") if event["event"] == "step"]
     assert all(0 <= event["teacher_agreement"] <= 1 for event in steps)
+    with torch.no_grad():
+        network.head.weight[0, 0] += 1
+    Bundle(network, prepare(usual).splits.classes, usual.images).save(teacher, overwrite=True)
+    with pytest.raises(RunError, match=r"teacher='.*teacher' has other weights now than when run .*other began"):
+        resume(tmp_path / "other")

@@ -102,6 +102,9 @@ class Distillation(Classification):
             flops=facts.network.inference_flops(facts.preprocess.image_size),
         )
 
+    def models(self) -> dict[str, str]:
+        return {"teacher": teacher_facts(self._teacher).sha256}
+
     def objective(self, network: nn.Module, splits: Splits) -> Objective:
         """Return the network with both losses and the teacher. Raise `ConfigError` as `check_data`."""
         check_teacher(self._teacher, splits.classes, splits.title)

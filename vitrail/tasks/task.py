@@ -216,6 +216,11 @@ class Task(ABC):
         something."""
         return StepCost(network)
 
+    def models(self) -> dict[str, str]:
+        """Return the SHA-256 of the weights of each model that is learned from, by the name of its setting. Raise
+        `ConfigError` if one cannot be loaded."""
+        return {}
+
     def local_views_of(self, images: Preprocess, augment: Augment, seed: int) -> LocalViews | None:
         """Return the local views of each image, which have another size than the `views`, or None if there are none.
 

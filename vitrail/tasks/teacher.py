@@ -33,6 +33,8 @@ class TeacherFacts(NamedTuple):
     preprocess: Preprocess
     output: OutputKind
     is_exported: bool
+    sha256: str
+    """SHA-256 of the weights, or an empty text for an exported model."""
 
     def image_bytes(self, precision: FootprintPrecision) -> int:
         """Return the bytes that the teacher needs for an image."""
@@ -45,17 +47,27 @@ class TeacherFacts(NamedTuple):
 
 
 def teacher_facts(model: str) -> TeacherFacts:
-    """Return the properties of a model. They are remembered, so that a large model is not read for every check. Raise
-    `ConfigError` if the model cannot be loaded."""
-    return _facts(model, str(Path.cwd()))
+    """Return the properties of a model. They are remembered until its files change, so that a large model is not read
+    for every check. Raise `ConfigError` if the model cannot be loaded."""
+    return _facts(model, str(Path.cwd()), _files(model))
 
 
 @functools.lru_cache(maxsize=4)
-def _facts(model: str, folder: str) -> TeacherFacts:
-    """Return the properties of a model. A relative path is looked up in `folder`, the current one."""
+def _facts(model: str, folder: str, files: tuple[tuple[str, int, int], ...]) -> TeacherFacts:
+    """Return the properties of a model. A relative path is looked up in `folder`, the current one. `files` tells
+    versions of the model apart."""
     bundle = _load(model)
     is_exported = isinstance(bundle.network, ExportedNetwork)
-    return TeacherFacts(bundle.classes, bundle.network.config, bundle.preprocess, bundle.output, is_exported)
+    sha256 = "" if is_exported else weights_sha256(bundle.network)
+    return TeacherFacts(bundle.classes, bundle.network.config, bundle.preprocess, bundle.output, is_exported, sha256)
+
+
+def _files(model: str) -> tuple[tuple[str, int, int], ...]:
+    """Return name, time and size of each file of a model, or nothing for a model that is not on this machine's disk."""
+    path = Path(model)
+    files = sorted(path.rglob("model*")) if path.is_dir() else [path]
+    found = [(file, file.stat()) for file in files if file.is_file()]
+    return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in found)
 
 
 def check_teacher(model: str, classes: tuple[str, ...], title: str) -> None:

@@ -153,6 +153,7 @@ def resume(
                 f"images then, and has {len(setup.splits.train):,} now. If both numbers are equal, names or "
                 "labels of images have changed, or another split has. To resume the run, restore its data"
             )
+        _check_models(folder, record)
         processes.on_first(lambda: _check_unfinished(folder, record, setup.steps, extends=length is not None))
         check_probes((*setup.probes, *probes), setup.splits)
         processes.on_first(lambda: recover_folder(folder / "model"))
@@ -218,6 +219,17 @@ def _check_objects(folder: Path, record: Record, objects: OwnObjects) -> None:
         raise RunError(
             f"run {folder} was started without {_arguments(further)}; resume it without {_arguments(further)}"
         )
+
+
+def _check_models(folder: Path, record: Record) -> None:
+    """Raise `RunError` if a model that the run learns from has other weights than when the run began."""
+    found = record.config.task.models()
+    for name, sha256 in record.models:
+        if found.get(name) != sha256:
+            raise RunError(
+                f"{name}={getattr(record.config.task, name)!r} has other weights now than when run {folder} began. To "
+                "resume the run, put the earlier model there again; to learn from the new one, start a new run"
+            )
 
 
 def _check_unfinished(folder: Path, record: Record, steps: int, *, extends: bool) -> None:

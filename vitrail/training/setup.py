@@ -211,6 +211,7 @@ def record_of(setup: Setup) -> dict[str, Any]:
         "objects": setup.objects.names,
         "steps": setup.steps,
         "init": None if setup.origin is None else setup.origin.to_plain(),
+        "models": setup.config.task.models(),
         "data": {
             **{name: 0 if source is None else len(source) for name, source in splits.items()},
             "fingerprint": setup.fingerprint,

@@ -126,10 +126,9 @@ class MoCoObjective(ViewObjective):
 
     def forward(self, batch: Batch) -> LossOutput:
         counted = self.counted(batch)
-        keys = self.keys(batch.images).reshape(
-            -1, 2, self.task.projection_width
-        )  # before the activations of the network are in memory
-        queries = self.queries(self.network, batch.images).reshape(-1, 2, self.task.projection_width)
+        pairs = -1, 2, self.task.projection_width
+        keys = self.keys(batch.images).reshape(pairs)  # before the activations of the network are in memory
+        queries = self.queries(self.network, batch.images).reshape(pairs)
         losses, right = key_losses(queries, keys, counted[::2], self.temperature)
         return LossOutput(
             mean_of_counted(losses, counted[::2]), {"contrast_accuracy": mean_of_counted(right, counted[::2])}

@@ -34,6 +34,9 @@ class Record(NamedTuple):
     """The model that the run started from, or None."""
     objects: tuple[str, ...] = ()
     """Names of the Python objects that the run was started with: "data", "network", both or none."""
+    models: tuple[tuple[str, str], ...] = ()
+    """SHA-256 of the weights of each model that the run learns from, after the name of its setting. Older records have
+    none."""
 
 
 def read_record(folder: Path) -> Record:
@@ -67,6 +70,7 @@ def read_record(folder: Path) -> Record:
             int(_field(path, data, "data.train")),
             Origin.from_plain(values.get("init")),
             tuple(values.get("objects", ())),
+            tuple((name, str(sha256)) for name, sha256 in dict(values.get("models", {})).items()),
         )
     except (ConfigError, TypeError, KeyError) as error:
         raise RunError(f"{path} is damaged: {error}") from error
