@@ -180,12 +180,12 @@ def test_tokens_have_names(image: Path, tmp_path: Path) -> None:
 
 
 def test_a_page_that_would_be_too_large_is_announced(
-    model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vitrail.analysis.pages.explanation.MAX_BYTES", 10_000)
-    assert main(["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
-    note = "The page has no attention of heads, because one map of 13 tokens exceeds the limit of 0.01 MB."
-    assert f"vitrail: a rose.html: {note} Choose a smaller --image-size." in capsys.readouterr().err
+    words = ["explain", str(model), str(image), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*words, "--page-size", "0.01"]) == 0
+    note = "The page has no attention of heads, because one map of 13 tokens exceeds the limit of 0.01 MB (--page-size)"
+    assert f"vitrail: a rose.html: {note}. Choose a smaller --image-size" in capsys.readouterr().err
     assert note in (tmp_path / "out" / "a rose.html").read_text(encoding="utf-8")
 
 
@@ -234,6 +234,7 @@ def test_what_is_refused(model: Path, image: Path, tmp_path: Path, capsys: pytes
     assert "--layers 2: block 2 does not exist; choose from 0 to 1" in message(str(model), str(image), "--layers", "2")
     assert "head -3 does not exist; choose from 0 to 1" in message(str(model), str(image), "--heads", "-3")
     assert "0 is less than 1; choose the number of classes to show" in message(str(model), str(image), "--top", "0")
+    assert "--page-size: 0.0 is not above 0" in message(str(model), str(image), "--page-size", "0")
     assert "does not exist" in message(str(model), str(tmp_path / "nothing.png"))
     network = ResNet(ResNetConfig(depths=(1,), width=32, num_classes=2, image_size=(33, 40)))
     Bundle(network, ("a", "b"), Preprocess(image_size=(33, 40))).save(tmp_path / "resnet")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.analysis.charts import png
 from vitrail.analysis.drawing import on_picture, overlay
-from vitrail.analysis.pages.interactive.page import MAX_BYTES, AttentionMaps, make_page
+from vitrail.analysis.pages.interactive.page import AttentionMaps, make_page
 from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.tracing import Trace, trace, transformer_of
 from vitrail.data.pixels.decode import to_pil
@@ -23,7 +23,10 @@ from vitrail.page import escape
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.prediction import NumberPrediction
 
-__all__ = ["Explainer", "Explanation", "Written", "write_explanation"]
+__all__ = ["MAX_BYTES", "Explainer", "Explanation", "Written", "write_explanation"]
+
+MAX_BYTES = 5_000_000
+"""Default of the largest size of a page."""
 
 MAX_CLASSES = 10
 """Largest number of classes, beside the chosen one, whose relevance is computed. Each needs a backward pass."""
@@ -144,10 +147,12 @@ class Explainer:
         return found.ranking
 
 
-def write_explanation(explanation: Explanation, folder: Path, name: str, *, title: str) -> Written:
+def write_explanation(
+    explanation: Explanation, folder: Path, name: str, *, title: str, max_bytes: int = MAX_BYTES
+) -> Written:
     """Write the page and the PNG files of an image, whose names start with `name`.
 
-    The pictures of the files have the size of the image.
+    The pictures of the files have the size of the image. For `max_bytes`, see `make_page`.
     """
     picture = explanation.picture
     files = {f"{name}-rollout.png": overlay(picture, explanation.rollout)}
@@ -158,7 +163,7 @@ def write_explanation(explanation: Explanation, folder: Path, name: str, *, titl
     for file, pixels in files.items():
         (folder / file).write_bytes(png(pixels))
     page = make_page(
-        explanation.maps, picture, title=title, predictions=_ranking_list(explanation), max_bytes=MAX_BYTES
+        explanation.maps, picture, title=title, predictions=_ranking_list(explanation), max_bytes=max_bytes
     )
     (folder / f"{name}.html").write_text(page.text, encoding="utf-8")
     return Written([f"{name}.html", *files], page.notes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from vitrail.analysis.pages.explanation import Explainer, write_explanation
+from vitrail.analysis.pages.explanation import MAX_BYTES, Explainer, write_explanation
 from vitrail.analysis.tracing import transformer_of
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
@@ -44,6 +45,8 @@ class Explain:
     """Heads that are written as PNG files, from 0, or backward from -1. The default is all of them."""
     top: int = 5
     """Number of the likeliest classes on the page. The first 10 have their relevance."""
+    page_size: float = MAX_BYTES / 1e6
+    """Largest size of a page in MB. A page that would be larger has coarser attention, or fewer layers or heads."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. The default is the model's size. A larger size gives finer maps."""
     device: str = "auto"
@@ -64,7 +67,7 @@ COMMAND = Command(
     options=(Explain,),
     essential={
         "Maps": ("label", "layers", "heads", "image_size"),
-        "Output": ("out", "top", "overwrite"),
+        "Output": ("out", "top", "page_size", "overwrite"),
         "Speed": ("device",),
     },
 )
@@ -74,6 +77,8 @@ def main(call: Call) -> int:
     options = Explain(**call.options)
     if options.top < 1:
         raise ConfigError(f"top={options.top} is less than 1; choose the number of classes to show")
+    if not 0 < options.page_size < math.inf:
+        raise ConfigError(f"page_size={options.page_size} is not above 0; choose a number of MB, such as 5")
     paths = image_paths(options.images)
     earlier = _earlier(options.out)
     check_new_folder(options.out, (CONTENTS, *earlier), overwrite=options.overwrite, recognise=_is_ours)
@@ -92,7 +97,9 @@ def main(call: Call) -> int:
             except UndecodableImage as error:
                 broken.append(f"{path} {error}")
                 continue
-            written = write_explanation(explanation, partial, name, title=path.name)
+            written = write_explanation(
+                explanation, partial, name, title=path.name, max_bytes=round(1e6 * options.page_size)
+            )
             files += written.files
             for note in written.notes:
                 print(f"vitrail: {written.files[0]}: {note}", file=sys.stderr)

@@ -15,10 +15,11 @@ from PIL import Image
 
 from tests.browser import CHROMIUM, Browser
 from vitrail.analysis.pages.interactive.packing import dequantise, quantise
-from vitrail.analysis.pages.interactive.page import MAX_BYTES, AttentionMaps, make_page
+from vitrail.analysis.pages.interactive.page import AttentionMaps, make_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
+MAX_BYTES = 5_000_000
 MakeMaps = Callable[..., AttentionMaps]
 PICTURE = np.random.default_rng(1).integers(0, 255, (30, 50, 3), dtype=np.uint8)
 PREFIX, ROWS, COLUMNS = 3, 3, 5

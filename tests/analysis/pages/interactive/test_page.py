@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from vitrail.analysis.pages.interactive.packing import PackedMaps, dequantise, quantise, unpack
-from vitrail.analysis.pages.interactive.page import MAX_BYTES, AttentionMaps, make_page, script_text
+from vitrail.analysis.pages.interactive.page import AttentionMaps, make_page, script_text
 
+MAX_BYTES = 5_000_000
 MakeMaps = Callable[..., AttentionMaps]
 PICTURE = np.random.default_rng(1).integers(0, 255, (30, 50, 3), dtype=np.uint8)
 
@@ -79,13 +80,16 @@ def test_a_page_that_would_be_too_large_says_what_it_lacks(make_maps: MakeMaps) 
     maps = make_maps(layers=6, heads=2, grid=(9, 9), prefix=("class token",))
     rest = len(make_page(maps, PICTURE, title="x", max_bytes=0).text.encode())
     notes = []
-    for room in (200_000, 75_000, 40_000, 14_000, 2_500):
+    rooms = (200_000, 75_000, 40_000, 14_000, 2_500)
+    for room in rooms:
         page = make_page(maps, PICTURE, title="x", max_bytes=rest + room)
         assert len(page.text.encode()) <= rest + room
         assert all(note.replace("&", "&amp;") in page.text for note in page.notes)
         packed = packed_in(page.text) if json.loads(element(page.text, "about"))["layers"] else None
         notes.append((packed and (packed.bits, packed.layers, packed.heads), page.notes))
-    limits = [f"the limit of {(rest + room) / 1e6:g} MB" for room in (200_000, 75_000, 40_000, 14_000, 2_500)]
+    limits = [
+        f"the limit of {(rest + room) / 1e6:g} MB (--page-size)" for room in (200_000, 75_000, 40_000, 14_000, 2_500)
+    ]
     assert notes[0] == ((8, (0, 1, 2, 3, 4, 5), (0, 1)), ())
     assert notes[1][0][1:] == ((0, 1, 2, 3, 4, 5), (0, 1))
     assert notes[1][1] == (f"Attention has {notes[1][0][0]} bits per weight instead of 8 because of {limits[1]}.",)
@@ -94,7 +98,7 @@ def test_a_page_that_would_be_too_large_says_what_it_lacks(make_maps: MakeMaps) 
     assert notes[3][0] == (4, (5,), (0, 1))
     assert notes[4] == (None, (
         f"The page has no attention of heads, because one map of 82 tokens exceeds {limits[4]}. Choose a smaller "
-        "--image-size.",
+        "--image-size or a larger limit.",
     ))  # fmt: skip
 
 
@@ -107,4 +111,6 @@ def test_a_page_of_a_vit_b16_takes_at_most_5_mb(make_maps: MakeMaps) -> None:
     packed = packed_in(page.text)
     assert len(page.text.encode()) <= 5_000_000
     assert (len(packed.layers), len(packed.heads)) == (12, 12) and packed.bits < 8
-    assert page.notes == (f"Attention has {packed.bits} bits per weight instead of 8 because of the limit of 5 MB.",)
+    assert page.notes == (
+        f"Attention has {packed.bits} bits per weight instead of 8 because of the limit of 5 MB (--page-size).",
+    )

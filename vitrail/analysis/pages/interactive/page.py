@@ -18,10 +18,7 @@ from vitrail.analysis.pages.interactive.packing import BITS, PackedMaps, pack
 from vitrail.errors import plural
 from vitrail.page import document, escape
 
-__all__ = ["MAX_BYTES", "AttentionMaps", "InteractivePage", "make_page", "script_text"]
-
-MAX_BYTES = 5_000_000
-"""Largest size of a page of `vitrail explain`."""
+__all__ = ["AttentionMaps", "InteractivePage", "make_page", "script_text"]
 
 PICTURE_SIDE = 1024
 """Longest side of the picture on the page in pixels. The PNG files have the size of the image."""
@@ -125,11 +122,11 @@ def _about(maps: AttentionMaps, picture: np.ndarray, factor: float, name: str) -
 
 def _notes(packed: PackedMaps | None, maps: AttentionMaps, max_bytes: int) -> tuple[str, ...]:
     layers, heads, tokens, _ = maps.attention.shape
-    limit = f"the limit of {max_bytes / 1e6:g} MB"
+    limit = f"the limit of {max_bytes / 1e6:g} MB (--page-size)"
     if packed is None:
         return (
             f"The page has no attention of heads, because one map of {tokens} tokens exceeds {limit}. Choose a "
-            "smaller --image-size.",
+            "smaller --image-size or a larger limit.",
         )
     notes = []
     if packed.bits < BITS[0]:
