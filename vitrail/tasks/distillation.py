@@ -44,7 +44,7 @@ class Distillation(Classification):
     teacher_labels: TeacherLabels = "hard"
     """Part of the teacher's predictions that is learned: the most likely class (hard), or all probabilities (soft)."""
     teacher_weight: float = 0.5
-    """Weight of the loss with the teacher's predictions. The loss with the labels has the rest of 1."""
+    """Weight of the loss with the teacher's predictions. The weight of the loss with the labels is 1 minus this."""
     teacher_temperature: float = 3.0
     """Number by which the logits of teacher and network are divided, for soft labels only."""
 

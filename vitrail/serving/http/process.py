@@ -26,7 +26,7 @@ __all__ = ["Job", "Worker", "serve"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Models to serve, and how."""
+    """The models to serve, and the settings of the server."""
 
     models: Mapping[str, str]
     """Paths of the models, or their names on the hub, by the names under which they are served."""
@@ -34,7 +34,7 @@ class Job:
     device: str = "auto"
     precision: Precision | None = None
     overlays: OverlayMaker | None = None
-    """Draws what a model looked at. It can be pickled."""
+    """Function that draws the relevance of an image's parts. It can be pickled."""
 
 
 def serve(

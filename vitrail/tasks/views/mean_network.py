@@ -31,7 +31,8 @@ def mean_of(module: AnyModule) -> AnyModule:
 
 @torch.no_grad()
 def follow(mean: nn.Module, trained: nn.Module, momentum: float) -> None:
-    """Multiply the weights of `mean` by the momentum, and add the trained weights times the rest of 1."""
+    """Multiply the weights of `mean` by the momentum, and add the trained weights, multiplied by 1 minus the
+    momentum."""
     means, weights = ([local(weight.detach()) for weight in module.parameters()] for module in (mean, trained))
     torch._foreach_lerp_(means, weights, 1 - momentum)
 

@@ -1,4 +1,4 @@
-"""The part that tasks share which compare two or more views of each image, without labels."""
+"""The common part of all tasks that compare two or more views of each image, without labels."""
 
 from __future__ import annotations
 
@@ -103,12 +103,13 @@ class ViewObjective(Objective):
     def compared(
         self, network: Any, one: Float[Tensor, "b c h w"], other: Float[Tensor, "b c h w"]
     ) -> Float[Tensor, "b ..."]:
-        """Return numbers of each held-out image, from which `means` computes the metrics. `one` and `other` are its two
+        """Return values for each held-out image. `means` computes the metrics from them. `one` and `other` are its two
         views, and `network` is the saved network in evaluation mode."""
 
     @abstractmethod
     def means(self, rows: Float[Tensor, "n ..."]) -> dict[str, float]:
-        """Return the metrics of held-out images. `rows` has what `compared` returned, in the order of the images."""
+        """Return the metrics of held-out images. `rows` has the values that `compared` returned, in the order of the
+        images."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class ViewErrors:
 
     @torch.no_grad()
     def __call__(self, outputs: Outputs, train: Source, held_out: Source) -> dict[str, float]:
-        """Return the task's metrics, `images` and `skipped`."""
+        """Return the task's metrics, with the counts `images` and `skipped`."""
         bundle, objective = outputs.bundle, self.objective
         network = shared_copy(bundle.network)
         found: list[tuple[Tensor, Tensor, Tensor]] = []

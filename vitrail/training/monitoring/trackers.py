@@ -34,7 +34,7 @@ class Tracker(Protocol):
         """Add numbers by their names. `time` is in seconds since 1970."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all numbers that were received and are not written yet."""
 
 
 class TensorBoard:
