@@ -51,13 +51,13 @@ def test_points_that_were_not_measured_or_diverged_show_nothing() -> None:
 )
 def test_equality_needs_an_interval_inside_the_margin(second: tuple[float, ...], outcome: str) -> None:
     found = Alike("equal", ("a", "b")).check(results_of({"a": (0.8, 0.8, 0.8), "b": second}))
-    assert found.outcome == outcome and "the margin is 1 points" in found.evidence[0]
+    assert found.outcome == outcome and "less than 1 percentage points count as equal" in found.evidence[0]
 
 
 def test_equality_names_the_widest_pair() -> None:
     results = results_of({"a": (0.8, 0.8), "b": (0.8, 0.8), "c": (0.803, 0.803)})
     (text,) = Alike("equal", ("a", "b", "c")).check(results).evidence
-    assert text.startswith("the widest of 3 comparisons is b minus c: -0.30 points")
+    assert text.startswith("the widest of 3 comparisons: b minus c: -0.30 points")
 
 
 def gains(few: tuple[float, ...]) -> Results:

@@ -86,10 +86,9 @@ class Alike:
                 outcomes.append("shown" if inside else "contradicted" if outside else "not shown")
                 extent = max(abs(found.low), abs(found.high))
                 largest = max(largest, (extent, f"{first} minus {second}: {difference_text(found)}"))
-        evidence = (
-            f"the widest of {len(outcomes)} comparisons is {largest[1]}; the margin is {100 * self.margin:g} points"
-        )
-        return Finding(self.text, _all_of(outcomes), (evidence,))
+        which = f"the widest of {len(outcomes)} comparisons: " if len(outcomes) > 1 else ""
+        margin = f"differences of less than {100 * self.margin:g} percentage points count as equal"
+        return Finding(self.text, _all_of(outcomes), (f"{which}{largest[1]}; {margin}",))
 
 
 @dataclass(frozen=True)

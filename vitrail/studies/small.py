@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vitrail.data.augmentation.augment import Augment
@@ -13,8 +14,20 @@ from vitrail.studies.study import Point, Settings, Stage
 from vitrail.training.config import RunConfig, TrainConfig
 from vitrail.training.optimization.optimizer import OptimizerConfig
 from vitrail.training.phases import phases_of, run_flops
+from vitrail.training.start import StartConfig
 
-__all__ = ["NETWORKS", "VALIDATION_SHARE", "VIT", "data_config", "patch_side", "point", "run_cost", "small_config"]
+__all__ = [
+    "NETWORKS",
+    "VALIDATION_SHARE",
+    "VIT",
+    "data_config",
+    "finetuning_config",
+    "fractals",
+    "patch_side",
+    "point",
+    "run_cost",
+    "small_config",
+]
 
 VALIDATION_SHARE = 0.1
 """Fraction of the training images on which learning rates are chosen."""
@@ -27,6 +40,9 @@ SIDES = {1: 28, 3: 32}
 
 VIT: dict[str, Any] = {"width": 64, "depth": 4, "heads": 2, "mlp_width": 256, "position_std": 0.3}
 """The Vision Transformer of most studies, apart from its patches."""
+
+FIRST_STAGE = "the model of the first stage"
+"""Model to start from in the config of a second stage. The process of a cell replaces it by a path."""
 
 NETWORKS: dict[str, dict[str, Any]] = {
     "ViT": {"variant": "ViT-Pico/4", **VIT},
@@ -70,6 +86,19 @@ def small_config(
         run=RunConfig(epochs=epochs, batch_size=64, evaluations=0, checkpoints=4, keep="last"),
     )
     return config.override(**overrides)
+
+
+def finetuning_config(settings: Settings, *, images: int, steps: int, **overrides: Any) -> TrainConfig:
+    """Return the config of a second stage, which starts from a model and learns from `images` labelled images."""
+    config = replace(
+        small_config(settings, images=images, epochs=1.0), model=ModelConfig(), start=StartConfig(init=FIRST_STAGE)
+    )
+    return config.override(steps=steps, **overrides)
+
+
+def fractals(settings: Settings, classes: int, samples: int) -> str:
+    """Return the spec of computed pictures for pre-training, with `samples` pictures of each class."""
+    return f"fractals:{classes}:{samples}:0:{SIDES[settings.channels]}"
 
 
 def run_cost(config: TrainConfig, settings: Settings) -> float:

@@ -20,6 +20,8 @@ FLOPS_PER_SECOND = 30e9
 LIMITS = {"quick": 8 * 60, "default": 90 * 60}
 """Largest time of a study in seconds, on two cores."""
 
+TRANSFER_LIMIT = 60 * 60
+
 
 def points_of(study: Study, scale: Scale, channels: int = 1) -> Sequence[Point]:
     return study.points(Settings(scale=scale, channels=1 if channels == 1 else 3))
@@ -42,7 +44,8 @@ def named(claims: Sequence[Claim]) -> set[str]:
 @SCALE
 def test_every_arm_has_the_same_number_of_trials(study: Study, scale: Scale) -> None:
     points = points_of(study, scale)
-    counts = {point.arm: [len(stage.rates) for stage in point.stages if len(stage.rates) > 1] for point in points}
+    trained = [point for point in points if point.stages[-1].config.run.steps != 1]  # linear models try no rates
+    counts = {point.arm: [len(stage.rates) for stage in point.stages if len(stage.rates) > 1] for point in trained}
     assert len({tuple(count) for count in counts.values()}) == 1, counts
     assert len({point.name for point in points}) == len(points)
 
@@ -63,7 +66,8 @@ def test_the_limits_of_time_are_kept(study: Study, scale: Scale) -> None:
     points = study.points(settings)
     cost = cost_of(points, (0, 1, 2), sizes_for(points, settings))
     seconds = (CELL_SECONDS * len(cost.costs) + cost.flops / FLOPS_PER_SECOND) / 2
-    assert seconds < LIMITS[scale], f"{seconds:.0f} s"
+    limit = TRANSFER_LIMIT if study.name == "transfer" and scale == "default" else LIMITS[scale]
+    assert seconds < limit, f"{seconds:.0f} s"
 
 
 @STUDY

@@ -48,9 +48,9 @@ def write_study(folder: Path, run: StudyRun, results: Results) -> dict[str, Any]
 
 
 def estimate_text(found: Estimate | None) -> str:
-    """Return a mean in percent with its deviation, or "diverged"."""
+    """Return a mean in percent with its deviation, or an empty text if no seed has the metric."""
     if found is None:
-        return "diverged"
+        return ""
     return f"{100 * found.mean:.2f}" if found.count < 2 else f"{100 * found.mean:.2f} ± {100 * found.deviation:.2f}"
 
 
