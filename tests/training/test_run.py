@@ -69,7 +69,7 @@ def test_everything_is_in_its_place(finished: tuple[TrainConfig, RunResult]) -> 
     names = {path.relative_to(result.folder).as_posix() for path in result.folder.rglob("*") if path.is_file()}
     step = {"manifest.json", "state.json", ".metadata", "__0_0.distcp"}
     assert names == {
-        "run.json", "journal.jsonl", "model/model.json", "model/model.safetensors",
+        "run.json", "journal.jsonl", "progress.html", "model/model.json", "model/model.safetensors",
         *(f"checkpoints/step-{number}/{name}" for number in (16, 24) for name in step),
         *(path.relative_to(result.folder).as_posix() for path in (example.path for example in result.examples)),
     }  # fmt: skip

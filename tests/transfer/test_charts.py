@@ -13,19 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitrail.charts.lines import MAX_DOTS, MarkedPoint, legend, line_chart
+from vitrail.charts.svg import BOLD_DIGIT_WIDTH, DIGIT_WIDTH, Series
 from vitrail.evaluation.predictions.calibration import CalibrationBin
 from vitrail.page import STYLE as PAGE_STYLE
 from vitrail.transfer.charts import (
-    BOLD_DIGIT_WIDTH,
-    DIGIT_WIDTH,
     INVERT_ABOVE,
-    MAX_DOTS,
     STYLE,
-    MarkedPoint,
-    Series,
     confusion_matrix,
-    legend,
-    line_chart,
     reliability_diagram,
     scatter_plot,
     shorten,

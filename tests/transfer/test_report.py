@@ -26,8 +26,9 @@ from vitrail.models.variants import build
 from vitrail.recipes import RECIPES
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import Journal
+from vitrail.training.records.curves import MAX_POINTS
 from vitrail.training.run import train
-from vitrail.transfer.report import MAX_POINTS, write_report
+from vitrail.transfer.report import write_report
 from vitrail.weights.bundle import Bundle
 
 EVIL = "<script>alert('1 & 2')<"

@@ -34,6 +34,7 @@ from vitrail.training.monitoring.trackers import tracking
 from vitrail.training.phases import cost_text
 from vitrail.training.plan import Plan
 from vitrail.training.records.extension import record_extension
+from vitrail.training.records.progress import ProgressPage
 from vitrail.training.records.record import replace_config
 from vitrail.training.setup import Setup
 from vitrail.training.state.best import BestModel
@@ -122,6 +123,9 @@ class Execution:
             state.best.waited = 0  # otherwise a run that --patience ended would end again at once
             longer = {"step": state.step, "before": extends, "steps": setup.steps}
             self.processes.on_first(lambda: record_extension(self.folder, setup.config, **longer))
+        if journal.is_kept:
+            metric = setup.config.task.selection(setup.splits)
+            journal.readers.append(ProgressPage(self.folder, setup.config, metric, setup.steps).receive)
         with tracking(setup.config.run.track, self.folder, setup.config.to_plain(), journal, state.step):
             monitor = self._train(state, plan, probes)
             return self._finish(state, monitor.summary(setup.device))
@@ -206,6 +210,7 @@ class Execution:
         for line in quick_check(setup.splits):
             self.display.say(line)
         self.display.say(self.memory)
+        self.display.say(f"{self.folder / 'progress.html'} shows the curves while the run goes on")
         self.display.say(f"{_summary(setup, network)}, into {self.folder}")
         if len(setup.phases) > 1 and setup.network is not None:
             self.display.say(cost_text(setup.phases, setup.network, setup.config.task))

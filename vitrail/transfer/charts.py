@@ -1,23 +1,21 @@
-"""Charts as inline SVG: lines over steps, a reliability diagram, a confusion matrix and a scatter plot."""
+"""Charts as inline SVG: a reliability diagram, a confusion matrix and a scatter plot."""
 
 from __future__ import annotations
 
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from vitrail.charts.axes import UNBOUNDED, Axis, make_axis
+from vitrail.charts.axes import Axis, make_axis
+from vitrail.charts.lines import STYLE as LINE_STYLE
+from vitrail.charts.lines import WIDTH
 from vitrail.charts.svg import (
     BOLD_DIGIT_WIDTH,
     DIGIT_WIDTH,
     PlotArea,
     Point,
-    Series,
     dot,
     horizontal_text,
-    isolated,
-    path_data,
     svg_picture,
     vertical_text,
 )
@@ -26,45 +24,21 @@ from vitrail.page import escape, printable
 
 __all__ = [
     "STYLE",
-    "UNBOUNDED",
-    "MarkedPoint",
-    "Point",
-    "Series",
     "confusion_matrix",
-    "legend",
-    "line_chart",
     "reliability_diagram",
     "scatter_plot",
     "shorten",
 ]
 
-STYLE = """
+STYLE = (
+    LINE_STYLE
+    + """
 :root { --heat: #0e3158; --on-heat: #fff; }
 @media (prefers-color-scheme: dark) { :root { --heat: #7fadd8; --on-heat: #000; } }
-.charts { display: grid; align-items: end; gap: 1rem 1.2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 18.5rem), 1fr)); }
-.charts figure { width: auto; max-width: 26rem; }
-.charts figcaption { color: CanvasText; font-size: .9rem; line-height: 1.4; }
-.legend { margin-right: .9rem; white-space: nowrap; }
-.legend::before { content: ""; display: inline-block; width: 1.2rem; margin: 0 .35rem .25rem 0; vertical-align: middle;
-  border-top: 2px solid var(--note); }
-.legend.two::before { border-top: 2px dashed var(--warning); }
-svg { display: block; font: 11px system-ui, sans-serif; }
-.charts svg { width: 100%; height: auto; }
-.scroll svg { margin-bottom: 1rem; }
-svg text { fill: var(--dim); }
-.grid { stroke: var(--line); fill: none; }
-.axis, .ideal, .mark { stroke: var(--dim); fill: none; }
-.ideal, .mark { stroke-dasharray: 2 3; }
-.line { fill: none; stroke: var(--note); stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round; }
-.line.two { stroke: var(--warning); stroke-dasharray: 5 4; }
-.dot { fill: var(--note); stroke: Canvas; } .dot.two { fill: var(--warning); }
-.line.range { opacity: .5; stroke-width: 1; }
-.dot.sample { fill-opacity: .5; stroke: none; }
-svg .strong { fill: CanvasText; font-weight: 600; }
 .heat { fill: var(--heat); }
 svg .count { fill: CanvasText; } svg .count.on { fill: var(--on-heat); }
 """
+)
 """CSS rules of the charts. They use the colours that `vitrail.page` defines. The colour of a confusion matrix's cell is
 `--heat`, with a higher opacity for a larger fraction. A number in a cell has the colour of text if the opacity is at
 most `INVERT_ABOVE`, and otherwise the colour `--on-heat`. The contrast of the numbers is at least 4.5 to 1 in light and
@@ -73,67 +47,11 @@ in dark mode."""
 INVERT_ABOVE = 0.66
 """Opacity of a cell above which its number changes colour."""
 
-WIDTH, HEIGHT = 320.0, 200.0
-"""Width and height of a line chart in pixels. A phone's screen is about as wide as a chart. On a desktop, three charts
-fit side by side."""
-
-MAX_DOTS = 40
-"""Maximum number of points that a line draws as dots. A line with more points has no dots."""
-
 PAGE_WIDTH = 980.0
 """Width of a page's text in pixels on a desktop."""
 
 SHORTEST_NAME, LONGEST_NAME = 15, 32
 """Numbers of letters between which a confusion matrix shortens class names, depending on the room beside its cells."""
-
-SERIES_CLASSES = ("one", "two")
-"""CSS classes of the first and of the second series."""
-
-
-@dataclass(frozen=True)
-class MarkedPoint:
-    """A point of a line that is highlighted and labelled."""
-
-    x: float
-    y: float
-    text: str
-
-
-def line_chart(
-    series: Sequence[Series],
-    *,
-    label: str,
-    unit: str = "",
-    from_zero: bool = False,
-    bounds: tuple[float, float] = UNBOUNDED,
-    mark: MarkedPoint | None = None,
-) -> str:
-    """Return a chart of one or two lines over training steps. If no point is finite, return "".
-
-    `label` describes the chart in a sentence for screen readers. With `from_zero` the y axis starts at 0. `bounds` are
-    the smallest and the largest y that can occur.
-    """
-    points = [point for one in series for point in one.finite]
-    if not points:
-        return ""
-    x_axis = make_axis([0.0, *(x for x, _ in points)], round_ends=False, bounds=(0.0, math.inf), integers=True)
-    y_axis = make_axis([*(y for _, y in points), *([0.0] if from_zero else [])], bounds=bounds)
-    left = 12 + DIGIT_WIDTH * max(len(y_axis.label(tick, unit)) for tick in y_axis.ticks)
-    area = PlotArea(left, 22.0, WIDTH - 26, HEIGHT - 36, x_axis, y_axis)
-    parts = [area.grid(y_unit=unit), horizontal_text(area.right, HEIGHT - 6, "step", "end")]
-    for one, css in zip(series, SERIES_CLASSES, strict=False):
-        parts.append(f'<path class="line {css}" d="{path_data(area, one.points)}"/>')
-        parts += [
-            dot(area, point, 2.5, css, f"{one.name}, step {point[0]:,.0f}: {point[1]:,.4g}{unit}")
-            for point in (one.finite if len(one.finite) <= MAX_DOTS else isolated(one.points))
-        ]
-    if mark is not None:
-        x = area.x(mark.x)
-        parts.append(f'<path class="mark" d="M{x:.2f} {area.top:g}V{area.bottom:g}"/>')
-        parts.append(dot(area, (mark.x, mark.y), 4.0, "one", mark.text))
-        half = BOLD_DIGIT_WIDTH * len(mark.text) / 2
-        parts.append(horizontal_text(min(max(x, half), WIDTH - half), 14.0, mark.text, "middle", "strong"))
-    return svg_picture(WIDTH, HEIGHT, label, parts)
 
 
 def reliability_diagram(before: Sequence[CalibrationBin], after: Sequence[CalibrationBin] | None, *, label: str) -> str:
@@ -240,16 +158,6 @@ def confusion_matrix(cells: Iterable[tuple[int, int, int]], names: Sequence[str]
             f'font-size="{font_size:.3g}">{text}</text></g>'
         )
     return svg_picture(width, height, label, parts, fixed_size=True)
-
-
-def legend(names: Sequence[str]) -> str:
-    """Return the names of a chart's lines with line samples, for the caption. For a single line, return ""."""
-    if len(names) < 2:
-        return ""
-    samples = (
-        f'<span class="legend {css}">{escape(name)}</span>' for name, css in zip(names, SERIES_CLASSES, strict=False)
-    )
-    return "<br>" + " ".join(samples)
 
 
 def shorten(name: str, max_width: int) -> str:

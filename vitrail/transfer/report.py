@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from vitrail.plain import to_plain
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.records.curves import training_figures
 from vitrail.training.records.record import read_record
 from vitrail.transfer import charts, number_sections, sections
-from vitrail.transfer.charts import MarkedPoint, Point, Series
 from vitrail.transfer.number_sections import errors_section, number_rows, residuals_section, scatter_section
 from vitrail.transfer.search import Tried
 from vitrail.transfer.sections import (
@@ -43,9 +42,6 @@ AnyReport = ClassificationReport | RegressionReport
 
 MAX_SKIPPED = 50
 
-MAX_POINTS = 300
-"""Maximum number of points of a line, about one per pixel. If there are more, neighbouring points are averaged."""
-
 STYLE = """
 pre { background: var(--soft); padding: .7rem 1rem; overflow-x: auto; font-size: .9rem; line-height: 1.6; }
 @media (max-width: 30rem) { th, td { padding-right: .5rem; } }
@@ -55,10 +51,6 @@ td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 7.7rem
 .texts td:nth-child(2) { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; max-width: 34rem; }
 """
 
-METRIC_NAMES = {"r2": "R²"}
-"""Display names of metrics whose name in the journal cannot be shown as it is."""
-
-SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 NO_AUGMENTATION = Augment(flip=False)
 
 
@@ -86,7 +78,7 @@ def write_report(
     events = read_journal(folder / "journal.jsonl")
     metric = config.task.selection(Splits(source, None, None))
     summary = table(("metric", split, f"{LEVEL:.0%} interval"), summary_rows(report))
-    figures = _figures(config, events, bundle, metric)
+    figures = training_figures(config, events, metric, bundle.provenance.get("step"))
     parts = [
         *_headline(config, split, report, source),
         *_overview(summary, next(iter(figures), "")),
@@ -260,77 +252,6 @@ def _curves(figures: Sequence[str]) -> Iterator[str]:
         yield '<h2>Training curves</h2>\n<div class="charts">'
         yield from figures
         yield "</div>"
-
-
-def _figures(config: TrainConfig, events: Sequence[dict[str, Any]], bundle: Bundle, metric: TaskMetric) -> list[str]:
-    """Return charts of the validation metric, the training loss and the learning rate, as far as the journal has
-    them."""
-    steps = [event for event in events if event["event"] == "step"]
-    losses, group = _averaged([(float(event["step"]), event["loss"]) for event in steps])
-    rates, _ = _averaged([(float(event["step"]), event["learning_rate"]) for event in steps])
-    highest = max((rate for _, rate in rates), default=0.0)
-    power = math.floor(math.log10(highest)) if 0 < highest < 0.01 else 0
-    scaled = [(step, rate / 10**power) for step, rate in rates]
-    figures = [
-        _metric_chart(events, bundle.provenance.get("step"), config.run.keep, metric),
-        (
-            "Training loss" + (f", means of {group} reports" if group > 1 else ""),
-            charts.line_chart([Series("loss", losses)], label=_description("Training loss", losses), from_zero=True),
-        ),
-        (
-            "Learning rate" + (f", in 10{str(power).translate(SUPERSCRIPT)}" if power else ""),
-            charts.line_chart(
-                [Series("learning rate", scaled)], label=_description("Learning rate", rates), from_zero=True
-            ),
-        ),
-    ]
-    return [f"<figure>\n<figcaption>{caption}</figcaption>\n{chart}\n</figure>" for caption, chart in figures if chart]
-
-
-def _metric_chart(
-    events: Sequence[dict[str, Any]], saved_step: int | None, keep: str, metric: TaskMetric
-) -> tuple[str, str]:
-    """Return the caption and the chart of a validation metric. There is one line for the averaged weights, and one for
-    the weights in training.
-
-    The point of the saved weights is marked. Fractions are drawn in percent.
-    """
-    name = f"Validation {METRIC_NAMES.get(metric.name) or metric.name.replace('_', ' ')}"
-    scale, unit, bounds = (100, "%", (0.0, 100.0)) if metric.is_fraction else (1, "", charts.UNBOUNDED)
-    points: dict[str, list[Point]] = {"averaged": [], "trained": []}
-    for event in events:
-        measured = event["event"] == "evaluation" and event["split"] == "validation" and not event.get("kept")
-        if measured and metric.name in event:
-            points[event["weights"]].append((float(event["step"]), scale * event[metric.name]))
-    series = [Series(weights, found) for weights, found in points.items() if found]
-    mark = None
-    if series and saved_step is not None:
-        saved = [value for step, value in series[0].finite if step == saved_step]
-        form = ".2f" if metric.is_fraction else ".4g"
-        mark = MarkedPoint(float(saved_step), saved[0], f"{keep}, saved: {saved[0]:{form}}{unit}") if saved else None
-    described = f"{name}{' in percent' * metric.is_fraction}"
-    label = " ".join(_description(f"{described}, {one.name} weights", one.points) for one in series)
-    chart = charts.line_chart(series, label=label, unit=unit, bounds=bounds, mark=mark)
-    caption = name if len(series) < 2 else f"{name} of the weights"
-    return f"{caption}{charts.legend([one.name for one in series])}", chart
-
-
-def _averaged(points: list[Point]) -> tuple[list[Point], int]:
-    """Return the means of groups of n neighbouring points, and n. There are at most `MAX_POINTS` groups.
-
-    The x of a mean is the step of the last point of the group.
-    """
-    size = max(math.ceil(len(points) / MAX_POINTS), 1)
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups], size
-
-
-def _description(name: str, points: Sequence[Point]) -> str:
-    """Return a sentence that describes a line to screen readers."""
-    if not points:
-        return ""
-    (first, start), (last, end) = points[0], points[-1]
-    return f"{name}: {start:.4g} at step {first:,.0f}, {end:.4g} at step {last:,.0f}."
 
 
 def _skipped(report: AnyReport, split: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from PIL import Image
 
+from vitrail.charts.lines import legend
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source
 from vitrail.errors import DataError, plural
 from vitrail.evaluation.predictions.named import interval_text, named_metrics
 from vitrail.evaluation.predictions.report import Calibration, ClassificationReport, ClassRow, Mistake
 from vitrail.page import figure, table, thumbnail
-from vitrail.transfer.charts import confusion_matrix, legend, reliability_diagram, shorten
+from vitrail.transfer.charts import confusion_matrix, reliability_diagram, shorten
 
 __all__ = [
     "MAX_MISTAKES",

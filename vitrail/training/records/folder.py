@@ -17,8 +17,8 @@ __all__ = ["check_place", "check_request", "new_folder", "place_of"]
 
 
 ENTRIES = (
-    "run.json", LOCK, "journal.jsonl", "report.html", "checkpoints", "checkpoints/*", "model", "model/model.*",
-    "beside.safetensors", ".best-*", "examples", "examples/*.png",
+    "run.json", LOCK, "journal.jsonl", "progress.html", "report.html", "checkpoints", "checkpoints/*",
+    "model", "model/model.*", "beside.safetensors", ".best-*", "examples", "examples/*.png",
     "tensorboard", "tensorboard/*", "wandb", "wandb/*", "*.vitrail-partial", "*.vitrail-replaced",
 )  # fmt: skip
 """All files that a run writes into its folder, as shell patterns. A folder with any other file is not deleted."""

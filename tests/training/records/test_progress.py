@@ -1,0 +1,71 @@
+"""Tests of the page of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vitrail.errors import Stopped
+from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.display import Display
+from vitrail.training.monitoring.journal import read_journal
+from vitrail.training.records import progress
+from vitrail.training.records.progress import ProgressPage
+from vitrail.training.run import resume, train
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r"<h[12]>(.*?)</h[12]>|<figcaption>(?!\d\d-)(.*?)</figcaption>", page)
+
+
+CURVES = [
+    "Validation accuracy", "Training loss", "Learning rate, in 10⁻³", "Norm of the gradients", "Norm of the weights",
+    "Update of the weights", "Largest attention logit", "Images per second", "Time spent waiting for images",
+]  # fmt: skip
+
+
+def test_the_page_grows_with_the_run(
+    small: Callable[..., TrainConfig],
+    tmp_path: Path,
+    stop_at: Callable[[int], Display],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, versions = tmp_path / "a <run>", []
+    plain = ProgressPage.write
+
+    def kept(self: ProgressPage) -> Path:
+        versions.append(plain(self).read_text(encoding="utf-8"))
+        return run / "progress.html"
+
+    monkeypatch.setattr(ProgressPage, "write", kept)
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    with pytest.raises(Stopped):
+        train(small(run, threads=0, learning_rate=0.005), display=stop_at(9))
+    assert "The run goes on: 4 of 24 steps were done" in versions[0]
+    assert "The run was stopped after 9 of 24 steps. It goes on with vitrail train --resume" in versions[-1]
+    assert "<h2>Examples</h2>" not in versions[-1] and "a &lt;run&gt;" in versions[-1]
+    resume(run)
+    page = (run / "progress.html").read_text(encoding="utf-8")
+    assert page == versions[-1] and "The run is finished, after 24 of 24 steps." in page
+    found = [heading or caption for heading, caption in headings(page)]
+    assert found == ["Run a &lt;run&gt;", "Curves", *CURVES, "Examples", "Settings"]
+    assert "<td>learning rate</td><td>0.005</td>" in page and "<td>weight decay rule</td>" not in page
+    (accuracy,) = {
+        f"{event['accuracy']:.2%}"
+        for event in read_journal(run / "journal.jsonl")
+        if event["event"] == "evaluation" and event["split"] == "test"
+    }
+    assert f"<td>test</td><td>accuracy {accuracy}</td>" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", ""), "the page asks for nothing"
+
+
+def test_versions_are_half_a_minute_apart(
+    small: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr(ProgressPage, "write", lambda self: written.append(1))
+    train(small(tmp_path / "run", threads=0, steps=8, evaluations=4, checkpoints=4))
+    assert len(written) == 2, "after the first evaluation, and at the end"
