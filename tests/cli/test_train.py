@@ -263,7 +263,7 @@ def test_lengths_of_a_schedule_are_fractions_or_have_units(colour_folder: Path, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["dmo"], "recipe 'dmo' does not exist; nearest: demo; data is named with --data"),
+        (["dmo"], "recipe 'dmo' does not exist; nearest: demo, dino, moco; data is named with --data"),
         (["photos"], "recipe 'photos' does not exist; vitrail recipes lists all; data is named with --data"),
         (["{folder}/none"], "none' does not exist; to train on data, name it with --data: vitrail train --data "),
         (["photos", "--data", "bundled"], "recipe 'photos' does not exist; vitrail recipes lists all "),
