@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from vitrail.cli import main
 from vitrail.training.config import TrainConfig
+from vitrail.training.monitoring.journal import read_journal
 from vitrail.training.run import train
 
 
@@ -56,6 +58,26 @@ def test_a_comparison_has_a_column_for_each_run(runs: Path, capsys: pytest.Captu
     assert main(["runs", "compare", *folders, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert second["settings"] == {"learning_rate": 0.5, "steps": 1} and first["settings"]["steps"] == 2
+
+
+def test_curves_of_runs_are_drawn_in_the_same_charts(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders, page = ["runs/long-name-of-a-run", "runs/[b]"], tmp_path / "curves.html"
+    assert main(["runs", "compare", *folders, "--page", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    names = re.findall("<h2>(.*?)</h2>", text)
+    assert names == [
+        "Validation accuracy", "Validation cross entropy", "Training loss", "Learning rate", "Norm of the gradients",
+        "Relative update of the weights", "Images per second",
+    ]  # fmt: skip
+    for section in text.split("<section>")[1:]:
+        assert all(section.count(f"<title>{folder}</title>") == 1 for folder in folders), "a line for each run"
+    (loss,) = (event for event in read_journal(Path("runs/[b]/journal.jsonl")) if event["event"] == "step")
+    assert f"runs/[b]: 1, {loss['loss']:.4g}" in text
+    capsys.readouterr()
+    assert main(["runs", "compare", *folders, "--page", str(page)]) == 2
+    assert "curves.html exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from rich.table import Table
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
 from vitrail.cli.run_tables.listing import rows_of
+from vitrail.cli.run_tables.overlay import write_overlay
 from vitrail.errors import ConfigError, RunError
+from vitrail.files import check_new_file
 from vitrail.training.records.summary import RunSummary, settings_of, summarise
 
 __all__ = ["main"]
@@ -29,6 +31,10 @@ class CompareRuns:
 
     runs: Annotated[tuple[Path, ...], Positional("RUN...")]
     """Folders of two or more runs."""
+    page: Path | None = None
+    """HTML file for the curves of all runs in the same charts."""
+    overwrite: bool = False
+    """Replace the file that --page names if it exists."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -39,11 +45,11 @@ COMMAND = Command(
     run.""",
     examples=(
         Example("vitrail runs compare runs/flowers runs/flowers-2", "Compare two runs."),
-        Example("vitrail runs compare runs/*", "Compare all runs."),
+        Example("vitrail runs compare runs/* --page curves.html", "Also draw the curves of all runs."),
         Example("vitrail runs compare runs/* --json", "Print the comparison as JSON."),
     ),
     options=(CompareRuns,),
-    essential={"Output": ("json",)},
+    essential={"Output": ("page", "json")},
 )
 
 
@@ -55,6 +61,10 @@ def main(call: Call) -> int:
     for run in found:
         if run.config is None:
             raise RunError(run.problem)
+    if options.page is not None:
+        check_new_file(options.page, overwrite=options.overwrite)
+        metrics = (metric.name for run in found if run.config is not None for metric in run.config.task.metrics)
+        write_overlay(options.page, options.runs, metrics=list(dict.fromkeys(metrics)))
     settings = _different([settings_of(run.config) for run in found if run.config is not None])
     if options.json:
         print(json.dumps(rows_of(found, settings)))

@@ -12,7 +12,7 @@ from vitrail.charts.svg import Point, Series
 from vitrail.tasks.task import TaskMetric
 from vitrail.training.config import TrainConfig
 
-__all__ = ["health_figures", "training_figures"]
+__all__ = ["averaged", "health_figures", "training_figures"]
 
 MAX_POINTS = 300
 """Maximum number of points of a line, about one per pixel. If there are more, neighbouring points are averaged."""
@@ -39,8 +39,8 @@ def training_figures(
     """Return charts of the validation metric, the training loss and the learning rate, as far as the journal has
     them. The metric at `saved_step`, the step of the saved weights, is marked."""
     steps = [event for event in events if event["event"] == "step"]
-    losses, group = _averaged([(float(event["step"]), event["loss"]) for event in steps])
-    rates, _ = _averaged([(float(event["step"]), event["learning_rate"]) for event in steps])
+    losses, group = averaged([(float(event["step"]), event["loss"]) for event in steps])
+    rates, _ = averaged([(float(event["step"]), event["learning_rate"]) for event in steps])
     highest = max((rate for _, rate in rates), default=0.0)
     power = math.floor(math.log10(highest)) if 0 < highest < 0.01 else 0
     scaled = [(step, rate / 10**power) for step, rate in rates]
@@ -63,11 +63,11 @@ def health_figures(events: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     steps = [event for event in events if event["event"] == "step"]
     for name, (caption, scale, unit) in HEALTH.items():
-        points, group = _averaged([(float(step["step"]), scale * step[name]) for step in steps if name in step])
-        averaged = f", means of {group} reports" if group > 1 else ""
+        points, group = averaged([(float(step["step"]), scale * step[name]) for step in steps if name in step])
+        means = f", means of {group} reports" if group > 1 else ""
         chart = line_chart([Series(caption, points)], label=_description(caption, points), unit=unit, from_zero=True)
         if chart:
-            found.append(_figure(f"{caption}{averaged}", chart))
+            found.append(_figure(f"{caption}{means}", chart))
     return found
 
 
@@ -103,7 +103,7 @@ def _metric_chart(
     return f"{caption}{legend([one.name for one in series])}", chart
 
 
-def _averaged(points: list[Point]) -> tuple[list[Point], int]:
+def averaged(points: list[Point]) -> tuple[list[Point], int]:
     """Return the means of groups of n neighbouring points, and n. There are at most `MAX_POINTS` groups.
 
     The x of a mean is the step of the last point of the group.
