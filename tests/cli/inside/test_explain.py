@@ -236,6 +236,11 @@ def test_what_is_refused(model: Path, image: Path, tmp_path: Path, capsys: pytes
     assert "0 is less than 1; choose the number of classes to show" in message(str(model), str(image), "--top", "0")
     assert "--page-size: 0.0 is not above 0" in message(str(model), str(image), "--page-size", "0")
     assert "does not exist" in message(str(model), str(tmp_path / "nothing.png"))
+    broken = load(model, device="cpu")
+    with torch.no_grad():
+        broken.network.get_parameter("blocks.1.norm1.weight")[0] = float("nan")
+    broken.save(tmp_path / "broken")
+    assert "layer 1 of the model has attention that is not finite" in message(str(tmp_path / "broken"), str(image))
     network = ResNet(ResNetConfig(depths=(1,), width=32, num_classes=2, image_size=(33, 40)))
     Bundle(network, ("a", "b"), Preprocess(image_size=(33, 40))).save(tmp_path / "resnet")
     assert "architecture 'BiT' has no attention to look into" in message(str(tmp_path / "resnet"), str(image))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
 from vitrail.analysis.charts import png
@@ -18,6 +18,7 @@ from vitrail.analysis.saliency import attention_rollout, class_relevance
 from vitrail.analysis.tracing import Trace, trace, transformer_of
 from vitrail.data.pixels.decode import to_pil
 from vitrail.data.pixels.geometry import Placement
+from vitrail.errors import BundleError
 from vitrail.models.vit import VisionTransformer
 from vitrail.page import escape
 from vitrail.weights.bundle import Bundle
@@ -82,13 +83,15 @@ class Explainer:
         self._top = top
 
     def explain(self, image: bytes) -> Explanation:
-        """Return the explanation of an image file. Raise `UndecodableImage`, and the errors of `trace`."""
+        """Return the explanation of an image file. Raise `UndecodableImage`, `BundleError` if the attention is not
+        finite, and the errors of `trace`."""
         bundle, network = self._bundle, self._network
         picture = np.asarray(to_pil(image, 3))
         pixels = np.stack([bundle.preprocess.pixels(image)])  # a copy: a grey image can be read-only
         inputs = bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))
         chosen = trace(network, inputs, layers=self._layers, heads=self._heads)
         every = trace(network, inputs)
+        attention = _finite_attention(every)
         placement = bundle.preprocess.placement(picture.shape[:2])
 
         def full_size(values: np.ndarray) -> np.ndarray:
@@ -97,7 +100,6 @@ class Explainer:
         rollout = attention_rollout(network, inputs).values[0]
         relevance = self._relevance(inputs, every.logits[0])
         large = _query_maps(chosen)
-        assert every.attention is not None
         return Explanation(
             picture=picture,
             ranking=self._ranking(image),
@@ -110,7 +112,7 @@ class Explainer:
                 for column, head in enumerate(chosen.heads)
             },
             maps=AttentionMaps(
-                attention=every.attention[0].float().cpu().numpy(),
+                attention=attention,
                 grid=every.grid,
                 prefix=_prefix_names(network),
                 has_class_token=every.has_class_token,
@@ -183,6 +185,15 @@ def _prefix_names(network: VisionTransformer) -> tuple[str, ...]:
     if config.pool == "cls+dist":
         registers[0] = "distillation token"
     return (*first, *registers)
+
+
+def _finite_attention(found: Trace) -> Float32[np.ndarray, "layers heads n n"]:
+    """Return the attention of the only image of a trace. Raise `BundleError` if it is not finite."""
+    assert found.attention is not None
+    for layer, weights in zip(found.layers, found.attention[0], strict=True):
+        if not weights.isfinite().all():
+            raise BundleError(f"layer {layer} of the model has attention that is not finite; its weights are damaged")
+    return found.attention[0].float().cpu().numpy()
 
 
 def _area(found: Trace, placement: Placement) -> tuple[float, float, float, float]:

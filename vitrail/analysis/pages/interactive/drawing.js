@@ -52,7 +52,8 @@ function drawPicture(canvas, about, picture, { values, scale, colours, strength,
   const unit = Math.max(1, canvas.width / 480);
   for (const { selection: { top, left, bottom, right }, dashes } of marks) {
     if (top === undefined) continue;
-    const box = [across[left], down[top], across[right + 1] - across[left], down[bottom + 1] - down[top]];
+    const x = across[left] - unit, y = down[top] - unit;  // the line lies around the patches, which can be tiny
+    const box = [x, y, across[right + 1] + unit - x, down[bottom + 1] + unit - y];
     for (const [colour, width] of [["#000", 5], ["#fff", 2.5]]) {
       context.setLineDash(colour === "#fff" ? dashes.map((dash) => dash * unit) : []);
       context.strokeStyle = colour;
