@@ -251,7 +251,7 @@ class Preprocess:
     def _window(self, picture: Image.Image, placement: Placement) -> np.ndarray:
         height, width = self.image_size
         top, left = placement.top, placement.left
-        if top >= 0 and left >= 0:
+        if min(top, left) >= 0 and top + height <= picture.height and left + width <= picture.width:
             return np.asarray(picture.crop((left, top, left + width, top + height)))
         levels = self.pad_value * (self.channels // len(self.pad_value))
         canvas = Image.new(picture.mode, (width, height), levels)
