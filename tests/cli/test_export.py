@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from vitrail import load
 from vitrail.cli import main
+from vitrail.cli.export import Export, _images
 from vitrail.training.execution import RunResult
 
 
@@ -17,7 +20,7 @@ def test_an_exported_run_predicts_and_is_measured_like_the_run(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert main(["export", str(trained.folder), "--to", "pt2", "--images", "20", "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)
+    (written,) = json.loads(capsys.readouterr().out)["files"]
     assert written["written"] == "run.pt2" and written["bytes"] == Path("run.pt2").stat().st_size
     assert written["parity"]["agreement"] == 1.0 and written["parity"]["labelled"] == 20
     assert written["parity"]["accuracy"]["low"] <= written["parity"]["accuracy"]["value"]
@@ -39,8 +42,73 @@ def test_wrong_usage_is_said_before_the_model_is_loaded(tmp_path: Path, capsys: 
     for words, message in (
         (["--to", "onxx"], "--to: 'onxx' is not a format; nearest: onnx"),
         (["--to", "pt2", "--out", str(tmp_path / "a.onnx")], "must end in '.pt2'"),
-        (["--to", "pt2", "--images", "0"], "--images: 0 is less than 1"),
+        (["--to", "pt2", "--images", "0"], "--images: 0 is less than 1; at least one"),
         (["--to", "pt2", "--out", str(tmp_path / "file" / "a.pt2")], "is not a folder"),
     ):
         assert main(["export", "missing", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_files_in_8_bit_integers_in_every_verb(
+    trained: RunResult, fewer_bundled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    run, picture = str(trained.folder), str(trained.examples[0].path)
+    words = ["export", run, "--to", "onnx,openvino", "--precision", "float32,int8", "--data", "bundled"]
+    assert main([*words, "--max-drop", "5", "--calibration-images", "32", "--images", "100", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    names = ["run.onnx", "run-int8.onnx", "run.xml", "run-int8.xml"]
+    assert [(one["written"], one["precision"]) for one in written["files"]] == [
+        (name, "int8" if "int8" in name else "float32") for name in names
+    ]
+    assert written["failures"] == [] and set(written["network"]["milliseconds"]) == {"1", "8"}
+    for one in written["files"]:
+        assert one["parity"]["labelled"] == 100 and one["parity"]["drop"]["value"] <= 5
+        assert set(one["milliseconds"]) == {"1", "8"} and one["milliseconds"]["8"] > 0
+    shown = {}
+    for model in (run, "run-int8.onnx", "run-int8.xml"):
+        assert main(["predict", model, picture, "--json"]) == 0
+        shown[model] = json.loads(capsys.readouterr().out)["probabilities"]
+        assert main(["evaluate", model, "--data", "bundled[:40]", "--json"]) == 0
+        capsys.readouterr()
+    assert shown["run-int8.onnx"] == pytest.approx(shown[run], abs=0.1)
+    assert main(["embed", "run-int8.onnx", "--data", "bundled[:40]", "--out", "f", "--precision", "float32"]) == 2
+    assert "was exported with output='logits'" in capsys.readouterr().err
+    assert main(["bench", "infer", "run-int8.onnx", "--batch-size", "2", "--repetitions", "2", "--json"]) == 0
+    speed = json.loads(capsys.readouterr().out)
+    assert speed["precision"] == "int8" and len(speed["milliseconds"]) == 2
+    assert main(["bench", "infer", "run-int8.onnx", "--precision", "bf16"]) == 2
+    assert "--precision: an exported file has its own network and number format" in capsys.readouterr().err
+    # With a tolerance that nothing meets, all other files are written, and the exit code says that one is missing.
+    words = [*words, "--tolerance", "1e-12", "--overwrite", "--images", "40"]
+    assert main([*words[:3], "onnx", *words[4:], "--json"]) == 1
+    refused = json.loads(capsys.readouterr().out)
+    assert "run.onnx differs from the network by" in refused["failures"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--precision", "int8"], "--data: precision 'int8' needs data with the model's classes"),
+        (["--precision", "dynamic"], "--precision: 'dynamic' is refused: dynamic quantisation takes its scales"),
+        (["--precision", "float32,int8", "--out", "a.onnx"], "--out: 'a.onnx' is the name of one file, but 2"),
+        (["--calibration-images", "0"], "--calibration-images: 0 is less than 1"),
+    ],
+)
+def test_wrong_usage_of_integers(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], trained: RunResult,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(trained.folder), "--to", "onnx", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_calibration_reads_training_images_only(trained: RunResult, fewer_bundled: None) -> None:
+    options = Export(model="", to="onnx", data="bundled", precision="int8", images=200, calibration_images=50)
+    found = _images(options, load(trained.folder), True)
+    assert found.int8 is not None and len(found.int8.calibration) == 50 and len(found.samples) == 200
+    seen = {bytes(np.asarray(sample.image)) for sample in found.int8.calibration}
+    assert not seen & {bytes(np.asarray(sample.image)) for sample in found.samples}

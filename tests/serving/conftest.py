@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample
 from vitrail.models.variants import AnyConfig, build
 from vitrail.models.vit import ViTConfig
-from vitrail.serving.export.export import export
+from vitrail.serving.export.export import Exporter, export
+from vitrail.serving.export.int8 import Int8
 from vitrail.serving.export.write import FORMATS
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, Prediction
 
 CLASSES = ("rose", "tulip", "黒い花 / black")
 
@@ -44,6 +46,14 @@ def make_samples(count: int = 9, size: tuple[int, int] = (17, 13)) -> list[Sampl
     ]
 
 
+def judged(bundle: Bundle, count: int = 60) -> list[Sample]:
+    """Return random pictures whose labels are the classes that a model predicts."""
+    samples = make_samples(count)
+    found = bundle.predict([sample.image for sample in samples])
+    labels = [bundle.classes.index(one.label) for one in found if isinstance(one, Prediction)]
+    return [replace(sample, target=label) for sample, label in zip(samples, labels, strict=True)]
+
+
 @pytest.fixture(scope="session")
 def samples() -> list[Sample]:
     return make_samples()
@@ -56,13 +66,19 @@ def bundle() -> Bundle:
 
 @pytest.fixture(scope="session")
 def exported(bundle: Bundle, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that exports the model `bundle` to a format, once per session."""
+    """Return a function that exports the model `bundle` to a format, such as "onnx" or "onnx-int8", once per
+    session."""
     made: dict[str, Path] = {}
 
-    def get(to: str) -> Path:
-        if to not in made:
+    def get(name: str) -> Path:
+        if name not in made:
+            to, _, precision = name.partition("-")
             path = tmp_path_factory.mktemp("exported") / f"flowers{FORMATS[to].suffix}"
-            made[to] = export(bundle, path, to, samples).path
-        return made[to]
+            if precision:
+                exporter = Exporter(bundle, judged(bundle), int8=Int8(make_samples(24), max_drop=10.0))
+                made[name] = exporter.write(path, to, precision).path
+            else:
+                made[name] = export(bundle, path, to, samples).path
+        return made[name]
 
     return get

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 from rich.console import Console
 
+from vitrail.cli.evaluating.data import open_for_head
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
-from vitrail.errors import ConfigError
-from vitrail.evaluation.predictions.bootstrap import mean_interval
-from vitrail.serving.export.export import ExportResult, check_export, comparison_samples, export
-from vitrail.serving.export.parity import BATCHES, TOLERANCE
+from vitrail.cli.output.export_table import export_parts, plain_exports
+from vitrail.data.source import Sample
+from vitrail.errors import ConfigError, ExportFailed
+from vitrail.serving.export.export import Exporter, check_export, comparison_samples
+from vitrail.serving.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
+from vitrail.serving.export.parity import TOLERANCE, spread_samples
 from vitrail.serving.export.write import FORMATS, OPSETS
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.description import Contents
 from vitrail.weights.load import load, model_name
 
 __all__ = ["main"]
+
+USUAL_IMAGES = 40
+"""Default number of images of the comparison."""
+
+USUAL_IMAGES_INT8 = 1000
+"""Default number of images on which the accuracy of 8-bit integers is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +40,32 @@ class Export:
     """Folder of a model or a run, file or folder of another library's model, or a name on the Hugging Face hub."""
     to: str
     """Format to write: pt2 (torch.export), onnx, openvino, or triton (the folder of a model for Triton and KServe, with
-    an ONNX file)."""
+    an ONNX file). Several formats are separated by commas."""
+    precision: str = "float32"
+    """Number format of the file: float32, or int8 for ONNX and OpenVINO, whose ranges are found on training images of
+    --data. float32,int8 writes both."""
     out: Path | None = None
     """File or folder to write. The default is the model's name with the format's suffix in the current folder, and
-    triton/NAME for Triton, where triton is the model repository."""
+    triton/NAME for Triton, where triton is the model repository. Several files are written into this folder."""
     output: Contents | None = None
     """Result of the exported file: logits (with probabilities), embedding or tokens. The default is logits, or
     embedding for a model without a head."""
-    data: str = "bundled"
+    data: str | None = None
     """Data whose images the written file is compared on: a folder or a name as for `vitrail evaluate`. The accuracy is
-    measured too if the data has the model's classes."""
-    images: int = 40
-    """Number of images of the comparison, taken at equal distances from the held-out split."""
+    measured too if the data has the model's classes. The default is the bundled images; int8 needs data."""
+    images: int | None = None
+    """Number of images of the comparison, taken at equal distances from the held-out split. The default is 40, and 1000
+    for int8."""
+    calibration_images: int = CALIBRATION_IMAGES
+    """Number of training images on which the ranges of int8 are found."""
+    max_drop: float = MAX_DROP
+    """Percentage points of accuracy that an int8 file may lose on the held-out images. A file that loses more is
+    deleted."""
     tolerance: float = TOLERANCE
     """Largest tolerated difference from the network, as a fraction of the change of an output from image to image."""
+    resize: bool = False
+    """Put resizing and cropping into the file, which then takes decoded pictures of any size. By default the file takes
+    images of the network's size."""
     opset: int = OPSETS[0]
     """Version of ONNX's operators: 20, or 23 for newer runtimes."""
     image_size: tuple[int, int] | None = None
@@ -65,11 +86,15 @@ COMMAND = Command(
         Example("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
         Example("vitrail export runs/flowers --to pt2 --data flowers/", "Compare the file on your own images."),
         Example("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
+        Example(
+            "vitrail export runs/flowers --to onnx,openvino --precision float32,int8 --data flowers/",
+            "Compare formats: size, time and accuracy.",
+        ),
     ),
     options=(Export,),
     essential={
-        "Output": ("to", "out", "output", "opset", "overwrite", "json"),
-        "Comparison": ("data", "images", "tolerance"),
+        "Output": ("to", "precision", "resize", "out", "output", "opset", "overwrite", "json"),
+        "Comparison": ("data", "images", "tolerance", "max_drop"),
         "Source": ("image_size",),
     },
 )
@@ -77,62 +102,98 @@ COMMAND = Command(
 
 def main(call: Call) -> int:
     options = Export(**call.options)
-    if options.images < 1:
-        raise ConfigError(f"images={options.images} is less than 1; the comparison needs at least one image")
-    path = options.out or _default_path(options.model, options.to)
-    check_export(path, options.to, opset=options.opset, overwrite=options.overwrite)
+    for name in ("images", "calibration_images"):
+        if (count := getattr(options, name)) is not None and count < 1:
+            raise ConfigError(f"{name}={count} is less than 1; at least one image is needed")
+    targets = _targets(options)
+    for target in targets:
+        check_export(
+            target.path, target.to, precision=target.precision, opset=options.opset, overwrite=options.overwrite
+        )
     bundle = load(options.model, device="cpu", image_size=options.image_size)
-    samples = comparison_samples(options.data, bundle, options.images)
-    contents: Contents = options.output or ("logits" if bundle.classes else "embedding")
-    result = export(
-        bundle, path, options.to, samples, contents=contents, opset=options.opset, tolerance=options.tolerance,
-        overwrite=options.overwrite,
+    images = _images(options, bundle, any(target.precision == "int8" for target in targets))
+    exporter = Exporter(
+        bundle, images.samples, contents=options.output or ("logits" if bundle.classes else "embedding"),
+        resizes=options.resize, opset=options.opset, tolerance=options.tolerance, overwrite=options.overwrite,
+        int8=images.int8,
     )  # fmt: skip
-    notes = [COMMAND.note(note) for note in bundle.notes]
+    results, failures = [], []
+    for target in targets:
+        try:
+            results.append(exporter.write(target.path, target.to, target.precision))
+        except ExportFailed as error:
+            if len(targets) == 1:
+                raise
+            failures.append(COMMAND.note(str(error)))
+    notes = [COMMAND.note(note) for note in (*bundle.notes, *images.notes)]
+    seconds = exporter.seconds(results)
     if options.json:
-        print(json.dumps(_plain(result, notes)))
-        return 0
-    console = Console(highlight=False, soft_wrap=True)
-    for note in notes:
-        console.print(note, style="yellow", markup=False)
-    for line in _lines(result):
-        console.print(line, markup=False)
-    return 0
+        print(json.dumps(plain_exports(results, seconds, failures, notes)))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        for note in notes:
+            console.print(note, style="yellow", markup=False)
+        for part in export_parts(results, seconds):
+            console.print(part)
+        for failure in failures:
+            console.print(failure, style="red", markup=False)
+    return 1 if failures else 0
 
 
-def _default_path(model: str, to: str) -> Path:
-    name = model_name(model)
+@dataclass(frozen=True)
+class _Target:
+    """A file or folder to write."""
+
+    to: str
+    precision: str
+    path: Path
+
+
+def _targets(options: Export) -> list[_Target]:
+    """Return the files to write: each format in each precision."""
+    formats, precisions = (_names(text) for text in (options.to, options.precision))
+    if not formats or not precisions:
+        raise ConfigError(f"to={options.to!r} and precision={options.precision!r} must each name at least one")
+    chosen = [(to, precision) for to in formats for precision in precisions]
+    if len(chosen) == 1:
+        ((to, precision),) = chosen
+        return [_Target(to, precision, options.out or _default_path(options.model, to, precision))]
+    folder = options.out or Path()
+    if folder.suffix in {each.suffix for each in FORMATS.values() if each.suffix}:
+        raise ConfigError(f"out={str(folder)!r} is the name of one file, but {len(chosen)} are written; name a folder")
+    return [_Target(to, precision, folder / _default_path(options.model, to, precision)) for to, precision in chosen]
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _default_path(model: str, to: str, precision: str) -> Path:
+    name = model_name(model) + ("" if precision == "float32" else f"-{precision}")
     if to not in FORMATS or FORMATS[to].suffix:
         return Path(name + (FORMATS[to].suffix if to in FORMATS else ""))
     return Path(to) / name
 
 
-def _accuracy(result: ExportResult) -> dict[str, float | None] | None:
-    parity = result.parity
-    if parity.correct is None:
-        return None
-    right = np.arange(parity.labelled) < parity.correct
-    found = mean_interval(right.astype(np.float64))
-    return {"value": found.value, "low": found.low, "high": found.high}
+@dataclass(frozen=True)
+class _Images:
+    """Images on which files are compared, and on which 8-bit integers are calibrated."""
+
+    samples: list[Sample]
+    int8: Int8 | None = None
+    notes: tuple[str, ...] = ()
 
 
-def _plain(result: ExportResult, notes: list[str]) -> dict[str, Any]:
-    parity = {**asdict(result.parity), "relative": result.parity.relative, "accuracy": _accuracy(result)}
-    return {"written": str(result.path), "bytes": result.bytes, "parity": parity, "notes": notes}
-
-
-def _lines(result: ExportResult) -> list[str]:
-    parity, sizes = result.parity, ", ".join(map(str, BATCHES))
-    lines = [
-        f"Written: {result.path} ({result.bytes / 1e6:.1f} MB)",
-        f"Loaded again and compared with the network on {parity.images} images in batches of {sizes}:",
-        f"  largest difference {parity.difference:.2g}, {parity.relative:.1e} of the change from image to image",
-    ]
-    if parity.agreement is not None:
-        lines.append(f"  same class for {parity.agreement:.2%} of the images")
-    if accuracy := _accuracy(result):
-        lines.append(
-            f"  accuracy of the file {accuracy['value']:.2%} ({accuracy['low']:.2%} to {accuracy['high']:.2%}) on "
-            f"{parity.labelled} labelled images"
+def _images(options: Export, bundle: Bundle, is_int8: bool) -> _Images:
+    count = options.images or (USUAL_IMAGES_INT8 if is_int8 else USUAL_IMAGES)
+    if not is_int8:
+        return _Images(comparison_samples(options.data or "bundled", bundle, count))
+    if options.data is None:
+        raise ConfigError(
+            "--data: precision 'int8' needs data with the model's classes; name a folder or a data set. Its training "
+            "images set the ranges, and its held-out images measure the accuracy"
         )
-    return lines
+    measured = open_for_head(bundle, options.data, "held-out", "", None)
+    (held_out,) = measured.sources.values()
+    int8 = Int8(spread_samples(measured.train, options.calibration_images), options.max_drop)
+    return _Images(spread_samples(held_out, count), int8, measured.notes)

@@ -122,13 +122,16 @@ def test_metadata_and_probes(server: Running, bundle: Bundle) -> None:
 
 
 @pytest.mark.slow
-def test_exported_files_are_served(exported: Callable[[str], Path], bundle: Bundle, images: list[bytes]) -> None:
-    file = load(exported("pt2"))
+@pytest.mark.parametrize(("to", "tolerance"), [("pt2", 1e-5), ("onnx-int8", 0.1)])
+def test_exported_files_are_served(
+    to: str, tolerance: float, exported: Callable[[str], Path], bundle: Bundle, images: list[bytes]
+) -> None:
+    file = load(exported(to))
     with serving({"file": file, "flowers": bundle}) as running:
         found, wanted = (running.ask("POST", f"/?model={name}", images[0]) for name in ("file", "flowers"))
         assert found.headers["x-model-sha256"] != wanted.headers["x-model-sha256"]
         assert {one["label"]: one["score"] for one in found.json} == pytest.approx(
-            {one["label"]: one["score"] for one in wanted.json}, abs=1e-5
+            {one["label"]: one["score"] for one in wanted.json}, abs=tolerance
         )
         answer = running.ask_json("/v1/embeddings", {"input": data_uri(images[0]), "model": "file"})
         assert answer.status == 400

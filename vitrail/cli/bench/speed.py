@@ -16,6 +16,7 @@ from vitrail.bench.loading import measure_loading
 from vitrail.bench.memory import largest_batch
 from vitrail.bench.scaling import Axis, scaling
 from vitrail.bench.workload import Workload
+from vitrail.cli.bench.exported import check_used, is_exported, measure_exported
 from vitrail.cli.models import OWN_SIZES
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional, flag
@@ -41,7 +42,7 @@ class Bench:
     task: Annotated[str, Positional("train|infer|load")]
     """Task to measure: training steps, inference, or loading a model and predicting."""
     variant: Annotated[str, Positional("[VARIANT]")] = "ViT-S/16"
-    """Network size and patch. `vitrail models` lists the sizes."""
+    """Network size and patch. `vitrail models` lists the sizes. bench infer also takes an exported file."""
     image_size: tuple[int, int] | None = None
     """Image height and width in pixels. By default the variant's own size, which is 224 x 224 for most variants."""
     channels: int = 3
@@ -131,12 +132,15 @@ def main(call: Call) -> int:
     _check(options)
     _check_used(options, call.options)
     device = pick_device(options.device)
-    config = _config(options)
+    is_file = is_exported(options.task, options.variant)
+    if is_file:
+        check_used(call.options)
+    config = None if is_file else _config(options)
     threads = torch.get_num_threads()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        title, plain, shown = _measure(options, config, device)
+        title, plain, shown = _measure(options, config, device) if config else _measure_file(options, device)
     finally:
         torch.set_num_threads(threads)
     if options.json:
@@ -148,6 +152,13 @@ def main(call: Call) -> int:
         console.print()
         console.print(part, highlight=False)
     return 0
+
+
+def _measure_file(options: Bench, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:
+    """Return what `_measure` returns, for an exported file."""
+    machine, rounds = describe(device), {"repetitions": options.repetitions, "warmup": options.warmup}
+    what, plain, shown = measure_exported(options.variant, batch_size=options.batch_size, **rounds)
+    return tables.header(machine, what, rounds), {"machine": machine, **rounds, **plain}, shown
 
 
 def _measure(options: Bench, config: AnyConfig, device: torch.device) -> tuple[str, dict[str, Any], list[Any]]:

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vitrail.data.source import Sample
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
-from vitrail.serving.export.parity import TOLERANCE, Parity, compare, expected_outputs, spread_samples
+from vitrail.serving.export.int8 import CALIBRATION_BATCH, Int8, check_precision
+from vitrail.serving.export.parity import (
+    TOLERANCE,
+    Expected,
+    Parity,
+    compare,
+    compare_int8,
+    expected_outputs,
+    levels_of,
+    network_run,
+    spread_samples,
+)
 from vitrail.serving.export.program import describe, trace
-from vitrail.serving.export.write import FORMATS, OPSETS, Format
+from vitrail.serving.export.timing import batch_seconds
+from vitrail.serving.export.write import FORMATS, OPSETS, Format, Options
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.description import Contents
+from vitrail.weights.exported.network import ExportedNetwork
 from vitrail.weights.exported.read import load_exported
 
-__all__ = ["ExportResult", "check_export", "comparison_samples", "export"]
+__all__ = ["ExportResult", "Exporter", "check_export", "comparison_samples", "export"]
 
 
 @dataclass(frozen=True)
@@ -27,18 +43,32 @@ class ExportResult:
     """A written file or folder, and its comparison with the network."""
 
     path: Path
+    to: str
+    """Format."""
+    precision: str
     bytes: int
     """Size of all files."""
     parity: Parity
+    network: ExportedNetwork
+    """The file, loaded again."""
 
 
-def check_export(path: Path, to: str, *, opset: int = OPSETS[0], overwrite: bool = False) -> None:
-    """Raise `ConfigError` for an unknown format or a missing package, and `DestinationError` if `path` is taken."""
+def check_export(
+    path: Path, to: str, *, precision: str = "float32", opset: int = OPSETS[0], overwrite: bool = False
+) -> None:
+    """Raise `ConfigError` for an unknown format or precision or a missing package, and `DestinationError` if `path` is
+    taken."""
     if to not in FORMATS:
         raise ConfigError(f"to={to!r} is not a format; {nearest(to, FORMATS)}")
     if opset not in OPSETS:
         raise ConfigError(f"opset={opset} is not one of {', '.join(map(str, OPSETS))}")
+    check_precision(precision)
     chosen = FORMATS[to]
+    if precision == "int8" and chosen.int8_needs is None:
+        able = [name for name, each in FORMATS.items() if each.int8_needs is not None]
+        raise ConfigError(
+            f"precision='int8': {to} files have no 8-bit integers; choose to={', '.join(able[:-1])} or {able[-1]}"
+        )
     if chosen.folder_files:
         check_new_folder(path, chosen.folder_files, overwrite=overwrite)
     elif path.suffix != chosen.suffix:
@@ -46,7 +76,7 @@ def check_export(path: Path, to: str, *, opset: int = OPSETS[0], overwrite: bool
     else:
         for file in _files(path, chosen):
             check_new_file(file, overwrite=overwrite)
-    FORMATS[to].check()
+    chosen.check(precision)
 
 
 def comparison_samples(spec: str, bundle: Bundle, count: int) -> list[Sample]:
@@ -60,35 +90,87 @@ def comparison_samples(spec: str, bundle: Bundle, count: int) -> list[Sample]:
     return [Sample(sample.key, sample.image, None) for sample in samples]
 
 
+class Exporter:
+    """Writes a model in one or more formats, and compares each file with the network on the same images."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        samples: Sequence[Sample],
+        *,
+        contents: Contents = "logits",
+        resizes: bool = False,
+        opset: int = OPSETS[0],
+        tolerance: float = TOLERANCE,
+        overwrite: bool = False,
+        int8: Int8 | None = None,
+    ) -> None:
+        """Prepare the export of a model. Raise `ConfigError` for a model that cannot be exported. `samples` are the
+        images of the comparison. Files with `resizes` take pictures of any size. `int8` is needed for files in 8-bit
+        integers."""
+        self._bundle, self._samples = bundle, samples
+        self._opset, self._tolerance, self._overwrite, self._int8 = opset, tolerance, overwrite, int8
+        self._exported = describe(bundle, contents, resizes=resizes)
+        if int8 is not None and (contents, bundle.output) != ("logits", "softmax"):
+            raise ConfigError(
+                "precision='int8' needs a model that predicts one class per image, because its accuracy decides if the "
+                f"file is written; this file would contain {contents if contents != 'logits' else bundle.output}"
+            )
+
+    @cached_property
+    def expected(self) -> Expected:
+        """Outputs of the network. Raise `ExportFailed` if they prove nothing, and `DataError`."""
+        return expected_outputs(self._bundle, self._exported, self._samples)
+
+    @cached_property
+    def _calibration(self) -> list[np.ndarray]:
+        assert self._int8 is not None
+        return levels_of(self._bundle, self._exported, self._int8.calibration, CALIBRATION_BATCH)
+
+    def write(self, path: str | Path, to: str, precision: str = "float32") -> ExportResult:
+        """Write a file. It appears at `path` only if it computes what the network computes.
+
+        Raise `ExportFailed` otherwise, `ConfigError`, `DestinationError` if `path` is taken, and `SaveError`.
+        """
+        path = Path(path)
+        check_export(path, to, precision=precision, opset=self._opset, overwrite=self._overwrite)
+        expected, exported = self.expected, replace(self._exported, precision=precision)
+        calibration: Sequence[np.ndarray] = ()
+        if precision == "int8":
+            if self._int8 is None:
+                raise ConfigError("precision='int8' needs training images that set the ranges, and held-out images")
+            calibration = self._calibration
+            if not calibration:
+                raise DataError("data: no training image can be decoded, so ranges of 8-bit integers cannot be found")
+        program = trace(self._bundle, exported)
+        with _replacing(path, FORMATS[to]) as partial:
+            with saving("the exported model", path):
+                FORMATS[to].write(program, exported, partial, Options(self._opset, calibration))
+            written: Any = load_exported(partial).network
+            written.path = str(path)  # for messages
+            if self._int8 is not None and precision == "int8":
+                parity = compare_int8(expected, written, self._int8.max_drop, self._tolerance)
+            else:
+                parity = compare(expected, written, self._tolerance)
+        files = [file for file in (*_files(path, FORMATS[to]), *path.rglob("*")) if file.is_file()]
+        return ExportResult(path, to, precision, sum(file.stat().st_size for file in files), parity, written)
+
+    def seconds(self, results: Sequence[ExportResult]) -> dict[str, tuple[float, ...]]:
+        """Return the seconds of batches of `TIMED_BATCHES` by the paths of files, and by "network" for the network in
+        PyTorch."""
+        runs: dict[str, Callable[[np.ndarray], object]] = {"network": network_run(self._bundle, self._exported)}
+        runs |= {str(result.path): result.network.session.run for result in results}
+        return batch_seconds(runs, self.expected.batches[0][:1])
+
+
 def export(
-    bundle: Bundle,
-    path: str | Path,
-    to: str,
-    samples: Sequence[Sample],
-    *,
-    contents: Contents = "logits",
-    opset: int = OPSETS[0],
-    tolerance: float = TOLERANCE,
-    overwrite: bool = False,
+    bundle: Bundle, path: str | Path, to: str, samples: Sequence[Sample], *, precision: str = "float32", **options: Any
 ) -> ExportResult:
     """Write a model as a file for another runtime, and compare the file with the network on `samples`.
 
-    The file appears at `path` only if it computes what the network computes. Raise `ExportFailed` otherwise,
-    `ConfigError` for a model that cannot be exported, `DestinationError` if `path` is taken, and `SaveError`.
+    `options` are those of `Exporter`, whose method `write` raises the same errors.
     """
-    path = Path(path)
-    check_export(path, to, opset=opset, overwrite=overwrite)
-    exported = describe(bundle, contents)
-    expected = expected_outputs(bundle, exported, samples)
-    program = trace(bundle, exported)
-    with _replacing(path, FORMATS[to]) as partial:
-        with saving("the exported model", path):
-            FORMATS[to].write(program, exported, partial, opset)
-        written: Any = load_exported(partial)
-        written.network.path = str(path)  # for messages
-        parity = compare(expected, written.network, tolerance)
-    files = [file for file in (*_files(path, FORMATS[to]), *path.rglob("*")) if file.is_file()]
-    return ExportResult(path, sum(file.stat().st_size for file in files), parity)
+    return Exporter(bundle, samples, **options).write(path, to, precision)
 
 
 @contextmanager

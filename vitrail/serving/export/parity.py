@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -12,16 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.pixels.preprocess import Pixels, Preprocess
+from vitrail.data.pixels.decode import decode
+from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.data.source import Sample, Source
 from vitrail.errors import DataError, ExportFailed, UndecodableImage
 from vitrail.models.predictor import Predictor
 from vitrail.serving.export.program import EndToEnd
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.exported.description import Exported
-from vitrail.weights.exported.network import ExportedNetwork
+from vitrail.weights.exported.description import Exported, output_names
+from vitrail.weights.exported.network import ExportedNetwork, on_canvas
 
-__all__ = ["BATCHES", "TOLERANCE", "Expected", "Parity", "compare", "expected_outputs", "spread_samples"]
+__all__ = [
+    "BATCHES",
+    "TOLERANCE",
+    "Expected",
+    "Parity",
+    "batch_dependence",
+    "compare",
+    "compare_int8",
+    "expected_outputs",
+    "levels_of",
+    "network_run",
+    "spread_samples",
+]
 
 BATCHES = (1, 2, 5)
 """Batch sizes that are compared, in turn. The program was traced with two images."""
@@ -48,11 +61,20 @@ class Parity:
     correct: int | None = None
     """Number of images whose likeliest class, by the exported file, is the label. None without labels."""
     labelled: int = 0
+    lost: int = 0
+    """Number of images that only the network classifies correctly."""
+    gained: int = 0
+    """Number of images that only the exported file classifies correctly."""
 
     @property
     def relative(self) -> float:
         """Largest difference as a fraction of the spread."""
         return self.difference / self.spread
+
+    @property
+    def drop(self) -> float:
+        """Accuracy of the network minus accuracy of the exported file, in percentage points."""
+        return 100 * (self.lost - self.gained) / max(self.labelled, 1)
 
 
 def spread_samples(source: Source, count: int) -> list[Sample]:
@@ -66,7 +88,7 @@ class Expected:
     """Outputs of a network for some images, with which an exported file is compared."""
 
     batches: list[np.ndarray]
-    """Levels of the images, of shape (b, h, w, c)."""
+    """Inputs of the file, of shape (b, h, w, c): levels of resized images, or pictures if the file resizes them."""
     outputs: list[Tensor]
     """First output of the network for each batch."""
     name: str
@@ -83,25 +105,35 @@ class Expected:
         return (found - found.mean(dim=0)).abs().max().item()
 
 
+def network_run(bundle: Bundle, exported: Exported) -> Callable[[np.ndarray], Tensor]:
+    """Return a function that takes the inputs of an exported file, and computes the file's first output with the
+    network in float32. If the file resizes pictures, the function resizes them by `Preprocess.pixels`."""
+    predictor: Any = Predictor(EndToEnd(bundle, replace(exported, resizes=False)).cpu()).network
+
+    def run(images: np.ndarray) -> Tensor:
+        levels = _resized(bundle.preprocess, images, exported) if exported.resizes else images
+        with torch.inference_mode():
+            return predictor(torch.from_numpy(levels))[0]
+
+    return run
+
+
 def expected_outputs(bundle: Bundle, exported: Exported, samples: Sequence[Sample]) -> Expected:
     """Return the outputs of the network for these samples.
 
     Raise `ExportFailed` if they hardly change from image to image, because such a network agrees with any other. Raise
     `DataError` if no image can be decoded.
     """
-    images = list(_decoded(bundle.preprocess, samples))
+    images = list(_decoded(bundle.preprocess, samples, exported))
     if not images:
         raise DataError(f"data: none of {len(samples)} images can be decoded, so the exported file cannot be compared")
-    reference = EndToEnd(bundle, exported)
-    predictor: Any = Predictor(reference.cpu()).network
-    batches = [
-        np.ascontiguousarray(np.stack(batch).transpose(0, 2, 3, 1)).astype(exported.dtype, copy=False)
-        for batch in _batches([pixels for pixels, _ in images])
-    ]
-    with torch.inference_mode():
-        outputs = [predictor(torch.from_numpy(batch))[0] for batch in batches]
+    run = network_run(bundle, exported)
+    inputs = [image for image, _ in images]
+    batches = _batches_of_pictures(inputs) if exported.resizes else [np.stack(batch) for batch in _batches(inputs)]
+    outputs = [run(batch) for batch in batches]
+    name = output_names(exported.contents, exported.output)[0]
     has_labels = exported.contents == "logits" and exported.output == "softmax"
-    expected = Expected(batches, outputs, reference.names[0], len(images), [label for _, label in images] * has_labels)
+    expected = Expected(batches, outputs, name, len(images), [label for _, label in images] * has_labels)
     if not expected.spread >= FLAT:
         raise ExportFailed(
             f"the outputs of this network change by at most {expected.spread:.1e} over {len(images)} images, so a "
@@ -113,15 +145,7 @@ def expected_outputs(bundle: Bundle, exported: Exported, samples: Sequence[Sampl
 def compare(expected: Expected, written: ExportedNetwork, tolerance: float = TOLERANCE) -> Parity:
     """Return the differences between the outputs of a written file and those of the network. Raise `ExportFailed` if
     the difference exceeds the tolerance."""
-    found = []
-    for levels, wanted in zip(expected.batches, expected.outputs, strict=True):
-        found.append(torch.from_numpy(written.session.run(levels)[expected.name]))
-        if found[-1].shape != wanted.shape:
-            raise ExportFailed(
-                f"{written.path}: a batch of {len(levels)} images gives {tuple(found[-1].shape)}, but the network "
-                f"gives {tuple(wanted.shape)}"
-            )
-    parity = _measure(expected, torch.cat(found))
+    parity = _measure(expected, _outputs(expected, written))
     if not parity.relative <= tolerance:
         raise ExportFailed(
             f"{written.path} differs from the network by {parity.difference:.3g}, which is {parity.relative:.2%} of "
@@ -131,33 +155,109 @@ def compare(expected: Expected, written: ExportedNetwork, tolerance: float = TOL
     return parity
 
 
+def compare_int8(expected: Expected, written: ExportedNetwork, max_drop: float, tolerance: float = TOLERANCE) -> Parity:
+    """Return how far a written file in 8-bit integers is from the network.
+
+    Raise `ExportFailed` if its accuracy is lower by more than `max_drop` percentage points, or if the answer for an
+    image depends on the other images of its batch.
+    """
+    parity = _measure(expected, _outputs(expected, written))
+    if not parity.labelled:
+        raise DataError("data: no image has a label, so the accuracy of 8-bit integers cannot be measured")
+    dependence = batch_dependence(expected, written)
+    if not dependence <= tolerance * expected.spread:
+        raise ExportFailed(
+            f"{written.path}: an answer changes by {dependence:.3g} with the other images of its batch, which is "
+            f"{dependence / expected.spread:.2%} of the change of its outputs from image to image; at most "
+            f"{tolerance:.2%} is tolerated, so the file was deleted"
+        )
+    if parity.drop > max_drop:
+        raise ExportFailed(
+            f"{written.path} classifies {parity.correct:,} of {parity.labelled:,} held-out images correctly, "
+            f"{parity.drop:.2f} percentage points fewer than the network; max_drop={max_drop} is tolerated, so the "
+            "file was deleted"
+        )
+    return parity
+
+
+def batch_dependence(expected: Expected, written: ExportedNetwork) -> float:
+    """Return the largest change of an output if an image is computed alone instead of in a batch."""
+    together = next(batch for batch in expected.batches if len(batch) == max(BATCHES))
+    run = written.session.run
+    alone = np.concatenate([run(together[row : row + 1])[expected.name] for row in range(len(together))])
+    return float(np.abs(run(together)[expected.name] - alone).max())
+
+
+def _outputs(expected: Expected, written: ExportedNetwork) -> Tensor:
+    found = []
+    for levels, wanted in zip(expected.batches, expected.outputs, strict=True):
+        found.append(torch.from_numpy(written.session.run(levels)[expected.name]))
+        if found[-1].shape != wanted.shape:
+            raise ExportFailed(
+                f"{written.path}: a batch of {len(levels)} images gives {tuple(found[-1].shape)}, but the network "
+                f"gives {tuple(wanted.shape)}"
+            )
+    return torch.cat(found)
+
+
 def _measure(expected: Expected, found: Tensor) -> Parity:
     wanted, labels = torch.cat(expected.outputs), expected.labels
     difference = (wanted - found).abs().max().item()
-    wanted, likeliest = wanted[: expected.images], found[: expected.images].argmax(dim=1)
+    ours, likeliest = (outputs[: expected.images].argmax(dim=1) for outputs in (wanted, found))
     known = [row for row, label in enumerate(labels) if label is not None]
+    right = [(ours[row].item() == labels[row], likeliest[row].item() == labels[row]) for row in known]
     return Parity(
         images=expected.images,
         difference=difference if math.isfinite(difference) else math.inf,
         spread=expected.spread,
-        agreement=(likeliest == wanted.argmax(dim=1)).double().mean().item() if labels else None,
-        correct=sum(likeliest[row].item() == labels[row] for row in known) if known else None,
+        agreement=(likeliest == ours).double().mean().item() if labels else None,
+        correct=sum(file for _, file in right) if known else None,
         labelled=len(known),
+        lost=right.count((True, False)),
+        gained=right.count((False, True)),
     )
 
 
-def _decoded(preprocess: Preprocess, samples: Sequence[Sample]) -> Iterator[tuple[Pixels, int | None]]:
+def levels_of(bundle: Bundle, exported: Exported, samples: Sequence[Sample], batch: int) -> list[np.ndarray]:
+    """Return the inputs of an exported file for resized samples, in batches. Images that cannot be decoded are
+    skipped."""
+    levels = [one for one, _ in _decoded(bundle.preprocess, samples, replace(exported, resizes=False))]
+    batches = (np.stack(levels[row : row + batch]) for row in range(0, len(levels), batch))
+    return [on_canvas(each, exported) for each in batches]
+
+
+def _decoded(
+    preprocess: Preprocess, samples: Sequence[Sample], exported: Exported
+) -> Iterator[tuple[np.ndarray, int | None]]:
+    """Yield images of shape (h, w, c) as an exported file takes them, and their labels."""
     for sample in samples:
         try:
-            yield preprocess.pixels(sample.image), sample.target if isinstance(sample.target, int) else None
+            if exported.resizes:
+                image: np.ndarray = decode(sample.image, preprocess.channels)
+            else:
+                image = preprocess.pixels(sample.image).transpose(1, 2, 0)
+            yield image.astype(exported.dtype, copy=False), sample.target if isinstance(sample.target, int) else None
         except UndecodableImage:
             continue
 
 
-def _batches(pixels: Sequence[Pixels]) -> Iterator[Sequence[Pixels]]:
+def _resized(preprocess: Preprocess, pictures: np.ndarray, exported: Exported) -> np.ndarray:
+    """Return the levels of pictures that a file resizes itself."""
+    levels = [preprocess.pixels(picture.astype(np.uint8)).transpose(1, 2, 0) for picture in pictures]
+    return np.stack(levels).astype(exported.dtype, copy=False)
+
+
+def _batches_of_pictures(pictures: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return each picture alone, and batches of mirrored copies of the first one, because a batch has one size."""
+    first = pictures[0]
+    copies = [first, first[:, ::-1], first[::-1], first[::-1, ::-1], 255 - first]
+    return [picture[None] for picture in pictures] + [np.stack(copies[:size]) for size in BATCHES if size > 1]
+
+
+def _batches(images: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
     """Yield all images in batches of 1, 2 and 5 in turn. Repeat images if there are fewer than these batches need."""
     least = sum(BATCHES)
-    rest = list(pixels) if len(pixels) >= least else [pixels[row % len(pixels)] for row in range(least)]
+    rest = list(images) if len(images) >= least else [images[row % len(images)] for row in range(least)]
     sizes = cycle(BATCHES)
     while rest:
         size = next(sizes)

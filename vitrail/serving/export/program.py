@@ -13,6 +13,7 @@ from torch.export import Dim, ExportedProgram
 
 from vitrail.errors import ConfigError, ExportFailed, nearest
 from vitrail.models.predictor import Predictor
+from vitrail.serving.export.resizing import Resizing, check_resizing
 from vitrail.weights.bundle import Bundle, weights_sha256
 from vitrail.weights.exported.description import Contents, Exported, output_names
 from vitrail.weights.exported.network import ExportedNetwork
@@ -40,10 +41,11 @@ class EndToEnd(nn.Module):
         scale = torch.tensor([1 / (255 * value) for value in preprocess.std])
         self.register_buffer("mean", mean.view(1, -1, 1, 1))
         self.register_buffer("scale", scale.view(1, -1, 1, 1))
+        self.resizing = Resizing(preprocess) if exported.resizes else None
 
     def forward(self, images: Tensor) -> tuple[Float[Tensor, "b ..."], ...]:
         network: Any = self.network
-        x = images.permute(0, 3, 1, 2).to(torch.float32)
+        x = images.permute(0, 3, 1, 2).to(torch.float32) if self.resizing is None else self.resizing(images)
         x = (x - self.mean) * self.scale
         if self.contents == "embedding":
             return (network.embed(x),)
@@ -57,8 +59,9 @@ class EndToEnd(nn.Module):
         return logits, torch.softmax(logits, dim=1) if self.output == "softmax" else torch.sigmoid(logits)
 
 
-def describe(bundle: Bundle, contents: Contents) -> Exported:
-    """Return the description of a bundle's exported file. Raise `ConfigError` for a model that cannot be exported."""
+def describe(bundle: Bundle, contents: Contents, *, resizes: bool = False) -> Exported:
+    """Return the description of a bundle's exported file. Raise `ConfigError` for a model that cannot be exported, and
+    with `resizes` for a preprocessing that a file cannot contain."""
     network: Any = bundle.network
     if isinstance(network, ExportedNetwork):
         raise ConfigError(f"{network.path} is exported already; export the model that it was exported from")
@@ -66,6 +69,8 @@ def describe(bundle: Bundle, contents: Contents) -> Exported:
         raise ConfigError(f"output={contents!r} is unknown; {nearest(contents, ('logits', 'embedding', 'tokens'))}")
     if contents == "logits" and not bundle.classes:
         raise ConfigError("output='logits': this model has no head; choose output='embedding' or output='tokens'")
+    if resizes:
+        check_resizing(bundle.preprocess)
     config: Any = bundle.network.config
     return Exported(
         config=config if contents == "logits" else config.with_head(0),
@@ -74,6 +79,7 @@ def describe(bundle: Bundle, contents: Contents) -> Exported:
         classes=bundle.classes if contents == "logits" else (),
         preprocess=bundle.preprocess,
         weights_sha256=weights_sha256(bundle.network),
+        resizes=resizes,
     )
 
 
@@ -83,13 +89,18 @@ def trace(bundle: Bundle, exported: Exported) -> ExportedProgram:
     Raise `ExportFailed` if PyTorch cannot trace the network, or would fix the number of images.
     """
     module = EndToEnd(bundle, exported).cpu().eval()
-    images = torch.zeros(EXAMPLES, *exported.shape, dtype=getattr(torch, exported.dtype))
+    height, width, channels = exported.shape
+    dynamic = {0: Dim("batch", min=1)}
+    if exported.resizes:
+        height, width = 2 * height + 3, 2 * width + 5  # any size of a picture that has to be scaled
+        dynamic |= {1: Dim("height", min=1), 2: Dim("width", min=1)}
+    images = torch.zeros(EXAMPLES, height, width, channels, dtype=getattr(torch, exported.dtype))
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # PyTorch warns of its own deprecated calls
         stack.enter_context(torch.no_grad())
         try:
-            program = torch.export.export(module, (images,), dynamic_shapes=({0: Dim("batch", min=1)},))
+            program = torch.export.export(module, (images,), dynamic_shapes=(dynamic,))
         except Exception as error:  # PyTorch's exporter has no common class of exceptions
             first = next(iter(str(error).splitlines()), type(error).__name__)
             name = exported.config.architecture
@@ -97,5 +108,6 @@ def trace(bundle: Bundle, exported: Exported) -> ExportedProgram:
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # paths of this machine; the same file must result elsewhere
         if node.target is torch.ops.aten.sym_size.int:
-            node.name = "batch_size"  # PyTorch's number in this name changes from process to process
+            # PyTorch's number in this name changes from process to process.
+            node.name = f"{('batch', 'height', 'width')[node.args[1]]}_size"
     return program

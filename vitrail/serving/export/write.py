@@ -8,20 +8,22 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.export import ExportedProgram
 
 from vitrail.errors import ConfigError, ExportFailed
+from vitrail.serving.export.int8 import quantise_onnx, quantise_openvino, without_telemetry
 from vitrail.weights.exported.description import KEY, Exported, output_names, text_of
 from vitrail.weights.exported.runtimes import OUTPUTS, openvino_core, optional_module, pt2_parts
 from vitrail.weights.exported.seal import BLANK, SEAL, digest, sealed
 
-__all__ = ["FORMATS", "OPSETS", "Format", "write_onnx", "write_openvino", "write_pt2", "write_triton"]
+__all__ = ["FORMATS", "OPSETS", "Format", "Options", "write_onnx", "write_openvino", "write_pt2", "write_triton"]
 
 OPSETS = (20, 23)
 """Versions of ONNX's operators that can be written."""
@@ -37,13 +39,23 @@ TRITON_BATCH = 16
 
 
 @dataclass(frozen=True)
+class Options:
+    """Options of a written file."""
+
+    opset: int = OPSETS[0]
+    """Version of ONNX's operators."""
+    calibration: Sequence[np.ndarray] = ()
+    """Batches of levels on which the ranges of 8-bit integers are found. Without batches, the file is in float32."""
+
+
+@dataclass(frozen=True)
 class Format:
     """A format of exported files."""
 
     suffix: str
     """End of the file's name, or "" for a folder."""
-    write: Callable[[ExportedProgram, Exported, Path, int], None]
-    """Function that writes a program with its description to a path. The last argument is ONNX's opset."""
+    write: Callable[[ExportedProgram, Exported, Path, Options], None]
+    """Function that writes a program with its description to a path."""
     needs: tuple[str, ...] = ()
     """Packages that have to be installed."""
     extra: str = "export"
@@ -52,14 +64,19 @@ class Format:
     """Suffix of a second file, which belongs to the first one."""
     folder_files: tuple[str, ...] = ()
     """Names in the folder that is written. Empty for formats of one file."""
+    int8_needs: tuple[str, ...] | None = None
+    """Packages that 8-bit integers need in addition, or None if the format has no 8-bit integers."""
 
-    def check(self) -> None:
+    def check(self, precision: str = "float32") -> None:
         """Raise `ConfigError` with the command that installs a missing package."""
         for name in self.needs:
             optional_module(name, self.extra)
+        with without_telemetry():
+            for name in (self.int8_needs or ()) if precision == "int8" else ():
+                optional_module(name, self.extra)
 
 
-def write_pt2(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+def write_pt2(program: ExportedProgram, exported: Exported, path: Path, options: Options) -> None:
     """Write a file of torch.export."""
     names = " ".join(output_names(exported.contents, exported.output))
     texts = {KEY: text_of(exported), OUTPUTS: names}
@@ -73,14 +90,25 @@ def write_pt2(program: ExportedProgram, exported: Exported, path: Path, opset: i
     path.write_bytes(file.getvalue())
 
 
-def write_onnx(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+def write_onnx(program: ExportedProgram, exported: Exported, path: Path, options: Options) -> None:
     """Write an ONNX file. Raise `ExportFailed` if PyTorch cannot express the program in ONNX."""
+    path.write_bytes(_sealed_onnx(_onnx_model(program, exported, options), exported))
+
+
+def _onnx_model(program: ExportedProgram, exported: Exported, options: Options) -> Any:
+    """Return the program as an ONNX model without its description."""
     onnx: Any = optional_module("onnx", "export")
     names = list(output_names(exported.contents, exported.output))
     with _quiet():
         try:
             made: Any = torch.onnx.export(
-                program, (), dynamo=True, opset_version=opset, input_names=["images"], output_names=names, verbose=False
+                program,
+                (),
+                dynamo=True,
+                opset_version=options.opset,
+                input_names=["images"],
+                output_names=names,
+                verbose=False,
             )
         except Exception as error:  # PyTorch's exporter has no common class of exceptions
             first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -97,24 +125,37 @@ def write_onnx(program: ExportedProgram, exported: Exported, path: Path, opset: 
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_param = "batch"
         del value.metadata_props[:]
+    if exported.resizes:
+        for dim, name in ((1, "height"), (2, "width")):
+            model.graph.input[0].type.tensor_type.shape.dim[dim].dim_param = name
     _keep_padding(onnx, model)
+    if options.calibration:
+        model = quantise_onnx(model, options.calibration)
+        model.producer_name, model.producer_version = "pytorch", ""
+    return model
+
+
+def _sealed_onnx(model: Any, exported: Exported) -> bytes:
+    """Return the content of an ONNX file with its description and its hash."""
+    onnx: Any = optional_module("onnx", "export")
     onnx.helper.set_model_props(model, {KEY: text_of(exported), SEAL: BLANK})
     if model.ByteSize() > LARGEST_ONNX:
         raise ConfigError(f"to='onnx': a network of {model.ByteSize():,} bytes exceeds ONNX's 2 GB; use to='pt2'")
-    content = model.SerializeToString(deterministic=True)
-    path.write_bytes(sealed(content))
+    return sealed(model.SerializeToString(deterministic=True))
 
 
-def write_openvino(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+def write_openvino(program: ExportedProgram, exported: Exported, path: Path, options: Options) -> None:
     """Write OpenVINO's two files: the network at `path`, and its weights in float32 beside it with the suffix .bin.
     Raise `ExportFailed` as `write_onnx` does."""
     openvino: Any = optional_module("openvino", "openvino")
     source = path.with_suffix(".onnx")
     try:
-        write_onnx(program, exported, source, opset)
+        write_onnx(program, exported, source, replace(options, calibration=()))
         model = openvino_core().read_model(source)
     finally:
         source.unlink(missing_ok=True)
+    if options.calibration:
+        model = quantise_openvino(model, options.calibration, is_transformer=exported.config.architecture == "ViT")
     for number, node in enumerate(model.get_ordered_ops()):
         node.set_friendly_name(f"node_{number}")  # OpenVINO counts the nodes of all models of a process
     for name in list(model.rt_info):
@@ -125,11 +166,11 @@ def write_openvino(program: ExportedProgram, exported: Exported, path: Path, ops
     path.write_bytes(sealed(path.read_bytes(), path.with_suffix(".bin").read_bytes()))
 
 
-def write_triton(program: ExportedProgram, exported: Exported, path: Path, opset: int) -> None:
+def write_triton(program: ExportedProgram, exported: Exported, path: Path, options: Options) -> None:
     """Write the folder of a model in a repository of Triton or KServe, with an ONNX file as version 1. Raise
     `ExportFailed` as `write_onnx` does."""
     (path / "1").mkdir()
-    write_onnx(program, exported, path / "1" / "model.onnx", opset)
+    write_onnx(program, exported, path / "1" / "model.onnx", options)
     (path / "config.pbtxt").write_text(_triton_config(exported), encoding="utf-8")
     names = [" ".join(name.split()) for name in exported.classes]
     (path / "labels.txt").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
@@ -138,17 +179,18 @@ def write_triton(program: ExportedProgram, exported: Exported, path: Path, opset
 def _triton_config(exported: Exported) -> str:
     """Return the text of `config.pbtxt`. It has no name, so that the folder can be renamed."""
     dtype = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}[exported.dtype]
+    sizes = (-1, -1, exported.shape[2]) if exported.resizes else exported.shape
     outputs = []
     for name in output_names(exported.contents, exported.output):
         labels = ' label_filename: "labels.txt"' if name == "probabilities" else ""
-        sizes = ", ".join(map(str, _output_shape(exported)))
-        outputs.append(f'  {{ name: "{name}" data_type: TYPE_FP32 dims: [ {sizes} ]{labels} }}')
+        shape = ", ".join(map(str, _output_shape(exported)))
+        outputs.append(f'  {{ name: "{name}" data_type: TYPE_FP32 dims: [ {shape} ]{labels} }}')
     description = json.dumps(text_of(exported), ensure_ascii=False)
     return "\n".join(
         [
             'backend: "onnxruntime"',
             f"max_batch_size: {TRITON_BATCH}",
-            f'input [ {{ name: "images" data_type: {dtype} dims: [ {", ".join(map(str, exported.shape))} ] }} ]',
+            f'input [ {{ name: "images" data_type: {dtype} dims: [ {", ".join(map(str, sizes))} ] }} ]',
             "output [",
             ",\n".join(outputs),
             "]",
@@ -168,9 +210,9 @@ def _output_shape(exported: Exported) -> tuple[int, ...]:
 
 FORMATS: dict[str, Format] = {
     "pt2": Format(".pt2", write_pt2),
-    "onnx": Format(".onnx", write_onnx, ONNX_PACKAGES),
-    "openvino": Format(".xml", write_openvino, ("openvino", *ONNX_PACKAGES), "openvino", ".bin"),
-    "triton": Format("", write_triton, ONNX_PACKAGES, folder_files=("config.pbtxt", "labels.txt", "1")),
+    "onnx": Format(".onnx", write_onnx, ONNX_PACKAGES, int8_needs=()),
+    "openvino": Format(".xml", write_openvino, ("openvino", *ONNX_PACKAGES), "openvino", ".bin", int8_needs=("nncf",)),
+    "triton": Format("", write_triton, ONNX_PACKAGES, folder_files=("config.pbtxt", "labels.txt", "1"), int8_needs=()),
 }
 """Formats by the names that `vitrail export --to` uses."""
 

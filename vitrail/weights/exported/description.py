@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vitrail.data.pixels.geometry import scaled_side
 from vitrail.data.pixels.preprocess import Preprocess
 from vitrail.errors import BundleError, ConfigError
 from vitrail.models.variants import ARCHITECTURES, AnyConfig
@@ -35,10 +36,14 @@ class Exported:
     classes: tuple[str, ...]
     """Names of the head's outputs, or () if the file does not contain the head."""
     preprocess: Preprocess
-    """Preprocessing of the model. Decoding and resizing are done before the file is called, and normalising is done in
-    the file."""
+    """Preprocessing of the model. Decoding is done before the file is called, and normalising is done in the file.
+    Resizing is done in the file if `resizes` is True."""
     weights_sha256: str
     """Hash of the weights of the network that was exported."""
+    precision: str = "float32"
+    """Number format of products with weights: "float32" or "int8"."""
+    resizes: bool = False
+    """True if the file takes pictures of any size, and resizes and crops them itself."""
 
     @property
     def dtype(self) -> str:
@@ -47,8 +52,15 @@ class Exported:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image."""
+        """Height, width and channels of an image. If the file takes images of any size, the height and width are those
+        of the network."""
         return (*self.preprocess.image_size, self.preprocess.channels)
+
+    @property
+    def canvas(self) -> tuple[int, int]:
+        """Height and width of a picture from which the file takes a part of the network's size without scaling it."""
+        height, width = (scaled_side(side, self.preprocess.crop_share) for side in self.preprocess.image_size)
+        return height, width
 
 
 def output_names(contents: Contents, output: OutputKind) -> tuple[str, ...]:
@@ -70,6 +82,8 @@ def text_of(exported: Exported) -> str:
             "classes": list(exported.classes),
             "preprocess": to_plain(exported.preprocess),
             "weights_sha256": exported.weights_sha256,
+            "precision": exported.precision,
+            "resizes": exported.resizes,
         },
         ensure_ascii=False,
     )
@@ -91,6 +105,8 @@ def parse(text: str, path: str) -> Exported:
             classes=tuple(values["classes"]),
             preprocess=from_plain(Preprocess, values["preprocess"]),
             weights_sha256=values["weights_sha256"],
+            precision=values.get("precision", "float32"),  # files of earlier versions state neither
+            resizes=values.get("resizes", False),
         )
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         if isinstance(error, BundleError):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitrail.errors import BundleError, ConfigError
 from vitrail.weights.exported.description import Exported
 
-__all__ = ["ExportedNetwork", "Session"]
+__all__ = ["ExportedNetwork", "Session", "on_canvas"]
 
 
 @runtime_checkable
@@ -21,6 +21,21 @@ class Session(Protocol):
 
     def run(self, images: np.ndarray) -> dict[str, np.ndarray]:
         """Return the outputs for images of shape (b, h, w, c), by their names. Threads may call it at the same time."""
+
+
+def on_canvas(levels: np.ndarray, exported: Exported) -> np.ndarray:
+    """Return resized images as a file takes them.
+
+    A file that resizes pictures itself gets larger pictures if it crops. The images are the parts that it does not crop
+    away, and it does not scale pictures of this size.
+    """
+    if not exported.resizes or exported.canvas == levels.shape[1:3]:
+        return levels
+    placement = exported.preprocess.placement(exported.canvas)
+    canvas = np.zeros((len(levels), *exported.canvas, levels.shape[3]), levels.dtype)
+    height, width = levels.shape[1:3]
+    canvas[:, placement.top : placement.top + height, placement.left : placement.left + width] = levels
+    return canvas
 
 
 class ExportedNetwork(nn.Module):
@@ -80,7 +95,7 @@ class ExportedNetwork(nn.Module):
             raise ConfigError(f"{self.path} computes in its own number format; choose precision='float32'")
         with torch.no_grad():
             levels = images.detach().permute(0, 2, 3, 1).to(getattr(torch, self.exported.dtype))
-        return torch.from_numpy(self.session.run(levels.contiguous().numpy())[name])
+        return torch.from_numpy(self.session.run(on_canvas(levels.contiguous().numpy(), self.exported))[name])
 
     def _check_contents(self, wanted: str) -> None:
         if self.exported.contents != wanted:
