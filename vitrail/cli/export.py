@@ -17,7 +17,7 @@ from vitrail.data.source import Sample
 from vitrail.errors import ConfigError, ExportFailed
 from vitrail.serving.export.export import Exporter, check_export, comparison_samples
 from vitrail.serving.export.int8 import CALIBRATION_IMAGES, MAX_DROP, Int8
-from vitrail.serving.export.parity import TOLERANCE, spread_samples
+from vitrail.serving.export.parity import spread_samples
 from vitrail.serving.export.write import FORMATS, OPSETS
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.exported.description import Contents
@@ -61,8 +61,9 @@ class Export:
     max_drop: float = MAX_DROP
     """Percentage points of accuracy that an int8 file may lose on the held-out images. A file that loses more is
     deleted."""
-    tolerance: float = TOLERANCE
-    """Largest tolerated difference from the network, as a fraction of the change of an output from image to image."""
+    tolerance: float | None = None
+    """Largest tolerated difference from the network, as a fraction of the change of an output from image to image. The
+    default is 0.001, and 0.01 with --resize."""
     resize: bool = False
     """Put resizing and cropping into the file, which then takes decoded pictures of any size. By default the file takes
     images of the network's size."""

@@ -17,6 +17,7 @@ from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.files import check_new_file, check_new_folder, partial_path, replacing_folder, saving
 from vitrail.serving.export.int8 import CALIBRATION_BATCH, Int8, check_precision
 from vitrail.serving.export.parity import (
+    RESIZING_TOLERANCE,
     TOLERANCE,
     Expected,
     Parity,
@@ -101,7 +102,7 @@ class Exporter:
         contents: Contents = "logits",
         resizes: bool = False,
         opset: int = OPSETS[0],
-        tolerance: float = TOLERANCE,
+        tolerance: float | None = None,
         overwrite: bool = False,
         int8: Int8 | None = None,
     ) -> None:
@@ -109,7 +110,9 @@ class Exporter:
         images of the comparison. Files with `resizes` take pictures of any size. `int8` is needed for files in 8-bit
         integers."""
         self._bundle, self._samples = bundle, samples
-        self._opset, self._tolerance, self._overwrite, self._int8 = opset, tolerance, overwrite, int8
+        self._opset, self._overwrite, self._int8 = opset, overwrite, int8
+        usual = RESIZING_TOLERANCE if resizes else TOLERANCE
+        self._tolerance = usual if tolerance is None else tolerance
         self._exported = describe(bundle, contents, resizes=resizes)
         if int8 is not None and (contents, bundle.output) != ("logits", "softmax"):
             raise ConfigError(

@@ -24,6 +24,7 @@ from vitrail.weights.exported.network import ExportedNetwork, on_canvas
 
 __all__ = [
     "BATCHES",
+    "RESIZING_TOLERANCE",
     "TOLERANCE",
     "Expected",
     "Parity",
@@ -41,6 +42,9 @@ BATCHES = (1, 2, 5)
 
 TOLERANCE = 1e-3
 """Largest tolerated difference, as a fraction of the largest change of an output from image to image."""
+
+RESIZING_TOLERANCE = 1e-2
+"""The same for files that resize pictures. Levels that lie nearly between two integers can be rounded differently."""
 
 FLAT = 1e-4
 """Smallest change of an output from image to image that a comparison needs. Outputs are compared with their means over
