@@ -85,7 +85,6 @@ COMMAND = Command(
     written file is loaded again and compared with the network; if it differs, no file is left.""",
     examples=(
         Example("vitrail export runs/flowers --to onnx", "Write flowers.onnx for onnxruntime."),
-        Example("vitrail export runs/flowers --to pt2 --data flowers/", "Compare the file on your own images."),
         Example("vitrail export runs/flowers --to onnx --output embedding", "Write the features instead of classes."),
         Example(
             "vitrail export runs/flowers --to onnx,openvino --precision float32,int8 --data flowers/",
@@ -94,7 +93,7 @@ COMMAND = Command(
     ),
     options=(Export,),
     essential={
-        "Output": ("to", "precision", "resize", "out", "output", "opset", "overwrite", "json"),
+        "Output": ("to", "precision", "resize", "out", "output", "overwrite", "json"),
         "Comparison": ("data", "images", "tolerance", "max_drop"),
         "Source": ("image_size",),
     },
