@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -64,7 +64,10 @@ def main(call: Call) -> int:
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 1, 0, 2))
     for heading in ("name", "network", "data", "epochs", "result"):
-        table.add_column(heading, justify="right" if heading == "epochs" else "left", header_style="dim")
+        # A name that is cut off cannot be typed again.
+        width = max(len(row["name"]) for row in rows) if heading == "name" else None
+        justify: Literal["left", "right"] = "right" if heading == "epochs" else "left"
+        table.add_column(heading, justify=justify, header_style="dim", min_width=width)
     for row in rows:
         table.add_row(row["name"], row["network"], row["data"], f"{row['epochs']:g}", row["result"])
     return table

@@ -48,7 +48,7 @@ class Classification(Task):
     loss_metric = "cross_entropy"
 
     loss: Loss = "softmax"
-    """Loss function: softmax for images of one class each, sigmoid for images of several classes or none."""
+    """Loss function. softmax: one class per image. sigmoid: several classes or none."""
     label_smoothing: float = 0.0
     """Fraction of the target that is spread over all classes."""
     class_weights: ClassWeights = "none"
