@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 from vitrail.analysis.overlays import Overlays
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
-from vitrail.errors import ConfigError
 from vitrail.machine import Precision
 from vitrail.serving.http.settings import ServeSettings
 from vitrail.weights.exported.runtimes import optional_module
-from vitrail.weights.load import model_name
 
 __all__ = ["main"]
 
@@ -68,14 +64,14 @@ def main(call: Call) -> int:
     options = Serve(**given)
     for module in NEEDED:
         optional_module(module, "serve")
-    from vitrail.serving.http.process import Job, Worker, serve
+    from vitrail.serving.http.process import Job, Worker, named_models, serve
     from vitrail.serving.http.server import open_socket
     from vitrail.serving.http.supervisor import Supervisor
 
     values = asdict(options)
     settings = ServeSettings(**{name: values[name] for name in ServeSettings.__dataclass_fields__})
     job = Job(
-        models=_named(options.models),
+        models=named_models(options.models),
         settings=settings,
         device=options.device,
         precision=options.precision,
@@ -96,22 +92,6 @@ def main(call: Call) -> int:
         else:
             Supervisor(settings.workers, Worker(job, _note), listening, report).run()
     return 0
-
-
-def _named(models: Sequence[str]) -> dict[str, str]:
-    """Return the paths of models by the names under which they are served. Raise `ConfigError` for two models of the
-    same name."""
-    paths: dict[str, str] = {}
-    for text in models:
-        name, equals, path = text.partition("=")
-        if not equals or "/" in name or Path(text).exists():
-            name, path = model_name(text), text
-        if not name or not path:
-            raise ConfigError(f"MODEL: {text!r} lacks a name or a path; give NAME=MODEL")
-        if name in paths:
-            raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
-        paths[name] = path
-    return paths
 
 
 def _note(note: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.bench.serving.clients import Load, Outcome, send_load
+from vitrail.bench.serving.clients import Load, Outcome, send_load, send_requests
 from vitrail.bench.serving.measure import summarise
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
@@ -59,6 +59,12 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert 35 <= len(outcomes) == len(bodies) <= 90  # one connection would have answered twice
     again = asyncio.run(with_server(lambda _: OK, lambda port: send_load(load, port, [b"a"], 0.3, seed=3)))
     assert len(again[1]) == len(bodies)
+
+
+def test_requests_are_divided_among_clients() -> None:
+    outcomes, bodies = asyncio.run(with_server(lambda _: OK, lambda port: send_requests(4, 10, port, [b"a", b"bb"])))
+    assert len(outcomes) == len(bodies) == 10 and {outcome.status for outcome in outcomes} == {200}
+    assert asyncio.run(with_server(lambda _: OK, lambda port: send_requests(4, 2, port, [b"a"])))[1] == [b"a", b"a"]
 
 
 def test_failures_are_counted() -> None:

@@ -16,7 +16,13 @@ from vitrail.cli import main
     [
         (["--clients", "0"], "--clients: 0 has a value that is not above 0"),
         (["--clients", "--rates"], "leave nothing to measure"),
-        (["--against", "litserv"], "--against: 'litserv' is not a server; choices: naive, none"),
+        (["--against", "naive,litserv"], "--against: 'litserv' is not a server; nearest: litserve"),
+        (["--against", "litserve"], "--against litserve: ModuleNotFoundError: No module named 'litserve'. Install"),
+        (["--environment", "litserve=python"], "--environment: 'litserve' is no library of the servers to measure"),
+        (["--against", "litserve", "--environment", "litserve=no/python"], "no/python cannot be run as the Python"),
+        (["--against", "litserve", "--environment", "litserve"], "--environment: 'litserve' is not LIBRARY=PATH"),
+        (["--requests", "-1"], "--requests: -1 is less than 0"),
+        (["--requests", "9", "--clients"], "--requests: 9 needs a number of clients"),
         (["ViT-S/17x"], "ViT-S/17x"),
     ],
 )
@@ -35,3 +41,13 @@ def test_two_servers_under_two_loads(tmp_path: Path, capsys: pytest.CaptureFixtu
     for one in found["servers"]:
         assert one["errors"] == 0 < one["requests"] and one["memory"] > 5e7
         assert 0 < one["p50"] <= one["p95"] <= one["p99"] and one["cpu_seconds"] >= 0
+
+
+@pytest.mark.slow
+def test_the_memory_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_bundle().save(tmp_path / "model")
+    arguments = ["--requests", "203", "--clients", "3", "--against", "none"]
+    assert main(["bench", "serve", str(folder), *arguments, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["memory"]
+    assert [point["requests"] for point in points] == [20, 40, 60, 81, 101, 121, 142, 162, 182, 203]
+    assert all(point["errors"] == 0 and point["memory"] > 3e7 for point in points)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Load", "Outcome", "send_load"]
+__all__ = ["Load", "Outcome", "send_load", "send_requests"]
 
 TIMEOUT = 60.0
 """Seconds after which a request without an answer counts as an error."""
@@ -53,11 +54,20 @@ async def send_load(load: Load, port: int, images: Sequence[bytes], seconds: flo
     return await _open_loop(port, images, load.rate, seconds, seed)
 
 
-async def _closed_loop(port: int, images: Sequence[bytes], seconds: float, first: int) -> list[Outcome]:
+async def send_requests(clients: int, count: int, port: int, images: Sequence[bytes]) -> list[Outcome]:
+    """Send `count` images to `POST /`, divided among clients that each wait for an answer before the next request."""
+    parts = [len(range(number, count, clients)) for number in range(clients)]
+    loops = [_closed_loop(port, images, math.inf, first=number, most=part) for number, part in enumerate(parts)]
+    return [outcome for outcomes in await asyncio.gather(*loops) for outcome in outcomes]
+
+
+async def _closed_loop(
+    port: int, images: Sequence[bytes], seconds: float, first: int, most: float = math.inf
+) -> list[Outcome]:
     connection = _Connection(port)
     outcomes: list[Outcome] = []
     end = time.perf_counter() + seconds
-    while (begun := time.perf_counter()) < end:
+    while len(outcomes) < most and (begun := time.perf_counter()) < end:
         status = await connection.ask(images[(first + len(outcomes)) % len(images)])
         outcomes.append(Outcome(time.perf_counter() - begun, status))
     connection.close()

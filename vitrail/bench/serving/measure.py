@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from vitrail.bench.serving.clients import Load, Outcome, send_load
-from vitrail.errors import ConfigError
+from vitrail.bench.serving.clients import Load, Outcome, send_load, send_requests
+from vitrail.bench.serving.servers import cpu_seconds, memory_bytes, started
 from vitrail.machine import Precision
 from vitrail.models.predictor import Predictor
 from vitrail.weights.bundle import Bundle
 
-__all__ = ["SERVERS", "Bare", "Measured", "measure_bare", "measure_servers", "summarise"]
+__all__ = ["Bare", "Measured", "MemoryPoint", "measure_bare", "measure_memory", "measure_servers", "summarise"]
 
-SERVERS = {
-    "vitrail": ("vitrail", "serve", "model={model}", "--port", "0", "--precision", "{precision}"),
-    "naive": ("vitrail.bench.serving.naive", "{model}", "{precision}"),
-}
-"""Modules and arguments of servers, by name."""
 
 BATCHES = (1, 4, 8, 16)
 """Batch sizes of prediction without a server."""
@@ -70,7 +60,19 @@ class Measured:
     cpu_seconds: float
     """Processor time of the server per request."""
     memory: int
-    """Resident bytes of the server after the load."""
+    """Bytes of the server's processes after the load. Pages that several processes share are divided among them."""
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """The memory of a server after a number of requests."""
+
+    server: str
+    requests: int
+    errors: int
+    """Requests so far that were not answered by status 200."""
+    memory: int
+    """Bytes of the server's processes."""
 
 
 def measure_bare(bundle: Bundle, images: Sequence[bytes], precision: Precision, seconds: float) -> Bare:
@@ -98,18 +100,43 @@ def measure_servers(
     *,
     precision: Precision,
     seconds: float,
+    pythons: Mapping[str, str] | None = None,
 ) -> Iterator[Measured]:
     """Yield the measurements of every server under every load. All servers run during the whole measurement, and one of
-    them at a time has a load. Each load is measured for `seconds`, after a tenth of that for warming up."""
+    them at a time has a load. Each load is measured for `seconds`, after a tenth of that for warming up. `pythons` has
+    the Python of libraries with an environment of their own."""
     with ExitStack() as stack:
-        running = {name: stack.enter_context(_started(name, model, precision)) for name in names}
+        running = {name: stack.enter_context(started(name, model, precision, pythons or {})) for name in names}
         for number, load in enumerate(loads):
             for name, (process, port) in running.items():
                 asyncio.run(send_load(load, port, images, seconds / 10, seed=1000 + number))
-                before, begun = _cpu_seconds(process), time.perf_counter()
+                before, begun = cpu_seconds(process), time.perf_counter()
                 outcomes = asyncio.run(send_load(load, port, images, seconds, seed=number))
                 took = time.perf_counter() - begun
-                yield summarise(name, load, outcomes, took, _cpu_seconds(process) - before, _resident(process))
+                yield summarise(name, load, outcomes, took, cpu_seconds(process) - before, memory_bytes(process))
+
+
+def measure_memory(
+    names: Sequence[str],
+    model: Path,
+    images: Sequence[bytes],
+    *,
+    precision: Precision,
+    requests: int,
+    clients: int,
+    pythons: Mapping[str, str] | None = None,
+) -> Iterator[MemoryPoint]:
+    """Yield the memory of each server while `clients` send requests, ten times until all are answered. The servers run
+    one after the other."""
+    for name in names:
+        with started(name, model, precision, pythons or {}) as (process, port):
+            done = errors = 0
+            for tenth in range(1, 11):
+                count = requests * tenth // 10 - done
+                outcomes = asyncio.run(send_requests(clients, count, port, images))
+                done += len(outcomes)
+                errors += sum(outcome.status != 200 for outcome in outcomes)
+                yield MemoryPoint(name, done, errors, memory_bytes(process))
 
 
 def summarise(
@@ -129,33 +156,3 @@ def summarise(
 def _predict(bundle: Bundle, predictor: Predictor, images: Sequence[bytes]) -> None:
     pixels = np.stack([bundle.preprocess.pixels(image) for image in images])
     predictor.logits(bundle.preprocess.normalise(torch.from_numpy(pixels).to(bundle.device))).float().cpu()
-
-
-@contextmanager
-def _started(name: str, model: Path, precision: str) -> Iterator[tuple[int, int]]:
-    """Start a server, and yield the number of its process and its port. Raise `ConfigError` if it does not start."""
-    module, *arguments = (word.format(model=model, precision=precision) for word in SERVERS[name])
-    command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            said = ""
-            while (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)) is None:
-                line = process.stderr.readline()
-                if not line:
-                    raise ConfigError(f"against={name!r} did not start: {said.strip()}")
-                said += line
-            log = process.stderr  # it is read, so that the server never waits for a full pipe
-            threading.Thread(target=lambda: [None for _ in log], daemon=True).start()
-            yield process.pid, int(found[1])
-        finally:
-            process.terminate()
-
-
-def _cpu_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _resident(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

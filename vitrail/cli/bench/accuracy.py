@@ -14,6 +14,7 @@ from rich.console import Console
 from vitrail.bench.accuracy.cell import Cell, CellResult
 from vitrail.bench.accuracy.comparison import AccuracyComparison, check_environments, peer_entries
 from vitrail.bench.accuracy.results import Curves, reached
+from vitrail.cli.bench.environments import parse_environments
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.accuracy_chart import accuracy_chart
@@ -98,7 +99,7 @@ def main(call: Call) -> int:
     _check(options)
     entries = peer_entries([name.strip() for name in options.against.split(",") if name.strip()])
     recipes = _recipes(options)
-    pythons = check_environments(entries, _environments(options.environment))
+    pythons = check_environments(entries, parse_environments(options.environment))
     comparison = AccuracyComparison(
         recipes=recipes,
         peers=entries,
@@ -171,17 +172,6 @@ def _recipes(options: BenchAccuracy) -> dict[str, TrainConfig]:
     changes: dict[str, Any] = {"data": options.data, "validation_share": options.validation_share}
     changes = {name: value for name, value in changes.items() if value is not None}
     return {name: RECIPES[name]().override(**changes) for name in options.recipes}
-
-
-def _environments(pairs: Sequence[str]) -> dict[str, str]:
-    """Return the Python of each library. Raise `ConfigError` for a text that is not LIBRARY=PATH."""
-    found = {}
-    for pair in pairs:
-        name, equals, path = pair.partition("=")
-        if not (name and equals and path):
-            raise ConfigError(f"environment={pair!r} is not LIBRARY=PATH; write for example timm=/opt/timm/bin/python")
-        found[name] = path
-    return found
 
 
 def _write(options: BenchAccuracy, comparison: AccuracyComparison, curves: Curves) -> dict[str, Any]:

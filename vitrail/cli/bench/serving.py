@@ -14,7 +14,16 @@ from rich.console import Console
 
 from vitrail.bench.reading import write_photographs
 from vitrail.bench.serving.clients import Load
-from vitrail.bench.serving.measure import SERVERS, Bare, Measured, measure_bare, measure_servers
+from vitrail.bench.serving.measure import (
+    Bare,
+    Measured,
+    MemoryPoint,
+    measure_bare,
+    measure_memory,
+    measure_servers,
+)
+from vitrail.bench.serving.servers import SERVERS, check_pythons
+from vitrail.cli.bench.environments import parse_environments
 from vitrail.cli.options.command import Call, Command, Example
 from vitrail.cli.options.fields import Positional
 from vitrail.cli.output.bench_tables import header, plain_table
@@ -47,8 +56,13 @@ class BenchServe:
     seconds: float = 5.0
     """Seconds per server and load."""
     against: str = "naive"
-    """Other server to measure: naive computes each request alone, on the threads of its framework; none measures
-    Vitrail only."""
+    """Other servers to measure, with commas between them: naive computes each request alone, on the threads of its
+    framework; litserve computes batches; litserve-workers has a process per core; none measures Vitrail only."""
+    environment: tuple[str, ...] = ()
+    """Python of a library's own environment, such as litserve=/opt/litserve/bin/python. By default the Python of
+    Vitrail."""
+    requests: int = 0
+    """Measure the memory instead: after each tenth of this number of requests, from the largest of `clients`."""
     precision: Precision = "float32"
     """Number format of matrix products in all servers."""
     json: bool = False
@@ -61,13 +75,16 @@ COMMAND = Command(
     The servers run in processes of their own, and the clients in this process. One server at a time has a load.""",
     examples=(
         Example("vitrail bench serve", "Measure a ViT-S/16 with random weights."),
-        Example("vitrail bench serve runs/flowers --clients 1 64 --rates", "Measure your model in closed loops."),
-        Example("vitrail bench serve --rates 0.5 0.9 --clients --seconds 30", "Measure open loops only."),
+        Example(
+            "vitrail bench serve --against litserve --environment litserve=litserve/bin/python",
+            "Compare with LitServe, which is installed in an environment of its own.",
+        ),
+        Example("vitrail bench serve runs/flowers --requests 50000", "See whether the memory of the servers grows."),
     ),
     options=(BenchServe,),
     essential={
         "Load": ("clients", "rates", "seconds"),
-        "Measurement and output": ("against", "precision", "json"),
+        "Measurement and output": ("against", "environment", "requests", "precision", "json"),
     },
 )
 
@@ -76,23 +93,27 @@ def main(call: Call) -> int:
     options = BenchServe(**call.options)
     _check(options)
     optional_module("uvicorn", "serve")
+    names = _names(options.against)
+    pythons = parse_environments(options.environment)
+    check_pythons(names, pythons)
     with _model(options.model) as (folder, bundle), tempfile.TemporaryDirectory(prefix="vitrail-bench-") as name:
         images = [path.read_bytes() for path in sorted(write_photographs(Path(name), IMAGES).rglob("*.jpg"))]
+        shared: dict[str, Any] = {"precision": options.precision, "pythons": pythons}
+        if options.requests:
+            clients = max(options.clients)
+            points = measure_memory(names, folder, images, requests=options.requests, clients=clients, **shared)
+            _show_memory(options, bundle, list(points))
+            return 0
         bare = measure_bare(bundle, images, options.precision, options.seconds / 4)
         loads = [Load(clients=count) for count in options.clients]
         loads += [Load(rate=share * bare.images_per_second) for share in options.rates]
-        names = ["vitrail"] if options.against == "none" else ["vitrail", options.against]
-        measured = list(
-            measure_servers(names, loads, folder, images, precision=options.precision, seconds=options.seconds)
-        )
+        measured = list(measure_servers(names, loads, folder, images, seconds=options.seconds, **shared))
     machine = describe(bundle.device)
     if options.json:
         print(json.dumps({"machine": machine, "bare": asdict(bare), "servers": [asdict(one) for one in measured]}))
         return 0
     console = Console()
-    height, width = bundle.preprocess.image_size
-    what = f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
-    console.print(header(machine, what), highlight=False)
+    console.print(header(machine, _subject(options, bundle)), highlight=False)
     console.print(_table(bare, measured), highlight=False)
     return 0
 
@@ -103,9 +124,20 @@ def _check(options: BenchServe) -> None:
             raise ConfigError(f"{name}={getattr(options, name)} has a value that is not above 0")
     if not options.clients and not options.rates:
         raise ConfigError("clients=() and rates=() leave nothing to measure; give at least one of them")
+    if options.requests < 0:
+        raise ConfigError(f"requests={options.requests} is less than 0")
+    if options.requests and not options.clients:
+        raise ConfigError(f"requests={options.requests} needs a number of clients, but clients=() has none")
+
+
+def _names(against: str) -> list[str]:
+    """Return the servers to measure. Raise `ConfigError` for a name that is none."""
     choices = [*SERVERS, "none"][1:]
-    if options.against not in choices:
-        raise ConfigError(f"against={options.against!r} is not a server; {nearest(options.against, choices)}")
+    given = [name.strip() for name in against.split(",") if name.strip()]
+    for name in given:
+        if name not in choices:
+            raise ConfigError(f"against={name!r} is not a server; {nearest(name, choices)}")
+    return ["vitrail", *(name for name in given if name != "none")]
 
 
 @contextmanager
@@ -120,6 +152,25 @@ def _model(name: str) -> Iterator[tuple[Path, Bundle]]:
     bundle = Bundle(build(config), tuple(map(str, range(1000))), Preprocess(image_size=config.image_size))
     with tempfile.TemporaryDirectory(prefix="vitrail-bench-") as folder:
         yield bundle.save(Path(folder) / "model"), bundle
+
+
+def _subject(options: BenchServe, bundle: Bundle) -> str:
+    height, width = bundle.preprocess.image_size
+    return f"{options.model}, {options.precision}, images of 500 x 375 pixels to {height} x {width}"
+
+
+def _show_memory(options: BenchServe, bundle: Bundle, points: Sequence[MemoryPoint]) -> None:
+    machine = describe(bundle.device)
+    if options.json:
+        print(json.dumps({"machine": machine, "memory": [asdict(point) for point in points]}))
+        return
+    caption = "MB: memory of the server's processes. Pages that several processes share are divided among them."
+    table = plain_table(("server", "requests", "errors", "MB"), caption)
+    for point in points:
+        table.add_row(point.server, f"{point.requests:,}", f"{point.errors}", f"{point.memory / 1e6:,.1f}")
+    console = Console()
+    console.print(header(machine, _subject(options, bundle)), highlight=False)
+    console.print(table, highlight=False)
 
 
 def _table(bare: Bare, measured: Sequence[Measured]) -> Any:

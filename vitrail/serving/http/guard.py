@@ -14,7 +14,7 @@ from typing import Any
 from vitrail.serving.http.log import log_line
 from vitrail.serving.http.service import RETRY, Refused, Service
 
-__all__ = ["PROBES", "PROBE_PATHS", "Guard"]
+__all__ = ["CLIENT_GONE", "PROBES", "PROBE_PATHS", "Guard", "Message"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

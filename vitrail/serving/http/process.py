@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
-from vitrail.errors import VitrailError
+from vitrail.errors import ConfigError, VitrailError
 from vitrail.machine import Precision, keep_freed_memory
 from vitrail.serving.http.served import OverlayMaker
 from vitrail.serving.http.server import Server
@@ -19,9 +20,9 @@ from vitrail.serving.http.service import Service
 from vitrail.serving.http.settings import ServeSettings
 from vitrail.serving.http.watch import ModelFiles, Watcher
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.load import load
+from vitrail.weights.load import load, model_name
 
-__all__ = ["Job", "Worker", "serve"]
+__all__ = ["Job", "Worker", "named_models", "serve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,22 @@ class Job:
     precision: Precision | None = None
     overlays: OverlayMaker | None = None
     """Function that draws the relevance of an image's parts. It can be pickled."""
+
+
+def named_models(models: Sequence[str]) -> dict[str, str]:
+    """Return the paths of models by the names under which they are served. Raise `ConfigError` for two models of the
+    same name."""
+    paths: dict[str, str] = {}
+    for text in models:
+        name, equals, path = text.partition("=")
+        if not equals or "/" in name or Path(text).exists():
+            name, path = model_name(text), text
+        if not name or not path:
+            raise ConfigError(f"MODEL: {text!r} lacks a name or a path; give NAME=MODEL")
+        if name in paths:
+            raise ConfigError(f"MODEL: two models are called {name!r}; give another name to one of them: NAME=MODEL")
+        paths[name] = path
+    return paths
 
 
 def serve(

@@ -1,0 +1,39 @@
+"""Tests of the servers that are measured: the memory and the time of all their processes are counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from vitrail.bench.serving.servers import cpu_seconds, memory_bytes
+
+SCRIPT = """
+import subprocess, sys, time
+if len(sys.argv) == 1:
+    child = subprocess.Popen([sys.executable, "-c", SCRIPT, "child"], stdin=subprocess.PIPE)
+held = bytearray(50_000_000)
+held[::4096] = b"x" * len(held[::4096])
+begun = time.process_time()
+while time.process_time() - begun < 0.2:
+    pass
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_all_processes_of_a_server_are_counted() -> None:
+    script = f"SCRIPT = {SCRIPT!r}\n{SCRIPT}"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        assert memory_bytes(process.pid) > 100e6
+        assert 0.4 <= cpu_seconds(process.pid) < 5
+        process.stdin.close()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{process.pid}").exists():
+        assert time.monotonic() < deadline
+    assert memory_bytes(process.pid) == 0 == cpu_seconds(process.pid)
