@@ -23,8 +23,12 @@ TASKS: dict[str, dict[str, Any]] = {
         "task": "simclr", "contrast_temperature": 0.2, "crop_area": (0.2, 1.0), "colour_jitter": (0.4, 0.4, 0.0, 0.0),
         "batch_size": 128,
     },
+    "DINO": {
+        "task": "dino", "local_views": 4, "local_crop_area": (0.15, 0.5), "prototypes": 256, "projection_hidden": 256,
+        "bottleneck": 64, "teacher_momentum": 0.98, "crop_area": (0.4, 1.0), "colour_jitter": (0.4, 0.4, 0.0, 0.0),
+    },
 }  # fmt: skip
-"""Pre-training without labels, on all training images."""
+"""Pre-training without labels, on all training images. DINO's local views have about half the image's side."""
 
 SCRATCH_RATES, TUNING_RATES = (1e-3, 3e-3), (3e-4, 1e-3)
 """Learning rates to try from random weights, and from a model whose head is fitted to its features first."""
@@ -43,7 +47,7 @@ FEW_SHOT: dict[str, Any] = {
 def _points(settings: Settings) -> list[Point]:
     counts = settings.of((100, 1000), (100, 500, 2000, 8000))
     scratch, first = _network(settings), _pretraining(settings)
-    steps = settings.of(40, 160)
+    steps = settings.of(40, 150)
     found = []
     for images in dict.fromkeys(min(count, settings.images) for count in counts):
         place: dict[str, Any] = {"x": float(images), "label": str(images)}
@@ -57,7 +61,8 @@ def _points(settings: Settings) -> list[Point]:
         linear = Stage(config=config, rates=(UNCHANGED_RATE,))
         for arm, stage in first.items():
             found.append(Point(arm=arm, stages=(stage, tuned), **place))
-            found.append(Point(arm=f"{arm}-linear", stages=(stage, linear), **place, **FEW_SHOT))
+            if settings.scale == "default" or images == counts[0]:
+                found.append(Point(arm=f"{arm}-linear", stages=(stage, linear), **place, **FEW_SHOT))
     return found
 
 
@@ -70,11 +75,15 @@ def _network(settings: Settings) -> TrainConfig:
 def _pretraining(settings: Settings) -> dict[str, Stage]:
     """Return the pre-training of each arm. All see the same number of images."""
     config = _network(settings)
-    seen = settings.of(8_000, 45_000)
+    seen = settings.of(6_000, 30_000)
     classes, samples = settings.of((20, 100), (50, 400))
     supervised = config.override(data=fractals(settings, classes, samples), epochs=seen / (classes * samples))
     stages = {"fractals": supervised}
-    stages |= {arm: config.override(**fields).override(epochs=seen / settings.images) for arm, fields in TASKS.items()}
+    patch = patch_side(settings, settings.of(4, 7))
+    local = patch * (config.images.image_size[0] // patch // 2)  # about half of the image
+    for arm, fields in TASKS.items():
+        views = {"local_size": (local, local)} if arm == "DINO" else {}
+        stages[arm] = config.override(**fields, **views, epochs=seen / settings.images)
     return {arm: Stage(config=one, rates=(1e-3,)) for arm, one in stages.items()}
 
 
