@@ -91,6 +91,9 @@ def test_a_run_resumes_bitwise_and_keeps_the_best_decoder(
         one, other = load_file(straight.folder / name), load_file(stopped.folder / name)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     assert BESIDE[task] in one
+    page = (stopped.folder / "report.html").read_text(encoding="utf-8")
+    title = "Restored patches" if LOSSES[task] == "patch_loss" else "Nearest neighbours"
+    assert f"<h2>{title}</h2>" in page and page.count("<img") >= 24
     *during, validation, _ = evaluations(straight.folder)
     assert during == [event for event in evaluations(stopped.folder) if not event.get("kept")]
     loss = LOSSES[task]

@@ -325,6 +325,8 @@ def _report(console: Console, result: RunResult) -> None:
         highlight=False,
     )
     model = result.folder / "model"
+    if (page := result.folder / "report.html").is_file():
+        console.print(f"Pictures of held-out images are in {page}", highlight=False, soft_wrap=True)
     if result.bundle.classes:
         console.print(f"The model is in {model}. Try it:", highlight=False, soft_wrap=True)
         console.print(f"  vitrail predict {model} {result.folder / 'examples'}", highlight=False, soft_wrap=True)

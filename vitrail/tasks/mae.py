@@ -28,7 +28,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import at_least
 from vitrail.tasks.mae_decoder import MaeDecoder
-from vitrail.tasks.patch_task import PatchObjective, PatchTask, draw_order
+from vitrail.tasks.patch_task import PatchObjective, PatchTask, Restored, draw_order
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 
 __all__ = ["Mae", "MaeObjective", "patch_pixels"]
@@ -48,6 +48,7 @@ class Mae(PatchTask):
     name = "mae"
     metrics = (TaskMetric("patch_loss", higher_is_better=False),)
     hidden = "removed"
+    restored_note = "If normalised pixels are predicted, each patch has the mean and contrast of the original one."
     fraction = "remove_fraction"
 
     remove_fraction: float = 0.75
@@ -144,6 +145,15 @@ class MaeObjective(PatchObjective):
 
     def losses(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> dict[str, Tensor]:
         """Return `patch_loss` of each image, which is the mean squared error of the pixels of removed patches."""
+        removed, predicted = self.predicted(network, batch, seed=seed)
+        normalises = self.task.normalise_pixels
+        pixels = patch_pixels(batch.images, network.config.patch_size, removed, normalise=normalises)
+        return {"patch_loss": (predicted - pixels).square().mean(dim=(1, 2))}
+
+    def predicted(
+        self, network: Any, batch: Batch, *, seed: int
+    ) -> tuple[Int64[Tensor, "b k"], Float[Tensor, "b k pixels"]]:
+        """Return the removed patches of each image, and the prediction of their pixels."""
         config = cast(ViTConfig, network.config)
         patches = math.prod(config.grid_of(*batch.images.shape[2:]))
         order = draw_order(batch, patches, seed=seed)
@@ -151,9 +161,18 @@ class MaeObjective(PatchObjective):
         removed, visible = (
             on_device(np.ascontiguousarray(part), batch.images.device) for part in (order[:, :count], order[:, count:])
         )
-        predicted = self.decoder(network.encode(batch.images, keep=visible), visible, removed)
-        pixels = patch_pixels(batch.images, config.patch_size, removed, normalise=self.task.normalise_pixels)
-        return {"patch_loss": (predicted - pixels).square().mean(dim=(1, 2))}
+        return removed, self.decoder(network.encode(batch.images, keep=visible), visible, removed)
+
+    def restored(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> Restored:
+        """Return the predicted levels. Normalised pixels get the mean and the standard deviation of the patch."""
+        removed, pixels = self.predicted(network, batch, seed=seed)
+        height, width = network.config.patch_size
+        if self.task.normalise_pixels:
+            whole = patch_pixels(batch.images, (height, width), removed, normalise=False)
+            variance, mean = torch.var_mean(whole, dim=2, keepdim=True)
+            pixels = pixels * (variance + 1e-6).sqrt() + mean
+        levels = preprocess.levels(pixels.reshape(-1, batch.images.shape[1], height, width))
+        return Restored(removed, levels.view(*removed.shape, *levels.shape[1:]))
 
 
 def patch_pixels(

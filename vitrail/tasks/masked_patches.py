@@ -28,8 +28,8 @@ from vitrail.models.patches import Replace, cut_patches
 from vitrail.models.variants import AnyConfig
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import one_of
-from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colours
-from vitrail.tasks.patch_task import PatchObjective, PatchTask, batch_key, draw_order, tokens_at
+from vitrail.tasks.patch_targets import CELLS, PatchTarget, colour_classes, colour_levels, colours
+from vitrail.tasks.patch_task import PatchObjective, PatchTask, Restored, batch_key, draw_order, tokens_at
 from vitrail.tasks.task import Objective, StepCost, TaskMetric
 
 __all__ = ["Corruption", "MaskedPatches", "MaskedPatchesObjective", "draw_corruption"]
@@ -178,18 +178,34 @@ class MaskedPatchesObjective(PatchObjective):
         pixel. The accuracy is the fraction of the predicted colours that are right.
         """
         config = cast(ViTConfig, network.config)
-        patches = math.prod(config.grid_of(*batch.images.shape[2:]))
-        corruption = draw_corruption(self.task, batch, patches, seed=seed)
-        encoded = network.encode(batch.images, replace=corruption.replacing(self.mask_embedding)).patches
-        places = corruption.patches
-        predicted = self.decoder(tokens_at(encoded, places)).float()
+        places, predicted = self.predicted(network, batch, seed=seed)
         rows = torch.arange(len(places), device=places.device)[:, None]
         if self.task.patch_target == "pixels":
             pixels = cut_patches(batch.images, config.patch_size)[rows, places].flatten(2)
             return {"patch_loss": F.mse_loss(predicted, pixels, reduction="none").mean(dim=(1, 2))}
         levels = cut_patches(preprocess.levels(batch.images), config.patch_size)[rows, places]
         classes = colour_classes(levels, CELLS[self.task.patch_target])
-        predicted = predicted.unflatten(2, (classes.shape[2], colours(config.channels)))
+        predicted = predicted.reshape(*classes.shape, -1)
         losses = F.cross_entropy(predicted.movedim(3, 1), classes, reduction="none")
         right = (predicted.detach().argmax(dim=3) == classes).float()
         return {"patch_loss": losses.mean(dim=(1, 2)), "colour_accuracy": right.mean(dim=(1, 2))}
+
+    def predicted(
+        self, network: Any, batch: Batch, *, seed: int
+    ) -> tuple[Int64[Tensor, "b k"], Float[Tensor, "b k outputs"]]:
+        """Return the corrupted patches of each image, and the outputs of the decoder for them."""
+        patches = math.prod(network.config.grid_of(*batch.images.shape[2:]))
+        corruption = draw_corruption(self.task, batch, patches, seed=seed)
+        encoded = network.encode(batch.images, replace=corruption.replacing(self.mask_embedding)).patches
+        return corruption.patches, self.decoder(tokens_at(encoded, corruption.patches)).float()
+
+    def restored(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> Restored:
+        """Return the predicted levels: those of pixels, or the middle levels of the most likely colours."""
+        config = cast(ViTConfig, network.config)
+        places, predicted = self.predicted(network, batch, seed=seed)
+        if self.task.patch_target == "pixels":
+            levels = preprocess.levels(predicted.reshape(-1, config.channels, *config.patch_size))
+            return Restored(places, levels.view(*places.shape, *levels.shape[1:]))
+        cells = CELLS[self.task.patch_target]
+        classes = predicted.reshape(*places.shape, cells**2, -1).argmax(dim=3)
+        return Restored(places, colour_levels(classes, cells, config.channels, config.patch_size))

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-__all__ = ["BINS", "CELLS", "PatchTarget", "colour_classes", "colours"]
+__all__ = ["BINS", "CELLS", "PatchTarget", "colour_classes", "colour_levels", "colours"]
 
 PatchTarget = Literal["mean-colour", "colours", "pixels"]
 
@@ -48,6 +48,22 @@ def colour_classes(patches: Int64[Tensor, "b n c ph pw"], cells: int) -> Int64[T
                 classes = classes * BINS + channel
             found.append(classes)
     return torch.stack(found, dim=2)
+
+
+def colour_levels(
+    classes: Int64[Tensor, "b n cells2"], cells: int, channels: int, patch_size: tuple[int, int]
+) -> Int64[Tensor, "b n c ph pw"]:
+    """Return patches whose cells have the middle levels of these colours. Pixels that cells share belong to the last
+    one."""
+    height, width = patch_size
+    patches = classes.new_zeros(*classes.shape[:2], channels, height, width)
+    places = [(rows, columns) for rows in _windows(height, cells) for columns in _windows(width, cells)]
+    for number, ((top, bottom), (left, right)) in enumerate(places):
+        for channel in range(channels):
+            bins = classes[:, :, number] // BINS ** (channels - 1 - channel) % BINS
+            levels = bins * (256 // BINS) + 128 // BINS
+            patches[:, :, channel, top:bottom, left:right] = levels[:, :, None, None]
+    return patches
 
 
 def _windows(size: int, cells: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from vitrail.data.augmentation.draws import Slot, keyed_uniform
+from vitrail.data.augmentation.operations import GREY
 from vitrail.data.batch import Batch, Skipped
 from vitrail.data.pipeline import Ranks, evaluation_batches
 from vitrail.data.pixels.preprocess import Preprocess
@@ -27,10 +28,11 @@ from vitrail.models.predictor import shared_copy
 from vitrail.models.variants import AnyConfig, transformer_config
 from vitrail.models.vit_config import ViTConfig
 from vitrail.settings import raise_problems
+from vitrail.tasks.pictures import ROWS, Picture, PictureTable, decoded, paste_patches, picture_of, spread
 from vitrail.tasks.task import LossOutput, Objective, Task, mean_of_counted
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.bundle import Bundle, OutputKind
 
-__all__ = ["PatchErrors", "PatchObjective", "PatchTask", "batch_key", "draw_order", "tokens_at"]
+__all__ = ["PatchErrors", "PatchObjective", "PatchTask", "Restored", "batch_key", "draw_order", "tokens_at"]
 
 EVALUATION_SEED = 0
 """Seed of the hidden patches of held-out images. It is fixed, so that the losses of all runs can be compared."""
@@ -51,6 +53,8 @@ class PatchTask(Task):
     """Word for hidden patches in messages."""
     fraction: ClassVar[str]
     """Name of the field with the fraction of the patches that are hidden."""
+    restored_note: ClassVar[str] = ""
+    """Sentence about the predictions in the run's report."""
 
     def _problems(self) -> Iterator[str]:
         if not 0 < (fraction := getattr(self, self.fraction)) < 1:
@@ -136,6 +140,49 @@ class PatchTask(Task):
         assert isinstance(objective, PatchObjective)
         return PatchErrors(objective)
 
+    @torch.no_grad()
+    def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
+        """Return images, their visible patches, and the images with restored patches."""
+        assert isinstance(objective, PatchObjective)
+        preprocess = bundle.preprocess
+        places, images = decoded(preprocess, source, spread(len(source), ROWS), bundle.device)
+        if not places:
+            return ()
+        count = len(places)
+        batch = Batch(
+            images=images,
+            labels=torch.full((count,), -1),
+            valid=torch.ones(count, dtype=torch.bool),
+            samples=torch.tensor(places),
+            epochs=torch.zeros(count, dtype=torch.int64),
+        )
+        restored = objective.restored(shared_copy(bundle.network), batch, preprocess, seed=EVALUATION_SEED)
+        levels = preprocess.levels(images)
+        empty = torch.full_like(restored.patches, GREY)
+        columns = {
+            "image": levels,
+            f"{self.hidden} patches": paste_patches(levels, restored.places, empty),
+            "restored": paste_patches(levels, restored.places, restored.patches),
+        }
+        rows = tuple(
+            tuple(Picture(picture_of(pictures[row]), (name,)) for name, pictures in columns.items())
+            for row in range(count)
+        )
+        text = (
+            f"Each row shows a held-out image, the same image with its {self.hidden} patches in grey, and the image "
+            f"with the network's predictions of these patches. {self.restored_note}".rstrip()
+        )
+        return (PictureTable("Restored patches", text, rows),)
+
+
+class Restored(NamedTuple):
+    """Predictions of hidden patches."""
+
+    places: Int64[Tensor, "b k"]
+    """Indices of the patches in row-major order of the grid."""
+    patches: Int64[Tensor, "b k c ph pw"]
+    """Levels from 0 to 255."""
+
 
 class PatchObjective(Objective):
     """A network that predicts hidden patches through a decoder.
@@ -175,6 +222,10 @@ class PatchObjective(Objective):
 
         Each value is a mean over the hidden patches. `network` is the network in training or a copy of it.
         """
+
+    @abstractmethod
+    def restored(self, network: Any, batch: Batch, preprocess: Preprocess, *, seed: int) -> Restored:
+        """Return the predictions of the patches that `losses` hides, as levels."""
 
 
 @dataclass(frozen=True)

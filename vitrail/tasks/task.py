@@ -27,6 +27,7 @@ from vitrail.models.variants import AnyConfig
 from vitrail.processes.group import Processes
 from vitrail.settings import raise_problems
 from vitrail.tasks.own_model import OwnModel, has_known_architecture
+from vitrail.tasks.pictures import PictureTable
 from vitrail.weights.bundle import Bundle, OutputKind
 
 __all__ = [
@@ -261,6 +262,11 @@ class Task(ABC):
         network = objective.saved_network()
         kind = Bundle if has_known_architecture(network) else OwnModel
         return kind(network, names, preprocess, output=self.output, provenance=provenance)
+
+    def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
+        """Return pictures of what the finished model `bundle` has learned, from held-out images, for the run's report.
+        By default there are none."""
+        return ()
 
     def selection(self, splits: Splits) -> TaskMetric:
         """Return the metric that chooses the best weights."""

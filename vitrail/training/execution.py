@@ -13,12 +13,14 @@ from torch import nn
 from vitrail.data.batch import Skipped
 from vitrail.data.check import quick_check
 from vitrail.data.colour import colour_note, images_of
+from vitrail.data.source import Source
 from vitrail.errors import NonFiniteLoss, plural
 from vitrail.evaluation.outputs import Outputs
 from vitrail.evaluation.predictions.predict import Predictions
 from vitrail.machine import keep_freed_memory
 from vitrail.tasks import Task
 from vitrail.tasks.own_model import BESIDE, beside, load_beside, load_weights, without_adapters, write_weights
+from vitrail.tasks.task import Objective
 from vitrail.training.assembly import make_bundle, make_plan, make_state
 from vitrail.training.forecast import evaluation_batch
 from vitrail.training.loop import fit
@@ -28,6 +30,7 @@ from vitrail.training.monitoring.examples import Example, write_examples
 from vitrail.training.monitoring.journal import Journal
 from vitrail.training.monitoring.meter import check_finite
 from vitrail.training.monitoring.monitor import Intervals, Monitor
+from vitrail.training.monitoring.pictures import write_pictures
 from vitrail.training.monitoring.sinks import Sinks
 from vitrail.training.monitoring.stop import StopRequest
 from vitrail.training.monitoring.trackers import tracking
@@ -236,8 +239,17 @@ class Execution:
         held_out = setup.splits.held_out
         source = held_out[1] if held_out else setup.splits.train
         examples = self.processes.on_first(lambda: write_examples(bundle, source, folder / "examples"))
+        objective = state.copy or state.objective
+        self.processes.on_first(lambda: self._write_pictures(bundle, objective, source))
         journal.write("finished", step=state.step, metrics=bundle.metrics, **summary)
         return RunResult(folder, bundle, bundle.metrics, summary, examples, setup.config.task, predictions)
+
+    def _write_pictures(self, bundle: Bundle, objective: Objective, source: Source) -> None:
+        """Write a report with the task's pictures, if it has any."""
+        config = self.setup.config
+        name = config.start.init or config.model.name
+        heading = f"{name}, pre-trained by {config.task.name} on {config.data.spec}, {self.setup.steps:,} steps."
+        write_pictures(self.folder, heading, bundle.metrics, config.task.pictures(objective, bundle, source))
 
     def _measure(self, bundle: Bundle, state: TrainState) -> dict[str, Predictions]:
         """Measure the finished model on the held-out splits, and add the metrics to it. Return its outputs."""

@@ -23,8 +23,9 @@ from vitrail.evaluation.evaluators import Evaluator
 from vitrail.evaluation.outputs import Outputs
 from vitrail.models.predictor import shared_copy
 from vitrail.models.variants import AnyConfig
+from vitrail.tasks.pictures import PictureTable, neighbour_table
 from vitrail.tasks.task import Objective, Task, TaskMetric
-from vitrail.weights.bundle import OutputKind
+from vitrail.weights.bundle import Bundle, OutputKind
 
 __all__ = ["COLLAPSE", "ViewErrors", "ViewObjective", "ViewTask", "effective_rank", "fixed_views", "uniformity"]
 
@@ -85,6 +86,11 @@ class ViewTask(Task):
         """Return the evaluator of the loss between fixed views, and of monitors of collapse."""
         assert isinstance(objective, ViewObjective)
         return ViewErrors(objective)
+
+    def pictures(self, objective: Objective, bundle: Bundle, source: Source) -> tuple[PictureTable, ...]:
+        """Return images with those whose embeddings are most similar."""
+        found = neighbour_table(shared_copy(bundle.network), bundle.preprocess, source, bundle.device)
+        return () if found is None else (found,)
 
 
 class ViewObjective(Objective):
