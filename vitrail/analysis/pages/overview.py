@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,11 +47,15 @@ FILES = ("report.html", "report.json", "*.csv", "*.svg", "*.png")
 FIRST = ".first figure { max-width: 28rem; } .first img { image-rendering: pixelated; }"
 """Style of the pictures of the first layer, which are small."""
 
+MAP = """
+#near { width: auto; } #near img { width: 10rem; height: 10rem; image-rendering: pixelated; }
+#near figcaption { font-size: .9rem; }
+.dot.chosen { stroke: CanvasText; stroke-width: 2; }
+"""
+"""Style of the embedding map and of the image of its chosen dot."""
+
 MAX_CLASSES = 50
 """Maximum number of classes on the page. classes.csv has all of them."""
-
-MAX_POINTS = 2000
-"""Maximum number of images on the map of embeddings. embedding.csv has all of them."""
 
 
 def write_overview(found: Overview, folder: Path) -> None:
@@ -60,7 +66,10 @@ def write_overview(found: Overview, folder: Path) -> None:
     for name, picture in pictures.items():
         (folder / f"{name}.png").write_bytes(png(picture))
     page = document(
-        f"Report on {found.name}", _parts(found, drawn, pictures), style=STYLE + charts.STYLE + NARROW + FIRST
+        f"Report on {found.name}",
+        _parts(found, drawn, pictures),
+        style=STYLE + charts.STYLE + NARROW + FIRST + MAP,
+        script="" if found.embedding is None else _map_script(found.embedding),
     )
     (folder / "report.html").write_text(page, encoding="utf-8")
     write_json(folder / "report.json", overview_as_plain(found))
@@ -128,17 +137,27 @@ def _distance(found: Overview) -> str:
 
 def _embedding(mapped: EmbeddingMap) -> str:
     """Return the map of embeddings. Of many images, some at equal distances in the data are drawn."""
-    groups: dict[str, list[tuple[float, float]]] = {name: [] for name in sorted({*mapped.labels})}
-    every = max(1, math.ceil(len(mapped.labels) / MAX_POINTS))
-    for label, point in list(zip(mapped.labels, mapped.points, strict=True))[::every]:
-        groups[label].append((float(point[0]), float(point[1])))
-    first, second = (f"{part:.0%} of the variance" for part in mapped.explained)
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for row in mapped.shown:
+        first, second = mapped.points[row]
+        groups.setdefault(mapped.labels[row], []).append((float(first), float(second)))
+    first_share, second_share = (f"{part:.0%} of the variance" for part in mapped.explained)
     return scatter(
         groups,
         label="Embeddings of images along their first two principal components.",
-        x_name=f"first principal component, {first}",
-        y_name=f"second, {second}",
+        x_name=f"first principal component, {first_share}",
+        y_name=f"second, {second_share}",
     )
+
+
+def _map_script(mapped: EmbeddingMap) -> str:
+    """Return the script of the embedding map with its thumbnails, in the order of the dots."""
+    names = [f"{mapped.keys[row]}: {mapped.labels[row]}" for row in mapped.shown]
+    pictures = [base64.b64encode(picture).decode() for picture in mapped.pictures]
+    values = {"names": names, "pictures": pictures}
+    data = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in values.items())
+    data = data.replace("<", r"\u003c")  # a file name could end the script
+    return data + (Path(__file__).parent / "embedding_map.js").read_text(encoding="utf-8")
 
 
 def _pictures(found: Overview) -> dict[str, UInt8[np.ndarray, "height width 3"]]:
@@ -227,9 +246,13 @@ def _results(found: Overview, drawn: dict[str, str]) -> Iterator[str]:
     """Yield the parts about classes and images."""
     if "embedding" in drawn:
         yield "<h2>Embeddings</h2>"
-        yield captioned(
-            drawn["embedding"],
-            "Embeddings of the images along their first two principal components. The pointer shows the name of a dot.",
+        yield '<div id="embedding" class="beside">'
+        yield f'<div id="dots" tabindex="0">{drawn["embedding"]}</div>'
+        yield '<figure id="near" aria-live="polite"><img hidden alt=""><figcaption></figcaption></figure>'
+        yield "</div>"
+        yield (
+            '<p class="dim">Embeddings of the images along their first two principal components. The pointer, or the '
+            "arrow keys on the map, show the image of a dot.</p>"
         )
     classes = sorted(found.report.per_class, key=lambda row: 1.0 if row.accuracy is None else row.accuracy)
     yield "<h2>Classes, worst first</h2>"

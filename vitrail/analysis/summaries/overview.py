@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -34,6 +35,7 @@ from vitrail.analysis.summaries.samples import (
 )
 from vitrail.data.batch import Skipped
 from vitrail.data.pipeline import evaluation_batches
+from vitrail.data.pixels.decode import to_pil
 from vitrail.data.source import Source, Subset, Target
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation.outputs import Outputs
@@ -53,6 +55,12 @@ READ_BATCH = 32
 
 T = TypeVar("T")
 
+MAX_POINTS = 1000
+"""Maximum number of images on the map of embeddings."""
+
+THUMBNAIL = 64
+"""Longest side of an image beside the map, in pixels."""
+
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingMap:
@@ -64,6 +72,10 @@ class EmbeddingMap:
     labels: tuple[str, ...]
     """Class of each image."""
     keys: tuple[str, ...]
+    shown: Int64[np.ndarray, " m"]
+    """Rows of the images that are drawn, at equal distances in the data, with the images of a class together."""
+    pictures: tuple[bytes, ...]
+    """Thumbnails of the images that are drawn, as JPEG files."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,12 +243,24 @@ def _embedding_map(outputs: Outputs, source: Source, found: Predictions) -> Embe
     values = values - values.mean(dim=0)
     components, explained = principal_components(values, 2)
     points = (values @ components.T).numpy()
+    labels = tuple(found.classes[label] for label in _labels(found))
+    shown = np.array(sorted(evenly(len(labels), MAX_POINTS), key=lambda row: labels[row]), dtype=np.int64)
     return EmbeddingMap(
         points=points,
         explained=(float(explained[0]), float(explained[1])),
-        labels=tuple(found.classes[label] for label in _labels(found)),
+        labels=labels,
         keys=found.keys,
+        shown=shown,
+        pictures=tuple(map(_thumbnail, images_at(source, found.indices[shown]))),
     )
+
+
+def _thumbnail(image: bytes | np.ndarray) -> bytes:
+    """Return a small JPEG file of an image."""
+    picture, file = to_pil(image, 3), io.BytesIO()
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    picture.save(file, "jpeg", quality=80)
+    return file.getvalue()
 
 
 def _errors(bundle: Bundle, source: Source, found: Predictions, count: int) -> tuple[Error, ...]:
