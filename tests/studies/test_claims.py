@@ -57,7 +57,20 @@ def test_equality_needs_an_interval_inside_the_margin(second: tuple[float, ...],
 def test_equality_names_the_widest_pair() -> None:
     results = results_of({"a": (0.8, 0.8), "b": (0.8, 0.8), "c": (0.803, 0.803)})
     (text,) = Alike("equal", ("a", "b", "c")).check(results).evidence
-    assert text.startswith("the widest of 3 comparisons: b minus c: -0.30 points")
+    assert text.startswith("one of 3 comparisons: b minus c: -0.30 points")
+
+
+def test_a_contradiction_among_many_comparisons_needs_a_stricter_interval() -> None:
+    values = {"a": (0.80, 0.81, 0.82), "b": (0.86, 0.87, 0.90), "c": (0.1, 0.1, 0.1)}  # b - a: 6, 6 and 8 points
+    alone, many = (("a", "b"),), (("a", "b"), *[("a", "c")] * 9)
+    assert Better("", alone).check(results_of(values)).outcome == "contradicted"
+    found = Better("", many).check(results_of(values))
+    assert found.outcome == "not shown"
+    assert found.evidence[0] == "a minus b: -6.67 points, 95 % interval -9.54 to -3.80 (3 seeds)"
+    values |= {"b": (0.90, 0.91, 0.92)}
+    found = Better("", many).check(results_of(values))
+    assert found.outcome == "contradicted"
+    assert found.evidence[0] == "a minus b: -10.00 points, 99.5 % interval -10.00 to -10.00 (3 seeds)"
 
 
 def gains(few: tuple[float, ...]) -> Results:

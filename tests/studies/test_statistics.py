@@ -10,16 +10,17 @@ from scipy import stats
 from vitrail.studies.statistics import estimate, paired, power_law, student_t
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 29, 30, 31, 60, 1000])
-def test_quantiles_are_those_of_students_t(freedom: int) -> None:
-    assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=2e-4)
+@pytest.mark.parametrize("level", [0.5, 0.05, 0.001])
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 101])
+def test_quantiles_are_those_of_students_t(freedom: int, level: float) -> None:
+    assert student_t(freedom, level) == pytest.approx(stats.t.ppf(1 - level / 2, freedom), rel=1e-9)
 
 
 def test_an_estimate_is_that_of_a_t_test() -> None:
     values = [0.71, 0.74, 0.69, 0.75]
     found = estimate(values)
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-3)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
     assert found.mean == pytest.approx(0.7225) and found.deviation == pytest.approx(stats.tstd(values))
     assert found.count == 4
 

@@ -2,17 +2,20 @@
 
 A claim is "shown" if the 95 % interval of the paired difference over seeds lies wholly on its side, "contradicted" if
 the interval lies wholly on the other side, and "not shown" in all other cases. A claim of several comparisons is shown
-if every comparison shows it, so no correction for their number is needed.
+if every comparison shows it, which needs no correction for their number. It is contradicted if one comparison
+contradicts it. The interval for that misses the true difference with a probability of 5 % divided by the number of
+comparisons (Bonferroni).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from vitrail.studies.results import Results
-from vitrail.studies.statistics import Estimate, paired
+from vitrail.studies.statistics import LEVEL, Estimate, paired
 
 __all__ = ["Alike", "Better", "Claim", "Finding", "GainShrinks", "Outcome", "difference_text"]
 
@@ -48,14 +51,20 @@ class Better:
         """Return the verdict over all pairs."""
         outcomes: list[Outcome] = []
         evidence = []
+        level = LEVEL / max(1, len(self.pairs))
         for first, second in self.pairs:
             if problem := _unmeasured(results, first, second):
                 outcomes.append("not shown")
                 evidence.append(problem)
                 continue
             found = results.difference(first, second, self.metric)
-            outcomes.append(_sign(found))
-            evidence.append(f"{first} minus {second}: {difference_text(found)}")
+            strict = results.difference(first, second, self.metric, level)
+            against = strict is not None and strict.high < 0
+            outcomes.append(
+                "contradicted" if against else "shown" if found is not None and found.low > 0 else "not shown"
+            )
+            shown, size = (strict, level) if against else (found, LEVEL)
+            evidence.append(f"{first} minus {second}: {difference_text(shown, size)}")
         return Finding(self.text, _all_of(outcomes), tuple(evidence))
 
 
@@ -70,25 +79,30 @@ class Alike:
     metric: str = "accuracy"
 
     def check(self, results: Results) -> Finding:
-        """Return the verdict over all pairs. The evidence is the pair that differs most."""
+        """Return the verdict over all pairs. The evidence is a pair that contradicts the claim, or else the pair whose
+        interval extends farthest."""
+        if problem := _unmeasured(results, *self.points):
+            return Finding(self.text, "not shown", (problem,))
+        pairs = list(itertools.combinations(self.points, 2))
+        level = LEVEL / max(1, len(pairs))
         outcomes: list[Outcome] = []
-        largest: tuple[float, str] = (-1.0, "")
-        for at, first in enumerate(self.points):
-            for second in self.points[at + 1 :]:
-                if problem := _unmeasured(results, first, second):
-                    return Finding(self.text, "not shown", (problem,))
-                found = results.difference(first, second, self.metric)
-                if found is None:
-                    outcomes.append("not shown")
-                    continue
-                inside = -self.margin < found.low and found.high < self.margin
-                outside = found.low > self.margin or found.high < -self.margin
-                outcomes.append("shown" if inside else "contradicted" if outside else "not shown")
-                extent = max(abs(found.low), abs(found.high))
-                largest = max(largest, (extent, f"{first} minus {second}: {difference_text(found)}"))
-        which = f"the widest of {len(outcomes)} comparisons: " if len(outcomes) > 1 else ""
+        evidence: list[tuple[bool, float, str]] = []
+        for first, second in pairs:
+            found = results.difference(first, second, self.metric)
+            strict = results.difference(first, second, self.metric, level)
+            if found is None or strict is None:
+                outcomes.append("not shown")
+                continue
+            inside = -self.margin < found.low and found.high < self.margin
+            outside = strict.low > self.margin or strict.high < -self.margin
+            outcomes.append("shown" if inside else "contradicted" if outside else "not shown")
+            text = difference_text(strict, level) if outside else difference_text(found)
+            extent = max(abs(found.low), abs(found.high))
+            evidence.append((outside, extent, f"{first} minus {second}: {text}"))
+        which = f"one of {len(pairs)} comparisons: " if len(pairs) > 1 else ""
         margin = f"differences of less than {100 * self.margin:g} percentage points count as equal"
-        return Finding(self.text, _all_of(outcomes), (f"{which}{largest[1]}; {margin}",))
+        widest = max(evidence, default=(False, 0.0, "nothing to compare"))[2]
+        return Finding(self.text, _all_of(outcomes), (f"{which}{widest}; {margin}",))
 
 
 @dataclass(frozen=True)
@@ -115,15 +129,16 @@ class GainShrinks:
         return Finding(self.text, _sign(found), (text,))
 
 
-def difference_text(found: Estimate | None) -> str:
-    """Return a difference in points with its interval and the number of seeds."""
+def difference_text(found: Estimate | None, level: float = LEVEL) -> str:
+    """Return a difference in points with its interval and the number of seeds. The interval misses the true difference
+    with the probability `level`."""
     if found is None:
         return "no seed has both"
     if found.count < 2:
         return f"{100 * found.mean:+.2f} points with one seed, which has no interval"
     return (
-        f"{100 * found.mean:+.2f} points, 95 % interval {100 * found.low:+.2f} to {100 * found.high:+.2f} "
-        f"({found.count} seeds)"
+        f"{100 * found.mean:+.2f} points, {100 * (1 - level):.4g} % interval {100 * found.low:+.2f} to "
+        f"{100 * found.high:+.2f} ({found.count} seeds)"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vitrail.studies.statistics import Estimate, estimate, paired
+from vitrail.studies.statistics import LEVEL, Estimate, estimate, paired
 
 __all__ = ["PointResult", "Results", "Trial"]
 
@@ -78,7 +78,8 @@ class Results:
     def arms(self) -> list[str]:
         return list(dict.fromkeys(point.arm for point in self.points))
 
-    def difference(self, first: str, second: str, metric: str) -> Estimate | None:
-        """Return the paired difference of two points over seeds, or None if one of them was not measured."""
+    def difference(self, first: str, second: str, metric: str, level: float = LEVEL) -> Estimate | None:
+        """Return the paired difference of two points over seeds, or None if one of them was not measured. Its interval
+        misses the true difference with the probability `level`."""
         one, two = self.point(first), self.point(second)
-        return None if one is None or two is None else paired(one.values(metric), two.values(metric))
+        return None if one is None or two is None else paired(one.values(metric), two.values(metric), level)

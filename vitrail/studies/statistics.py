@@ -7,20 +7,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Estimate", "PowerLaw", "estimate", "paired", "power_law", "student_t"]
+__all__ = ["LEVEL", "Estimate", "PowerLaw", "estimate", "paired", "power_law", "student_t"]
 
-T_QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""97.5 % quantiles of Student's t distribution for 1 to 30 degrees of freedom."""
-
-NORMAL_QUANTILE = 1.96
+LEVEL = 0.05
+"""Probability that a 95 % interval misses the true value."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its 95 % interval (Student's t). With one seed, the interval is infinite."""
+    """A mean over seeds with its interval (Student's t), by default of 95 %. It is infinite with one seed."""
 
     mean: float
     deviation: float
@@ -31,30 +26,48 @@ class Estimate:
     """Number of seeds."""
 
 
-def student_t(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution. Beyond 30 degrees of freedom it is an expansion."""
+def student_t(freedom: int, level: float = LEVEL) -> float:
+    """Return the value that Student's t exceeds on either side with the probability `level`, for a whole number of
+    degrees of freedom. It is infinite without a degree of freedom."""
     if freedom < 1:
         return math.inf
-    if freedom <= len(T_QUANTILES):
-        return T_QUANTILES[freedom - 1]
-    z = NORMAL_QUANTILE
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    low, high = 0.0, 1.0
+    while _inside(high, freedom) < 1 - level:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _inside(middle, freedom) < 1 - level else (low, middle)
+    return high
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of at least one value with its interval."""
+def _inside(t: float, freedom: int) -> float:
+    """Return the probability that Student's t lies between -t and t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2
+    term = cosine if is_odd else 1.0
+    total = term if freedom > 1 else 0.0
+    for number in range(3 if is_odd else 2, freedom - 1, 2):
+        term *= (number - 1) / number * cosine**2
+        total += term
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+
+def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
+    """Return the mean of at least one value with its interval, which misses the true mean with the probability
+    `level`."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Estimate(mean, math.nan, -math.inf, math.inf, len(values))
     deviation = statistics.stdev(values)
-    half = student_t(len(values) - 1) * deviation / math.sqrt(len(values))
+    half = student_t(len(values) - 1, level) * deviation / math.sqrt(len(values))
     return Estimate(mean, deviation, mean - half, mean + half, len(values))
 
 
-def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
+def paired(first: Mapping[int, float], second: Mapping[int, float], level: float = LEVEL) -> Estimate | None:
     """Return the mean difference of values with the same seed, or None if no seed has both values."""
     differences = [value - second[seed] for seed, value in first.items() if seed in second]
-    return estimate(differences) if differences else None
+    return estimate(differences, level) if differences else None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def result_parts(study: Study, results: Results, plain: Mapping[str, Any]) -> It
     """Yield the table of the results, and the verdict on every claim."""
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for number, heading in enumerate(("", "learning rate", *study.metrics.values(), "TFLOP", "diverged")):
-        table.add_column(heading, justify="right" if number else "left", header_style="dim")
+        table.add_column(heading, justify="right" if number else "left", header_style="dim", no_wrap=bool(number))
     for point in results.points:
         table.add_row(
             Text(point.name),
